@@ -1,0 +1,87 @@
+"""The one error tree.
+
+HeadraceError
+├── RequestError          the caller's fault                       400
+│   ├── NotFoundError     unknown model, adapter, session, rid     404
+│   ├── AuthError         missing or wrong key                     401
+│   └── TooLargeError     body or prompt beyond a byte limit       413
+├── CapacityError         no room now; `retry_after_s` says when   429 / 503
+├── ConfigError           the options cannot work: refuse to start (process exit 2)
+├── ModelError            the checkpoint is missing, broken or not supported
+└── ExecutionError        our own fault                            500
+
+A message says what happened, the numbers, and what to do. It never carries a path of this machine, a class name or a
+traceback: messages of `RequestError`, `CapacityError` and `ExecutionError` are sent to clients as they are.
+"""
+
+
+class HeadraceError(Exception):
+    """Base of every error that Headrace raises on purpose."""
+
+    status_code: int = 500
+    error_type: str = "internal_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class RequestError(HeadraceError):
+    """The request cannot be served as it was asked.
+
+    param: the request field at fault, as the client spelled it, when there is one.
+    """
+
+    status_code = 400
+    error_type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class NotFoundError(RequestError):
+    """What the request names does not exist here."""
+
+    status_code = 404
+    error_type = "not_found_error"
+
+
+class AuthError(RequestError):
+    """The key is missing or not accepted."""
+
+    status_code = 401
+    error_type = "authentication_error"
+
+
+class TooLargeError(RequestError):
+    """The body is larger than the server accepts."""
+
+    status_code = 413
+
+
+class CapacityError(HeadraceError):
+    """No room now. The client should come back after `retry_after_s` seconds.
+
+    status_code: 503 when the server is full or stopping, 429 when this client's own limit is reached.
+    """
+
+    error_type = "overloaded_error"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, status_code: int = 503) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.status_code = status_code
+
+
+class ConfigError(HeadraceError):
+    """The options, alone or with this model and device, cannot work."""
+
+
+class ModelError(HeadraceError):
+    """The checkpoint cannot be used. Names the file and the tensor where there is one."""
+
+
+class ExecutionError(HeadraceError):
+    """A fault of ours while serving."""

@@ -1,0 +1,149 @@
+"""Control operations: requests from the tokenizer manager and their replies, and what processes say of themselves.
+
+A request carries `id`; its reply carries the same `id` (see `Communicator`). To add an operation: a struct pair here, a handler
+in `scheduler/control.py`, a route in `server/control.py`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class _Control(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of control messages."""
+
+
+class AbortReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Abort these samples (exact rids), or all. No reply: each aborted sample ends with its own output."""
+
+    rids: tuple[str, ...] = ()
+    abort_all: bool = False
+    message: str = "aborted"
+
+
+class FlushCacheReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Empty the prefix cache. Refused while requests run or wait."""
+
+    id: int
+
+
+class FlushCacheReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """What became of a flush."""
+
+    id: int
+    success: bool
+    message: str
+
+
+class InternalStateReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Ask for counters and pool accounting."""
+
+    id: int
+
+
+class PoolState(msgspec.Struct, frozen=True, gc=False):
+    """Accounting in tokens: free + evictable + leased == total always holds (`consistent`).
+
+    leased counts what the tree holds under a lease and what running requests own outside the tree.
+    """
+
+    total_tokens: int
+    free_tokens: int
+    evictable_tokens: int
+    leased_tokens: int
+    request_slots_total: int
+    request_slots_free: int
+    consistent: bool
+
+
+class InternalState(msgspec.Struct, frozen=True, gc=False):
+    """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval."""
+
+    pool: PoolState
+    num_running: int
+    num_waiting: int
+    num_in_flight_steps: int
+    num_steps: int
+    num_retracted: int
+    num_aborted: int
+    num_finished: int
+    prompt_tokens: int
+    generation_tokens: int
+    cached_tokens: int
+    computed_prefill_tokens: int
+    prefix_query_tokens: int
+    memory_repairs: int
+    dropped_frames: int
+    gen_throughput: float
+    new_token_ratio: float
+    waiting_tokens: int
+
+
+class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """The scheduler's state."""
+
+    id: int
+    state: InternalState
+
+
+class HealthCheckReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Answered at the scheduler's next turn. `generate` false: only liveness of the loop."""
+
+    id: int
+
+
+class HealthCheckReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """The loop turns; `busy` when requests run, which proves generation as well."""
+
+    id: int
+    busy: bool
+
+
+class SchedulerStats(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Gauges for /metrics, pushed by the scheduler about once a second while it works and when it becomes idle."""
+
+    state: InternalState
+
+
+class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """A child's sign of life, from a thread of its own, about twice a second."""
+
+    process: str
+
+
+class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Leave the loop now. Running requests have been drained or given up by the sender."""
+
+
+class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Test hook, accepted only under --enable-fault-injection: do `kind` at `stage` when `rid` has `at_token` output tokens.
+
+    stage admission: before it is queued. forward: the whole batched step. sampling: that row. detokenize: in the detokenizer.
+    kind raise: an exception. nan: the row's logits become NaN. sleep: `seconds`. crash: the process ends at once.
+    """
+
+    stage: Literal["admission", "forward", "sampling", "detokenize"]
+    kind: Literal["raise", "nan", "sleep", "crash"]
+    rid: str
+    at_token: int = 0
+    seconds: float = 0.0
+
+
+class ReadyInfo(msgspec.Struct, frozen=True):
+    """What a scheduler says of its model and memory when it is ready (the ready pipe; JSON)."""
+
+    max_total_tokens: int
+    max_running_requests: int
+    context_length: int
+    vocab_size: int
+    hidden_size: int
+    page_size: int
+    dtype: str
+    kv_cache_dtype: str
+    device: str
+    attention_backend: str
+    model_class: str
+    weight_bytes: int
+    kv_bytes: int
+    load_s: float
+    decisions: tuple[str, ...] = ()

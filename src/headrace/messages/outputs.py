@@ -1,0 +1,102 @@
+"""Results on their way out: scheduler -> detokenizer -> tokenizer manager."""
+
+from typing import Literal
+
+import msgspec
+
+
+class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Why a sample ended (SPEC H1 `finish_reason`).
+
+    stop: `matched` is the stop string, the regex's match, or the token id. length: `length` = tokens made.
+    abort: `message` for the client and the `status_code` an error before the first token is answered with.
+    """
+
+    type: Literal["stop", "length", "abort"]
+    matched: str | int | None = None
+    length: int = 0
+    message: str = ""
+    status_code: int = 0
+
+
+class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Logprobs of n consecutive tokens, little-endian arrays.
+
+    token_ids int32[n]; values float32[n] (NaN = none: the first prompt token); top_ids int32[n, k]; top_values float32[n, k];
+    picked float32[n, c] in the order of `LogprobSpec.token_ids`.
+    """
+
+    token_ids: bytes = b""
+    values: bytes = b""
+    top_ids: bytes = b""
+    top_values: bytes = b""
+    picked: bytes = b""
+
+
+class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How the detokenizer treats a sample. Sent with its first output."""
+
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+
+
+class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
+
+    queue_time_s: from arrival at the scheduler to the first step it took part in.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    num_retractions: int = 0
+    queue_time_s: float = 0.0
+    computed_prefill_tokens: int = 0
+
+
+class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New tokens of one sample. Exactly one of a rid's outputs has `finish`; it is the last.
+
+    ids: int32[n] little-endian, n >= 0. num_output_tokens: all tokens so far, these included.
+    A matched stop token or EOS is part of `ids` and of the count; the detokenizer trims it from the text.
+    prompt_logprobs: with the first output. hidden_states: float32[m, hidden_size], one row per token of `ids` (the first
+    output also carries the prompt's rows before them).
+    """
+
+    rid: str
+    ids: bytes
+    num_output_tokens: int
+    finish: FinishReason | None = None
+    options: DecodeOptions | None = None
+    stats: SampleStats | None = None
+    logprobs: LogprobBlock | None = None
+    prompt_logprobs: LogprobBlock | None = None
+    hidden_states: bytes = b""
+
+
+class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Everything one step has to say, in one message."""
+
+    rows: tuple[TokenIDOut, ...]
+
+
+class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`TokenIDOut` after detokenizing: `text` is the new text (held back and trimmed as stops ask)."""
+
+    rid: str
+    text: str
+    ids: bytes
+    num_output_tokens: int
+    finish: FinishReason | None = None
+    stats: SampleStats | None = None
+    logprobs: LogprobBlock | None = None
+    prompt_logprobs: LogprobBlock | None = None
+    hidden_states: bytes = b""
+
+
+class BatchStrOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Everything one step has to say, as text."""
+
+    rows: tuple[StrOut, ...]

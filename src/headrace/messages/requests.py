@@ -1,0 +1,93 @@
+"""Requests on their way in: as the front end receives them and as they cross to the scheduler."""
+
+import msgspec
+
+from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
+
+
+class SessionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where in an open session a request goes on. Refused until sessions exist."""
+
+    id: str | None = None
+    rid: str | None = None
+    offset: int | None = None
+    replace: bool = False
+    drop_previous_output: bool = False
+
+
+class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One call of `generate` (SPEC H1): one prompt or a batch of prompts, `n` samples of each.
+
+    Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
+    `input_embeds` is float[num_tokens][hidden_size] for one prompt. Fields that may be one value or one per prompt are lists
+    when they differ. What this build cannot do (images, adapters, sessions, disaggregation) is refused by name.
+    """
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    input_embeds: list[list[float | list[float]]] | None = None
+    sampling_params: SamplingParams | list[SamplingParams] | None = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int | list[int]] | None = None
+    return_text_in_logprobs: bool = False
+    return_hidden_states: bool | list[bool] = False
+    custom_logit_processor: str | list[str | None] | None = None
+    priority: int | None = None
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    lora_path: str | list[str | None] | None = None
+    session_params: SessionParams | list[SessionParams] | None = None
+    image_data: object | None = None
+    audio_data: object | None = None
+    video_data: object | None = None
+    routed_dp_rank: int | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+
+
+class LogprobSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which logprobs a sample wants.
+
+    prompt_start: first prompt index whose logprob is wanted (index 0 has none: it is null); num_prompt_tokens = outputs only.
+    top_num: most likely alternatives per position. token_ids: further ids whose logprob is wanted at each position.
+    """
+
+    prompt_start: int
+    top_num: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """One sample: what the scheduler receives. `rid` is the sample's own (unique among the live ones).
+
+    input_ids: int32[num_prompt_tokens] little-endian. input_embeds: float32[num_prompt_tokens, hidden_size] or empty;
+    with embeds, input_ids are placeholders and nothing of it enters the prefix cache.
+    group: samples of one prompt share it, so that the prompt is prefilled once; empty = alone.
+    namespace: requests of different namespaces never share KV. created_s: time.monotonic() at arrival (one clock for all processes of a machine).
+    deadline_s: time.monotonic() after which it is aborted (0 = none).
+    """
+
+    rid: str
+    input_ids: bytes
+    sampling: ResolvedSamplingParams
+    stream: bool = False
+    logprobs: LogprobSpec | None = None
+    return_hidden_states: bool = False
+    input_embeds: bytes = b""
+    custom_logit_processor: str = ""
+    namespace: str = ""
+    priority: int = 0
+    group: str = ""
+    created_s: float = 0.0
+    deadline_s: float = 0.0
+
+
+class BatchTokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Samples that arrived together: one message."""
+
+    requests: tuple[TokenizedGenerateReqInput, ...]

@@ -1,0 +1,105 @@
+"""What crosses between the scheduler and a worker: one step's plan, its result, and the worker's protocol.
+
+The worker keeps a table of sequences (`seq` = row). A sequence's known tokens live in the worker's token buffer: prompt tokens are
+written when it is added, and each sampled token is written at its position by the step that samples it. A plan therefore names
+positions, not tokens, and the next step can be planned before the last one's tokens are known to the host (overlap).
+Plain dataclasses with numpy arrays: both sides are in one process.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.messages.control import FaultReq
+from headrace.messages.outputs import LogprobBlock
+from headrace.messages.requests import LogprobSpec
+from headrace.sampling.params import ResolvedSamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that enters (or, after a retraction, re-enters) row `seq` of the worker's tables.
+
+    token_ids: int32[num_tokens], prompt then outputs made so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
+    multiple of page_size and < num_tokens. end_token_ids: impossible before `min_new_tokens` outputs.
+    input_embeds: float32[num_prompt_tokens, hidden_size] bytes, or empty.
+    """
+
+    seq: int
+    rid: str
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    prefix_slots: Int32Array
+    sampling: ResolvedSamplingParams
+    end_token_ids: tuple[int, ...]
+    logprobs: LogprobSpec | None = None
+    return_hidden_states: bool = False
+    input_embeds: bytes = b""
+    custom_logit_processor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWorkerBatch:
+    """The plan of one step, host integers only. Row r computes positions starts[r] .. starts[r]+counts[r]-1 of sequence seqs[r].
+
+    samples[r]: the last position's logits are sampled; the token is written at position starts[r]+counts[r].
+    out_slots: int32[sum(counts)], where the rows' KV goes, row after row.
+    new: added before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
+    faults: test hook, see FaultReq.
+    """
+
+    step: int
+    new: tuple[NewSequence, ...]
+    seqs: Int32Array
+    starts: Int32Array
+    counts: Int32Array
+    samples: npt.NDArray[np.bool_]
+    out_slots: Int32Array
+    faults: tuple[FaultReq, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by the step."""
+        return len(self.out_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave. Arrays and maps are by row of the plan.
+
+    token_ids: int32[num_rows], -1 where the row does not sample or has an error.
+    errors: row -> message; that sample ends alone with a 500.
+    logprobs: row -> block of one token (the sampled one). prompt_logprobs: row -> block of the prompt tokens whose logits this
+    chunk computed: chunk positions p with prompt_start <= p + 1 < num_prompt_tokens give the entry of token p + 1.
+    hidden_states: row -> float32[counts[r], hidden_size] bytes (last layer, after the final norm).
+    forward_s: time the step took on the worker.
+    """
+
+    step: int
+    token_ids: Int32Array
+    errors: Mapping[int, str] = field(default_factory=dict)
+    logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
+    hidden_states: Mapping[int, bytes] = field(default_factory=dict)
+    forward_s: float = 0.0
+
+
+class Worker(Protocol):
+    """One rank's model as the scheduler sees it. Steps run in the order of `submit`; results come in that order."""
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """Start (or run) a step. With overlap it returns before the step has run."""
+
+    def collect(self) -> StepResult:
+        """The oldest step's result; waits for it. Raises ExecutionError when that whole step failed (its rows gave nothing)."""
+
+    def ready(self) -> bool:
+        """True when `collect` would not wait."""
+
+    def close(self) -> None:
+        """Release threads and memory."""

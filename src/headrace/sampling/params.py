@@ -1,0 +1,250 @@
+"""Sampling parameters: as asked (`SamplingParams`) and as they will be used (`ResolvedSamplingParams`).
+
+Owns the names, defaults and bounds of SPEC section P. No torch: the front end and the scheduler import it.
+"validated" is a type here: only `SamplingParams.resolve` makes a `ResolvedSamplingParams`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from headrace.errors import RequestError
+
+T = TypeVar("T", int, float)
+
+GREEDY_BELOW = 1e-6
+"""A temperature under this is greedy: dividing logits by it would overflow float32."""
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 4096
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_TOP_LOGPROBS = 256
+MAX_SEED = 2**63 - 1
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """Defaults that the model's generation_config brings; None where it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the caller asked for; None means "not said", so that generation_config and then our default may speak."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    n: int = 1
+    json_schema: str | dict[str, object] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, object] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+    stream_interval: int | None = None
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return _as_tuple(self.stop)
+
+    def stop_patterns(self) -> tuple[str, ...]:
+        """`stop_regex` as a tuple."""
+        return _as_tuple(self.stop_regex)
+
+    def resolve(
+        self,
+        *,
+        defaults: GenerationDefaults,
+        vocab_size: int,
+        default_max_new_tokens: int,
+        room_tokens: int,
+        bad_word_ids: Sequence[Sequence[int]],
+        seed: int,
+        max_n: int,
+    ) -> "ResolvedSamplingParams":
+        """Check every bound and fill in what was not said.
+
+        defaults: of the model's generation_config. default_max_new_tokens: of this endpoint.
+        room_tokens: context length minus prompt length, >= 0.
+        bad_word_ids: `bad_words` tokenized by the caller. seed: used when the request brings none.
+        Raises RequestError naming the parameter.
+        """
+        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is not supported yet: constrained decoding is not available", name)
+        temperature = _first(self.temperature, defaults.temperature, 1.0)
+        top_p = _first(self.top_p, defaults.top_p, 1.0)
+        top_k = _first(self.top_k, defaults.top_k, -1)
+        min_p = _first(self.min_p, defaults.min_p, 0.0)
+        repetition_penalty = _first(self.repetition_penalty, defaults.repetition_penalty, 1.0)
+        max_new_tokens = self.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = min(default_max_new_tokens, room_tokens)
+
+        _between("temperature", temperature, 0.0, math.inf)
+        _between("top_p", top_p, 0.0, 1.0, low_open=True)
+        _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 (off) or at least 1, got {top_k}")
+        _between("min_p", min_p, 0.0, 1.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("repetition_penalty", repetition_penalty, 0.0, 2.0, low_open=True)
+        _require(1 <= self.n <= max_n, "n", f"n must be between 1 and {max_n}, got {self.n}")
+        _require(max_new_tokens >= 0, "max_new_tokens", f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        _require(
+            max_new_tokens <= room_tokens,
+            "max_new_tokens",
+            f"max_new_tokens is {max_new_tokens} but only {room_tokens} tokens of the context are left after the prompt",
+        )
+        _require(
+            0 <= self.min_new_tokens <= max_new_tokens,
+            "min_new_tokens",
+            f"min_new_tokens must be between 0 and max_new_tokens ({max_new_tokens}), got {self.min_new_tokens}",
+        )
+        if self.seed is not None:
+            _require(0 <= self.seed <= MAX_SEED, "seed", f"seed must be between 0 and 2**63 - 1, got {self.seed}")
+        if self.stream_interval is not None:
+            _require(1 <= self.stream_interval <= 4096, "stream_interval", "stream_interval must be between 1 and 4096")
+        for name, strings in (("stop", self.stop_strings()), ("stop_regex", self.stop_patterns())):
+            _require(
+                len(strings) <= MAX_STOP_STRINGS, name, f"at most {MAX_STOP_STRINGS} stop strings, got {len(strings)}"
+            )
+            for text in strings:
+                _require(text != "", name, f"{name} must not be empty")
+                _require(
+                    len(text) <= MAX_STOP_LENGTH, name, f"a {name} string is longer than {MAX_STOP_LENGTH} characters"
+                )
+        stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        allowed = _ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.allowed_token_ids is not None:
+            _require(len(allowed) > 0, "allowed_token_ids", "allowed_token_ids must not be empty")
+        _require(
+            len(bad_word_ids) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"at most {MAX_BAD_WORDS} bad words, got {len(bad_word_ids)}",
+        )
+        return ResolvedSamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            stop=self.stop_strings(),
+            stop_regex=self.stop_patterns(),
+            stop_token_ids=stop_token_ids,
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_p=top_p,
+            top_k=min(top_k, vocab_size),
+            min_p=min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=repetition_penalty,
+            ignore_eos=self.ignore_eos,
+            logit_bias=_logit_bias(self.logit_bias, vocab_size),
+            bad_words=tuple(tuple(ids) for ids in bad_word_ids),
+            allowed_token_ids=allowed,
+            seed=seed if self.seed is None else self.seed,
+            stream_interval=self.stream_interval or 0,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+            no_stop_trim=self.no_stop_trim,
+        )
+
+
+class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Checked parameters of one sample, every field set.
+
+    temperature 0.0 = greedy. top_k -1 = off. stream_interval 0 = the server's. `allowed_token_ids` empty = all.
+    bad_words: token id sequences that must not appear. logit_bias: (token id, bias) pairs.
+    """
+
+    max_new_tokens: int
+    seed: int
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    stream_interval: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the largest logit is taken."""
+        return self.temperature == 0.0
+
+
+def _first(*values: T | None) -> T:
+    return next(v for v in values if v is not None)
+
+
+def _as_tuple(value: str | list[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _require(holds: bool, param: str, message: str) -> None:
+    if not holds:
+        raise RequestError(message, param)
+
+
+def _between(param: str, value: float, low: float, high: float, low_open: bool = False) -> None:
+    inside = math.isfinite(value) and (low < value if low_open else low <= value) and value <= high
+    bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high != math.inf else f"finite and at least {low:g}"
+    _require(inside, param, f"{param} must be {'in ' if high != math.inf else ''}{bounds}, got {value}")
+
+
+def _ids(param: str, ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    for token_id in ids or ():
+        _require(0 <= token_id < vocab_size, param, f"{param}: {token_id} is not a token id (0 to {vocab_size - 1})")
+    return tuple(dict.fromkeys(ids or ()))
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if not bias:
+        return ()
+    _require(
+        len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries in logit_bias, got {len(bias)}"
+    )
+    pairs = []
+    for key, value in bias.items():
+        _require(
+            key.isascii() and key.isdigit() and len(key) < 10,
+            "logit_bias",
+            f"logit_bias: {key[:20]!r} is not a token id",
+        )
+        _require(int(key) < vocab_size, "logit_bias", f"logit_bias: {key} is not a token id (0 to {vocab_size - 1})")
+        _between("logit_bias", value, -100.0, 100.0)
+        pairs.append((int(key), value))
+    return tuple(pairs)
