@@ -1,0 +1,37 @@
+"""Hands out KV pages. Owns the free list and nothing else; runs in the scheduler."""
+
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Pages 0 .. num_pages-1 of `page_size` tokens each; slot of a token = page * page_size + offset."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # Popped from the end: low pages first, so that a lightly used pool touches little memory.
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """`num_pages` pages, now the caller's. The caller has checked `num_free`."""
+        assert 0 <= num_pages <= len(self._free), (num_pages, len(self._free))
+        if num_pages == 0:
+            return []
+        taken = self._free[-num_pages:]
+        del self._free[-num_pages:]
+        taken.reverse()
+        return taken
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give pages back. Freeing a page twice is caught by the accounting, not here."""
+        self._free.extend(pages)
+        assert len(self._free) <= self.num_pages, (len(self._free), self.num_pages)
+
+    def reset(self) -> None:
+        """Forget all ownership."""
+        self._free = list(range(self.num_pages - 1, -1, -1))

@@ -1,0 +1,216 @@
+"""Prefix cache: a radix tree over token pages (after RadixAttention, Zheng et al. 2024, arXiv:2312.07104).
+
+Owns the pages of every cached prefix. Runs in the scheduler's thread; no torch.
+Keys are compared page by page, so an edge always holds whole pages and two edges of a node differ within their first page.
+Every namespace (adapter, cache salt, extra key) has its own root: nothing is ever shared between namespaces.
+"""
+
+import heapq
+from itertools import count
+
+from headrace.cache.base import Insertion, Lease, PrefixMatch
+
+TOKEN_BYTES = 4
+
+
+class _Node(Lease):
+    """An edge into the tree with its pages. As a `Lease` it pins itself and its ancestors."""
+
+    __slots__ = ("children", "key", "leases", "pages", "parent", "used")
+
+    def __init__(self, key: bytes, pages: list[int], parent: "_Node | None", used: int) -> None:
+        self.key = key
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, _Node] = {}
+        self.leases = 0
+        self.used = used
+
+
+class RadixCache:
+    """See `PrefixCache` for the contract. page_size: tokens in a page (1, 16, ...)."""
+
+    shares = True
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[str, _Node] = {}
+        self._clock = count(1)
+        self._evictable = 0
+        self._leased = 0
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Pages that `evict` could free now."""
+        return self._evictable
+
+    @property
+    def num_leased_pages(self) -> int:
+        """Pages of the tree pinned by leases."""
+        return self._leased
+
+    def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
+        """Length in tokens of the longest cached prefix of tokens[:limit]. Changes nothing, not even recency."""
+        node = self._roots.get(namespace)
+        end = self._whole_pages(min(limit * TOKEN_BYTES, len(tokens)))
+        pos = 0
+        while node is not None and pos < end:
+            node = node.children.get(tokens[pos : pos + self._page_bytes])
+            if node is not None:
+                shared = self._shared(node.key, tokens, pos, end)
+                pos += shared
+                if shared < len(node.key):
+                    break
+        return pos // TOKEN_BYTES
+
+    def match(self, tokens: bytes, namespace: str, limit: int) -> PrefixMatch:
+        """Longest cached prefix of tokens[:limit], pinned until `release(match.lease)`."""
+        node = self._roots.get(namespace)
+        if node is None:
+            return PrefixMatch(0)
+        node, pos, pages = self._descend(node, tokens, self._whole_pages(min(limit * TOKEN_BYTES, len(tokens))))
+        if pos == 0:
+            return PrefixMatch(0)
+        self._pin(node)
+        return PrefixMatch(pos // TOKEN_BYTES, pages, node)
+
+    def insert(self, tokens: bytes, pages: list[int], namespace: str) -> Insertion:
+        """Offer the KV of `tokens`, whole pages of it, pinned until `release(insertion.lease)`.
+
+        pages: at least one per whole page of tokens, in order. For the range that the tree already has, its own pages stay in use.
+        """
+        end = self._whole_pages(len(tokens))
+        if end == 0:
+            return Insertion(0, 0)
+        root = self._roots.setdefault(namespace, _Node(b"", [], None, 0))
+        node, pos, _ = self._descend(root, tokens, end)
+        if pos < end:
+            taken = pages[pos // self._page_bytes : end // self._page_bytes]
+            assert len(taken) * self._page_bytes == end - pos, (len(pages), pos, end)
+            leaf = _Node(tokens[pos:end], taken, node, next(self._clock))
+            node.children[leaf.key[: self._page_bytes]] = leaf
+            self._evictable += len(taken)
+            node = leaf
+        self._pin(node)
+        return Insertion(pos // TOKEN_BYTES, end // TOKEN_BYTES, node)
+
+    def release(self, lease: Lease | None) -> None:
+        """Unpin. The prefix stays cached until it is evicted."""
+        if lease is None:
+            return
+        assert isinstance(lease, _Node)
+        node: _Node | None = lease
+        while node is not None:
+            node.leases -= 1
+            assert node.leases >= 0, "a lease was released twice"
+            if node.leases == 0:
+                self._leased -= len(node.pages)
+                self._evictable += len(node.pages)
+            node = node.parent
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Free `num_pages` pages or more, least recently used leaves first; fewer only when all else is leased."""
+        freed: list[int] = []
+        if num_pages <= 0 or self._evictable == 0:
+            return freed
+        tie = count()
+        leaves = [(n.used, next(tie), n) for n in self._nodes() if not n.children and n.leases == 0]
+        heapq.heapify(leaves)
+        while leaves and len(freed) < num_pages:
+            _, _, node = heapq.heappop(leaves)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key[: self._page_bytes]]
+            freed += node.pages
+            self._evictable -= len(node.pages)
+            if parent.parent is None:
+                if not parent.children:
+                    self._drop_root(parent)
+            elif not parent.children and parent.leases == 0:
+                heapq.heappush(leaves, (parent.used, next(tie), parent))
+        return freed
+
+    def flush(self) -> list[int]:
+        """Forget everything; no lease may be held."""
+        assert self._leased == 0, f"{self._leased} pages are still leased"
+        freed = [page for node in self._nodes() for page in node.pages]
+        self._roots.clear()
+        self._evictable = 0
+        return freed
+
+    # -- inside
+
+    def _whole_pages(self, num_bytes: int) -> int:
+        return num_bytes - num_bytes % self._page_bytes
+
+    def _shared(self, key: bytes, tokens: bytes, pos: int, end: int) -> int:
+        """Bytes of `key` that equal tokens[pos:end], a whole number of pages."""
+        length = min(len(key), end - pos)
+        if key[:length] == tokens[pos : pos + length]:
+            return length
+        low, high = 0, length // self._page_bytes  # pages: [0, low) equal, the first difference lies in [low, high)
+        while high - low > 1:
+            middle = (low + high) // 2 * self._page_bytes
+            if key[low * self._page_bytes : middle] == tokens[pos + low * self._page_bytes : pos + middle]:
+                low = middle // self._page_bytes
+            else:
+                high = middle // self._page_bytes
+        return low * self._page_bytes
+
+    def _descend(self, node: _Node, tokens: bytes, end: int) -> tuple[_Node, int, list[int]]:
+        """Walk tokens[:end] down from a root, splitting an edge that matches in part. Returns (last node, bytes, pages)."""
+        now = next(self._clock)
+        pages: list[int] = []
+        pos = 0
+        while pos < end:
+            child = node.children.get(tokens[pos : pos + self._page_bytes])
+            if child is None:
+                break
+            shared = self._shared(child.key, tokens, pos, end)
+            if shared < len(child.key):
+                child = self._split(child, shared)
+            child.used = now
+            pages += child.pages
+            pos += shared
+            node = child
+        return node, pos, pages
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Cut the edge into `node` after `at` bytes; returns the new upper half. Leases on `node` pin both halves."""
+        assert 0 < at < len(node.key), (at, len(node.key))
+        parent = node.parent
+        assert parent is not None
+        cut = at // self._page_bytes
+        upper = _Node(node.key[:at], node.pages[:cut], parent, node.used)
+        upper.leases = node.leases
+        parent.children[upper.key[: self._page_bytes]] = upper
+        node.key, node.pages, node.parent = node.key[at:], node.pages[cut:], upper
+        upper.children[node.key[: self._page_bytes]] = node
+        return upper
+
+    def _pin(self, lease: _Node) -> None:
+        node: _Node | None = lease
+        while node is not None:
+            if node.leases == 0:
+                self._leased += len(node.pages)
+                self._evictable -= len(node.pages)
+            node.leases += 1
+            node = node.parent
+
+    def _drop_root(self, root: _Node) -> None:
+        if root.leases == 0:
+            for namespace, candidate in self._roots.items():
+                if candidate is root:
+                    del self._roots[namespace]
+                    return
+
+    def _nodes(self) -> list[_Node]:
+        """Every node below the roots."""
+        found: list[_Node] = []
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack.extend(node.children.values())
+        return found

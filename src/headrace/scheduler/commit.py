@@ -1,0 +1,200 @@
+"""Takes a finished step into account: tokens, ends, the cache, and what the detokenizer is told."""
+
+
+
+from headrace.log import get_logger
+from headrace.messages.outputs import (
+    BatchTokenIDOut,
+    DecodeOptions,
+    FinishReason,
+    LogprobBlock,
+    SampleStats,
+    TokenIDOut,
+)
+from headrace.messages.step import StepResult
+from headrace.scheduler.batch import ScheduleBatch
+from headrace.scheduler.request import Req
+from headrace.scheduler.state import SchedulerState
+
+logger = get_logger(__name__)
+
+FORCED_INTERVAL = 50
+"""A request that does not stream still reports after so many tokens: an abort finds its partial text downstream."""
+
+
+def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> BatchTokenIDOut | None:
+    """Apply `result` to the requests of `batch`. Rows of requests that ended meanwhile give nothing."""
+    rows: list[TokenIDOut] = []
+    for index, row in enumerate(batch.rows):
+        req = row.req
+        req.num_in_flight -= 1
+        req.num_sampling -= row.samples
+        if req.finish is not None:
+            _settle(state, req)
+            continue
+        prompt_part = max(0, min(row.start + row.count, req.num_prompt_tokens) - row.start)
+        req.computed_prefill_tokens += prompt_part
+        state.counters.computed_prefill_tokens += prompt_part
+        was_prefilling = req.is_prefilling
+        req.num_computed = row.start + row.count
+        if index in result.errors:
+            # Its KV may hold the NaN: nobody else shall find it.
+            req.keep_kv = False
+            req.finish = FinishReason("abort", message=result.errors[index], status_code=500)
+        else:
+            _take_row(state, req, row.start, row.samples, index, result)
+        if was_prefilling and not req.is_prefilling and req.finish is None:
+            state.kv.share(req)
+        out = end(state, req) if req.finish is not None else report(state, req)
+        if out is not None:
+            rows.append(out)
+    return BatchTokenIDOut(tuple(rows)) if rows else None
+
+
+def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchTokenIDOut | None:
+    """The step failed as a whole: its requests end, the others go on."""
+    rows: list[TokenIDOut] = []
+    for row in batch.rows:
+        req = row.req
+        req.num_in_flight -= 1
+        req.num_sampling -= row.samples
+        req.keep_kv = False
+        if req.finish is None:
+            req.finish = FinishReason("abort", message=message, status_code=500)
+            rows.append(end(state, req))
+        else:
+            _settle(state, req)
+    return BatchTokenIDOut(tuple(rows)) if rows else None
+
+
+def end(state: SchedulerState, req: Req) -> TokenIDOut:
+    """The request has a finish reason: its last output. Its pages go back once no step in flight uses them."""
+    assert req.finish is not None
+    state.by_rid.pop(req.rid, None)
+    state.counters.num_finished += 1
+    state.counters.num_aborted += req.finish.type == "abort"
+    if req in state.waiting:
+        state.waiting.remove(req)
+    _settle(state, req)
+    group = req.asked.group
+    if group and not any(other.asked.group == group for other in state.by_rid.values()):
+        state.group_cached.pop(group, None)
+    return _output(req)
+
+
+def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
+    """The request's next chunk when one is due."""
+    new = req.num_outputs - req.num_sent_outputs
+    if new == 0:
+        return None
+    if req.asked.stream:
+        interval = req.asked.sampling.stream_interval or state.config.stream_interval
+    else:
+        interval = FORCED_INTERVAL
+    # The first token goes out at once: the time to it is what a client sees first.
+    if new >= interval or not req.emitted:
+        return _output(req)
+    return None
+
+
+def _settle(state: SchedulerState, req: Req) -> None:
+    """Give an ended request's resources back as soon as no step in flight uses them."""
+    if req.num_in_flight == 0 and req.seq >= 0:
+        state.kv.release(req)
+        state.running.remove(req)
+
+
+def _take_row(state: SchedulerState, req: Req, start: int, samples: bool, index: int, result: StepResult) -> None:
+    if index in result.prompt_logprobs:
+        block = result.prompt_logprobs[index]
+        req.prompt_logprobs.append(block)
+        req.num_prompt_logprobs += len(block.values) // 4
+    if index in result.hidden_states:
+        _take_hidden(req, start, result.hidden_states[index])
+    if samples:
+        token_id = int(result.token_ids[index])
+        assert 0 <= token_id < state.config.vocab_size, (req.rid, token_id)
+        req.append(token_id)
+        state.counters.generation_tokens += 1
+        if index in result.logprobs:
+            req.pending_logprobs.append(result.logprobs[index])
+        req.finish = _finish_reason(state, req, token_id)
+    elif req.asked.sampling.max_new_tokens == 0 and not req.is_prefilling:
+        req.finish = FinishReason("length", length=0)
+
+
+def _take_hidden(req: Req, start: int, rows: bytes) -> None:
+    """Keep the rows that were not delivered before a retraction."""
+    count = req.num_computed - start
+    stale = max(0, req.num_hidden_rows - start)
+    if stale < count:
+        req.pending_hidden.append(rows[stale * (len(rows) // count) :])
+        req.num_hidden_rows = req.num_computed
+
+
+def _finish_reason(state: SchedulerState, req: Req, token_id: int) -> FinishReason | None:
+    """Whether the token just appended ends the request: stop string, then stop token or EOS, then length (SPEC section 3)."""
+    asked = req.asked.sampling
+    if req.stop_checker is not None and (match := req.stop_checker.push(token_id)) is not None:
+        return FinishReason("stop", matched=match.matched)
+    if token_id in asked.stop_token_ids or (not asked.ignore_eos and token_id in state.config.eos_token_ids):
+        return FinishReason("stop", matched=token_id)
+    if req.num_outputs >= asked.max_new_tokens:
+        return FinishReason("length", length=req.num_outputs)
+    return None
+
+
+def _output(req: Req) -> TokenIDOut:
+    """Everything of the request that has not been sent."""
+    asked = req.asked
+    first, last = not req.emitted, req.finish is not None
+    options = stats = None
+    if first:
+        sampling = asked.sampling
+        options = DecodeOptions(
+            sampling.skip_special_tokens,
+            sampling.spaces_between_special_tokens,
+            sampling.no_stop_trim,
+            sampling.stop,
+            sampling.stop_regex,
+        )
+    if first or last:
+        stats = SampleStats(
+            prompt_tokens=req.num_prompt_tokens,
+            cached_tokens=max(0, req.cached_tokens),
+            num_retractions=req.num_retractions,
+            queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
+            computed_prefill_tokens=req.computed_prefill_tokens,
+        )
+    out = TokenIDOut(
+        rid=req.rid,
+        ids=req.output_bytes(req.num_sent_outputs),
+        num_output_tokens=req.num_outputs,
+        finish=req.finish,
+        options=options,
+        stats=stats,
+        logprobs=_joined(req.pending_logprobs),
+        prompt_logprobs=_joined(req.prompt_logprobs),
+        hidden_states=b"".join(req.pending_hidden),
+    )
+    req.emitted = True
+    req.num_sent_outputs = req.num_outputs
+    req.pending_logprobs.clear()
+    req.prompt_logprobs.clear()
+    req.pending_hidden.clear()
+    return out
+
+
+def _joined(blocks: list[LogprobBlock]) -> LogprobBlock | None:
+    """Blocks of consecutive tokens as one."""
+    if not blocks:
+        return None
+    if len(blocks) == 1:
+        return blocks[0]
+    return LogprobBlock(
+        token_ids=b"".join(b.token_ids for b in blocks),
+        values=b"".join(b.values for b in blocks),
+        top_ids=b"".join(b.top_ids for b in blocks),
+        top_values=b"".join(b.top_values for b in blocks),
+        picked=b"".join(b.picked for b in blocks),
+    )

@@ -1,0 +1,86 @@
+"""Handlers of messages other than work: abort, flush, state, health, faults. One function each; `Scheduler` dispatches."""
+
+from collections.abc import Callable
+
+from headrace.messages.control import (
+    AbortReq,
+    FlushCacheReply,
+    FlushCacheReq,
+    HealthCheckReply,
+    HealthCheckReq,
+    InternalState,
+)
+from headrace.messages.outputs import FinishReason, TokenIDOut
+from headrace.scheduler.commit import end
+from headrace.scheduler.request import Req
+from headrace.scheduler.state import SchedulerState
+
+
+def abort(state: SchedulerState, request: AbortReq) -> list[TokenIDOut]:
+    """End the named requests (exact rids) or all; unknown rids are nothing. Their partial output is kept."""
+    if request.abort_all:
+        found = list(state.by_rid.values())
+    else:
+        found = [state.by_rid[rid] for rid in request.rids if rid in state.by_rid]
+    return [abort_one(state, req, request.message, status_code=0) for req in found]
+
+
+def abort_one(state: SchedulerState, req: Req, message: str, status_code: int) -> TokenIDOut:
+    """End one request. status_code 0: asked for by the client, not an error."""
+    req.finish = FinishReason("abort", message=message, status_code=status_code)
+    return end(state, req)
+
+
+def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
+    """End requests whose deadline has passed."""
+    late = [req for req in state.by_rid.values() if 0 < req.asked.deadline_s <= now_s]
+    return [abort_one(state, req, "the request took longer than the server allows", 503) for req in late]
+
+
+def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:
+    """Empty the prefix cache, or say why not."""
+    if state.running or state.waiting:
+        busy = f"{len(state.running)} requests are running and {len(state.waiting)} are waiting"
+        return FlushCacheReply(request.id, False, f"the cache cannot be flushed now: {busy}")
+    state.kv.flush()
+    return FlushCacheReply(request.id, True, "the cache has been flushed")
+
+
+def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:
+    """The loop turns."""
+    return HealthCheckReply(request.id, bool(state.running))
+
+
+def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames: int) -> InternalState:
+    """Counters and accounting of now."""
+    counters = state.counters
+    return InternalState(
+        pool=state.kv.state(),
+        num_running=len(state.running),
+        num_waiting=len(state.waiting),
+        num_in_flight_steps=len(state.in_flight),
+        num_steps=counters.num_steps,
+        num_retracted=counters.num_retracted,
+        num_aborted=counters.num_aborted,
+        num_finished=counters.num_finished,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+        cached_tokens=counters.cached_tokens,
+        computed_prefill_tokens=counters.computed_prefill_tokens,
+        prefix_query_tokens=counters.prefix_query_tokens,
+        memory_repairs=counters.memory_repairs,
+        dropped_frames=dropped_frames,
+        gen_throughput=gen_throughput,
+        new_token_ratio=state.ratio.value,
+        waiting_tokens=sum(req.num_tokens for req in state.waiting),
+    )
+
+
+def self_check(state: SchedulerState, log: Callable[[str], None]) -> None:
+    """At idle every page is free or evictable. If not, say so, count it, and start from an empty pool."""
+    pool = state.kv.state()
+    if pool.consistent and pool.leased_tokens == 0 and pool.request_slots_free == pool.request_slots_total:
+        return
+    log(f"memory accounting is off at idle, repairing: {pool}")
+    state.counters.memory_repairs += 1
+    state.kv.repair()

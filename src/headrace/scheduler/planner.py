@@ -1,0 +1,190 @@
+"""Makes the plan of the next step: who computes how many tokens, and into which pages.
+
+Running requests first (decode rows, then the rest of their prompts), then as many waiting ones as fit, all in one mixed step
+(chunked prefill after Agrawal et al. 2023, "SARATHI", arXiv:2308.16369).
+"""
+
+from headrace.cache.radix_cache import TOKEN_BYTES
+from headrace.messages.requests import LogprobSpec
+from headrace.messages.step import NewSequence
+from headrace.scheduler import policy, retract
+from headrace.scheduler.batch import Row, ScheduleBatch
+from headrace.scheduler.request import Req
+from headrace.scheduler.state import SchedulerState
+
+MIN_SHARED_TOKENS = 64
+"""A waiting request that shares this much more with a prompt being prefilled than is cached waits for that prompt's KV."""
+
+
+def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
+    """The next step, or None when there is nothing to do (or nothing until a step in flight has been committed)."""
+    batch = ScheduleBatch(state.next_step, state.kv.page_size)
+    budget = state.config.step_tokens
+    pool_is_full = False
+    # Decode rows cost one token each and must not wait behind anybody's prompt.
+    for req in sorted(state.running, key=lambda r: r.num_to_schedule > 1):
+        count = min(req.num_to_schedule, state.config.chunk_tokens, budget)
+        if count <= 0 or req.seq < 0:  # nothing to do, no budget, or retracted just now
+            continue
+        if _make_room(state, batch, req, req.num_scheduled + count):
+            _add_row(state, batch, req, count)
+            budget -= count
+        else:
+            pool_is_full = True
+    if not pool_is_full:
+        _admit(state, batch, budget, now_s)
+    if not batch.rows:
+        return None
+    state.next_step += 1
+    state.ratio.step()
+    return batch
+
+
+def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens: int) -> bool:
+    """Pages for `num_tokens` tokens of a running request, retracting others when nothing else helps."""
+    while not state.kv.grow(req, num_tokens):
+        # Others still progress, so pages may come free: this one can pause for a step.
+        if state.in_flight or batch.rows or not retract.make_room(state, req):
+            return False
+    return True
+
+
+def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: float) -> None:
+    """Move waiting requests into the batch, in the policy's order, while tokens, rows and pages last."""
+    kv, config = state.kv, state.config
+    if not state.waiting or budget <= 0:
+        return
+    reserved = sum(_expected_tokens(state, req) for req in state.running)
+    for req in _ordered(state, now_s):
+        if budget <= 0 or kv.num_free_seqs == 0 or len(state.running) >= config.max_running:
+            break
+        if _waits_for_prefix(state, req):
+            continue
+        match = kv.match(req)
+        req.num_computed = req.num_scheduled = match.num_tokens
+        # Alone, it may have all there is: the estimate must never starve the only request.
+        needed = _expected_tokens(state, req)
+        room = kv.available_tokens - reserved
+        if needed > room and (state.running or batch.rows):
+            kv.cache.release(match.lease)
+            req.num_computed = req.num_scheduled = 0
+            break
+        kv.admit(req, match)
+        count = min(req.num_to_schedule, config.chunk_tokens, budget)
+        if not kv.grow(req, req.num_scheduled + count):
+            req.keep_kv = True
+            kv.release(req)
+            break
+        reserved += needed - count
+        state.waiting.remove(req)
+        state.running.append(req)
+        _note_first_schedule(state, req, match.num_tokens, now_s)
+        batch.new.append(_new_sequence(state, req))
+        _add_row(state, batch, req, count)
+        budget -= count
+
+
+def _ordered(state: SchedulerState, now_s: float) -> list[Req]:
+    match state.config.policy:
+        case "lpm":
+            return policy.lpm(
+                state.waiting,
+                now_s,
+                lambda r: state.kv.cache.peek(bytes(r.token_bytes), r.asked.namespace, r.match_limit),
+            )
+        case "priority":
+            return policy.priority(state.waiting, now_s, state.config.priority_ageing_s)
+        case _:
+            return policy.fcfs(state.waiting, now_s)
+
+
+def _expected_tokens(state: SchedulerState, req: Req) -> int:
+    """Tokens of pages that the request will still take: the rest of its known tokens and the outputs reserved for it."""
+    known = max(0, req.num_tokens - req.num_scheduled)
+    in_last_page = len(req.pages) * state.kv.page_size - req.num_scheduled if req.pages else 0
+    return max(0, known + state.ratio.reserve(req) - max(0, in_last_page)) + state.kv.page_size - 1
+
+
+def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:
+    """True while a running request computes a prefix of this one's prompt: it will soon be cached.
+
+    Samples of one prompt (same group) always wait, so that the prompt is prefilled once.
+    """
+    if not state.kv.cache.shares or req.match_limit == 0:
+        return False
+    mine: bytes | None = None
+    for other in state.running:
+        if not other.is_prefilling or other.finish is not None or not other.shares_kv:
+            continue
+        if other.asked.namespace != req.asked.namespace:
+            continue
+        mine = mine if mine is not None else bytes(req.token_bytes)
+        theirs = bytes(other.token_bytes[: other.num_prompt_tokens * TOKEN_BYTES])
+        shared = min(_common_tokens(mine, theirs), req.match_limit)
+        shared -= shared % state.kv.page_size
+        same_group = bool(req.asked.group) and req.asked.group == other.asked.group
+        least = 1 if same_group else MIN_SHARED_TOKENS
+        if shared >= least and shared - state.kv.cache.peek(mine, req.asked.namespace, req.match_limit) >= least:
+            return True
+    return False
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    """Length in tokens of the common prefix, by bisection over memcmp."""
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+    if a[: high * TOKEN_BYTES] == b[: high * TOKEN_BYTES]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low * TOKEN_BYTES : middle * TOKEN_BYTES] == b[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, now_s: float) -> None:
+    counters = state.counters
+    counters.prefix_query_tokens += req.num_tokens
+    counters.cached_tokens += cached_tokens
+    if req.cached_tokens >= 0:
+        return
+    req.first_scheduled_s = now_s
+    group = req.asked.group
+    # Later samples of a prompt hit what the first one has just computed; the client is told what was cached before.
+    req.cached_tokens = state.group_cached.setdefault(group, cached_tokens) if group else cached_tokens
+    counters.prompt_tokens += req.num_prompt_tokens
+
+
+def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
+    asked = req.asked
+    spec = asked.logprobs
+    if spec is not None:
+        spec = LogprobSpec(req.prompt_logprob_start, spec.top_num, spec.token_ids)
+    ends = () if asked.sampling.ignore_eos else tuple(sorted(state.config.eos_token_ids))
+    return NewSequence(
+        seq=req.seq,
+        rid=req.rid,
+        token_ids=req.tokens(),
+        num_prompt_tokens=req.num_prompt_tokens,
+        prefix_slots=state.kv.prefix_slots(req),
+        sampling=asked.sampling,
+        end_token_ids=tuple(dict.fromkeys(ends + asked.sampling.stop_token_ids)),
+        logprobs=spec,
+        return_hidden_states=asked.return_hidden_states,
+        input_embeds=asked.input_embeds,
+        custom_logit_processor=asked.custom_logit_processor,
+    )
+
+
+def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int) -> None:
+    """Put `count` tokens of the request into the plan and move its marks."""
+    samples = count == req.num_to_schedule and req.asked.sampling.max_new_tokens > 0
+    batch.rows.append(Row(req, req.num_scheduled, count, samples))
+    for fault in state.faults[:]:
+        if fault.rid == req.rid and samples and fault.at_token == req.num_outputs + req.num_sampling:
+            state.faults.remove(fault)
+            batch.faults.append(fault)
+    req.num_scheduled += count
+    req.num_sampling += samples
+    req.num_in_flight += 1

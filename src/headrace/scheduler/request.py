@@ -1,0 +1,155 @@
+"""One sample as the scheduler sees it: its tokens, how far they are computed, and what it owns.
+
+A request's computed tokens catch up with its known tokens. Prefill, a chunk, decode and recomputation after a retraction differ
+only in how many tokens a step computes.
+
+    tokens:   [0 ............ num_computed ...... num_scheduled ...... num_tokens ... num_tokens + num_sampling)
+               KV written,     a step in flight     not planned          sampled by steps in flight: their place is
+               committed       computes these       yet                  known, their value is not
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from headrace.cache.base import Lease
+from headrace.cache.radix_cache import TOKEN_BYTES
+from headrace.messages.outputs import FinishReason, LogprobBlock
+from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.messages.step import Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string (or the match of a stop regex) that the last pushed token completed."""
+
+    matched: str
+
+
+class StopChecker(Protocol):
+    """Watches one sample's text for its stop strings. Made by the owner of the tokenizer; see `StopCheckers`."""
+
+    def push(self, token_id: int) -> StopMatch | None:
+        """Feed the next output token; the earliest stop that is now complete, or None."""
+
+
+class StopCheckers(Protocol):
+    """Makes a StopChecker for a request that has stop strings."""
+
+    def __call__(self, request: TokenizedGenerateReqInput) -> StopChecker:
+        """A fresh checker."""
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """Mutable state of one sample. `asked` is what arrived; all else is the scheduler's.
+
+    seq: row in the worker's tables while admitted, else -1. pages: KV pages in order of position.
+    pages[:num_tree_pages] were leased from or given to the cache, except the duplicates listed in `duplicate_pages`, which are
+    ours: another request had inserted the same tokens first. pages[num_tree_pages:] are ours.
+    """
+
+    asked: TokenizedGenerateReqInput
+    arrived_s: float
+    order: int
+    token_bytes: bytearray
+    num_prompt_tokens: int
+    stop_checker: StopChecker | None = None
+    num_computed: int = 0
+    num_scheduled: int = 0
+    num_sampling: int = 0
+    num_in_flight: int = 0
+    seq: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_tree_pages: int = 0
+    duplicate_pages: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    finish: FinishReason | None = None
+    keep_kv: bool = True
+    # counts for the client
+    cached_tokens: int = -1
+    num_retractions: int = 0
+    computed_prefill_tokens: int = 0
+    first_scheduled_s: float = 0.0
+    # what has been sent
+    num_sent_outputs: int = 0
+    emitted: bool = False
+    pending_logprobs: list[LogprobBlock] = field(default_factory=list)
+    prompt_logprobs: list[LogprobBlock] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+    pending_hidden: list[bytes] = field(default_factory=list)
+    num_hidden_rows: int = 0
+
+    @classmethod
+    def from_input(cls, asked: TokenizedGenerateReqInput, now_s: float, order: int) -> "Req":
+        """A request that has just arrived."""
+        return cls(asked, now_s, order, bytearray(asked.input_ids), len(asked.input_ids) // TOKEN_BYTES)
+
+    @property
+    def rid(self) -> str:
+        """The sample's id."""
+        return self.asked.rid
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and committed outputs."""
+        return len(self.token_bytes) // TOKEN_BYTES
+
+    @property
+    def num_outputs(self) -> int:
+        """Committed output tokens."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_to_schedule(self) -> int:
+        """Tokens that a step planned now could compute: known, or known by the time it runs."""
+        if self.finish is not None or self.num_outputs + self.num_sampling >= self.asked.sampling.max_new_tokens > 0:
+            return 0
+        return self.num_tokens + self.num_sampling - self.num_scheduled
+
+    @property
+    def num_new_tokens_left(self) -> int:
+        """Output tokens it may still make."""
+        return self.asked.sampling.max_new_tokens - self.num_outputs
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True until its known tokens are computed."""
+        return self.num_computed < self.num_prompt_tokens
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether its KV may be found by others. Not with embeddings: their token ids are placeholders."""
+        return not self.asked.input_embeds
+
+    @property
+    def match_limit(self) -> int:
+        """Longest cached prefix it may use, in tokens."""
+        # One token must be computed even on a full hit, or there are no logits to sample.
+        limit = self.num_tokens - 1
+        if self.asked.logprobs is not None and self.prompt_logprob_start < self.num_prompt_tokens:
+            # The logprob of token i comes from the logits at i - 1.
+            limit = min(limit, self.prompt_logprob_start - 1)
+        if self.asked.return_hidden_states:
+            limit = min(limit, self.num_hidden_rows)
+        return limit if self.shares_kv else 0
+
+    @property
+    def prompt_logprob_start(self) -> int:
+        """First prompt token whose logprob is still to be computed."""
+        assert self.asked.logprobs is not None
+        # Token 0 has no logprob: nothing comes before it.
+        return min(self.num_prompt_tokens, max(1, self.asked.logprobs.prompt_start) + self.num_prompt_logprobs)
+
+    def tokens(self) -> Int32Array:
+        """Copy of the known tokens, int32[num_tokens]."""
+        return np.frombuffer(bytes(self.token_bytes), dtype=np.int32)
+
+    def output_bytes(self, start: int) -> bytes:
+        """Committed outputs from number `start` on, int32 bytes."""
+        return bytes(self.token_bytes[(self.num_prompt_tokens + start) * TOKEN_BYTES :])
+
+    def append(self, token_id: int) -> None:
+        """Commit one output token."""
+        self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)

@@ -1,0 +1,44 @@
+"""Takes running requests back to the queue when the pool is full. Their outputs are kept; their KV is computed again later."""
+
+from headrace.log import get_logger
+from headrace.messages.outputs import FinishReason
+from headrace.scheduler.policy import effective_priority
+from headrace.scheduler.request import Req
+from headrace.scheduler.state import SchedulerState
+
+logger = get_logger(__name__)
+
+
+def make_room(state: SchedulerState, wanting: Req) -> bool:
+    """Retract one request so that `wanting` may grow; called with no step in flight.
+
+    The victim is the least important of the running ones (lowest priority, then latest arrival): the oldest always
+    progresses. That may be `wanting` itself, unless it is alone: then it can never fit and ends here.
+    Returns False when `wanting` is out (retracted or ended).
+    """
+    assert not state.in_flight, "a request in flight cannot be retracted"
+    candidates = [req for req in state.running if req.finish is None and req.seq >= 0]
+    if len(candidates) == 1:
+        total = state.kv.total_tokens
+        wanting.finish = FinishReason(
+            "abort",
+            message=f"the KV cache holds {total} tokens and this request alone needs more ({wanting.num_tokens} so far)",
+            status_code=503 if wanting.num_outputs else 400,
+        )
+        state.ended.append(wanting)
+        return False
+    victim = min(candidates, key=lambda r: (effective_priority(r, r.arrived_s, 0.0), -r.order))
+    _retract(state, victim)
+    state.ratio.retracted(req for req in candidates if req is not victim)
+    return victim is not wanting
+
+
+def _retract(state: SchedulerState, req: Req) -> None:
+    assert req.num_in_flight == 0, (req.rid, req.num_in_flight)
+    # What it has computed goes into the cache: if nobody needs the room after all, it finds it there again.
+    state.kv.release(req)
+    state.running.remove(req)
+    state.waiting.append(req)
+    req.num_retractions += 1
+    state.counters.num_retracted += 1
+    logger.debug("retracted %s after %d output tokens", req.rid, req.num_outputs)

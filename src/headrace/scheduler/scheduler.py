@@ -1,0 +1,275 @@
+"""The scheduler's one loop: receive, plan, submit, commit.
+
+Runs in one thread of the scheduler process (or of the main process with --single-process). With two steps in flight the worker
+computes one while the other is planned or committed here; with one it is the plain loop. Both give the same tokens.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from headrace.cache.radix_cache import TOKEN_BYTES
+from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
+from headrace.log import get_logger
+from headrace.messages.control import (
+    AbortReq,
+    FaultReq,
+    FlushCacheReq,
+    HealthCheckReq,
+    InternalState,
+    InternalStateReply,
+    InternalStateReq,
+    SchedulerStats,
+    ShutdownReq,
+)
+from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
+from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+from headrace.messages.step import Worker
+from headrace.scheduler import commit, control, planner
+from headrace.scheduler.admission import NewTokenRatio
+from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.request import Req, StopCheckers
+from headrace.scheduler.state import SchedulerConfig, SchedulerState
+
+logger = get_logger(__name__)
+
+STATS_INTERVAL_S = 1.0
+IDLE_WAIT_S = 0.5
+EXPIRE_INTERVAL_S = 0.1
+
+
+class Receiver(Protocol):
+    """Where messages come from; see `messages.channel`."""
+
+    dropped_frames: int
+
+    def recv_nowait(self) -> object | None:
+        """The next message, or None."""
+
+    def recv(self, timeout_s: float) -> object | None:
+        """The next message, or None after `timeout_s`."""
+
+
+class Sender(Protocol):
+    """Where messages go."""
+
+    def send(self, message: object) -> None:
+        """Send without waiting."""
+
+
+class Scheduler:
+    """Composition of state, planner and commit around a worker. See the module's text.
+
+    stop_checkers: makes the watcher of a request's stop strings. on_turn: called once per turn (watchdog).
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        worker: Worker,
+        receiver: Receiver,
+        to_detokenizer: Sender,
+        to_tokenizer: Sender,
+        stop_checkers: StopCheckers,
+        clock: Callable[[], float] = time.monotonic,
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.worker = worker
+        self.state = SchedulerState(config, kv, NewTokenRatio(config.conservativeness))
+        self._receiver = receiver
+        self._to_detokenizer = to_detokenizer
+        self._to_tokenizer = to_tokenizer
+        self._stop_checkers = stop_checkers
+        self._clock = clock
+        self._on_turn = on_turn
+        self._stopping = False
+        self._idle = True
+        self._next_stats_s = 0.0
+        self._next_expire_s = 0.0
+        self._throughput_mark = (clock(), 0)
+        self._gen_throughput = 0.0
+
+    # -- the loop
+
+    def run(self) -> None:
+        """Until a ShutdownReq arrives."""
+        while not self._stopping:
+            self.run_once()
+        self.worker.close()
+
+    def run_once(self) -> None:
+        """One turn."""
+        self._on_turn()
+        self._receive()
+        state = self.state
+        while len(state.in_flight) < self.config.max_steps_in_flight:
+            batch = planner.plan(state, self._clock())
+            self._send(self._end_planned())
+            if batch is None:
+                break
+            self.worker.submit(batch.worker_batch())
+            state.in_flight.append(batch)
+        if state.in_flight:
+            self._idle = False
+            self._commit_oldest()
+        self._report()
+
+    def _commit_oldest(self) -> None:
+        state = self.state
+        batch = state.in_flight[0]
+        try:
+            result = self.worker.collect()
+        except ExecutionError as error:
+            logger.error("step %d failed: %s", batch.step, error)
+            state.in_flight.popleft()
+            self._send_batch(commit.fail(state, batch, error.message))
+            return
+        state.in_flight.popleft()
+        state.counters.num_steps += 1
+        self._send_batch(commit.commit(state, batch, result))
+        every = self.config.decode_log_interval
+        if every and state.counters.num_steps % every == 0:
+            self._log_statistics()
+
+    def _end_planned(self) -> list[TokenIDOut]:
+        ended, self.state.ended = self.state.ended, []
+        return [commit.end(self.state, req) for req in ended]
+
+    # -- messages in
+
+    def _receive(self) -> None:
+        """Handle what has arrived; when there is nothing to do, wait for it."""
+        idle = not (self.state.in_flight or self.state.running or self.state.waiting)
+        if idle:
+            if not self._idle:
+                self._become_idle()
+            message = self._receiver.recv(IDLE_WAIT_S)
+        else:
+            message = self._receiver.recv_nowait()
+        while message is not None:
+            self._handle(message)
+            message = self._receiver.recv_nowait()
+        now = self._clock()
+        if now >= self._next_expire_s:
+            self._next_expire_s = now + EXPIRE_INTERVAL_S
+            self._send(control.expire(self.state, now))
+
+    def _handle(self, message: object) -> None:
+        state = self.state
+        match message:
+            case TokenizedGenerateReqInput():
+                self._add(message)
+            case BatchTokenizedGenerateReqInput():
+                for request in message.requests:
+                    self._add(request)
+            case AbortReq():
+                self._send(control.abort(state, message))
+            case FlushCacheReq():
+                self._to_tokenizer.send(control.flush_cache(state, message))
+            case InternalStateReq():
+                self._to_tokenizer.send(InternalStateReply(message.id, self.internal_state()))
+            case HealthCheckReq():
+                self._to_tokenizer.send(control.health(state, message))
+            case FaultReq() if self.config.accept_faults:
+                if message.stage == "detokenize":
+                    self._to_detokenizer.send(message)
+                else:
+                    state.faults.append(message)
+            case ShutdownReq():
+                self._stopping = True
+            case _:
+                logger.warning("dropped a message of kind %s", type(message).__name__)
+
+    def _add(self, request: TokenizedGenerateReqInput) -> None:
+        """Queue a request. The boundary of one request's faults: whatever goes wrong here ends it alone."""
+        state = self.state
+        if request.rid in state.by_rid:
+            logger.error("dropped a second request with the live rid %r", request.rid)
+            return
+        req = Req.from_input(request, self._clock(), state.next_order)
+        state.next_order += 1
+        state.by_rid[req.rid] = req
+        try:
+            self._check(req)
+            self._inject_admission_fault(req)
+            if request.sampling.stop or request.sampling.stop_regex:
+                req.stop_checker = self._stop_checkers(request)
+            state.waiting.append(req)
+            return
+        except HeadraceError as error:
+            status, text = error.status_code, error.message
+        except Exception:
+            logger.exception("admission of %r failed", request.rid)
+            status, text = 500, "internal error"
+        req.finish = FinishReason("abort", message=text, status_code=status)
+        self._send([commit.end(state, req)])
+
+    def _check(self, req: Req) -> None:
+        """Bounds once more: what crosses a socket is not trusted to have been checked. Raises RequestError or CapacityError."""
+        total = self.state.kv.total_tokens
+        if req.num_prompt_tokens == 0:
+            raise RequestError("the prompt is empty")
+        if req.num_prompt_tokens + 1 > total:
+            raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
+        if len(self.state.waiting) >= self.config.max_queued:
+            raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
+        ids = req.tokens()
+        if len(req.asked.input_ids) % TOKEN_BYTES or int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
+            raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+
+    def _inject_admission_fault(self, req: Req) -> None:
+        for fault in self.state.faults[:]:
+            if fault.rid == req.rid and fault.stage == "admission":
+                self.state.faults.remove(fault)
+                if fault.kind == "sleep":
+                    time.sleep(fault.seconds)
+                else:
+                    raise RuntimeError("injected fault")
+
+    # -- messages out
+
+    def _send(self, rows: list[TokenIDOut]) -> None:
+        if rows:
+            self._to_detokenizer.send(BatchTokenIDOut(tuple(rows)))
+
+    def _send_batch(self, batch: BatchTokenIDOut | None) -> None:
+        if batch is not None:
+            self._to_detokenizer.send(batch)
+
+    # -- what it says of itself
+
+    def internal_state(self) -> InternalState:
+        """Counters and pool accounting of now."""
+        return control.internal_state(self.state, self._gen_throughput, self._receiver.dropped_frames)
+
+    def _become_idle(self) -> None:
+        self._idle = True
+        control.self_check(self.state, logger.error)
+        self.state.ratio.reset()
+        self._gen_throughput = 0.0
+        self._to_tokenizer.send(SchedulerStats(self.internal_state()))
+
+    def _report(self) -> None:
+        now = self._clock()
+        if now < self._next_stats_s or self._idle:
+            return
+        self._next_stats_s = now + STATS_INTERVAL_S
+        since, made = self._throughput_mark
+        total = self.state.counters.generation_tokens
+        self._gen_throughput = (total - made) / max(1e-9, now - since)
+        self._throughput_mark = (now, total)
+        self._to_tokenizer.send(SchedulerStats(self.internal_state()))
+
+    def _log_statistics(self) -> None:
+        pool = self.state.kv.state()
+        logger.info(
+            "running %d, waiting %d, KV %d of %d tokens in use (%d cached), %.1f tok/s",
+            len(self.state.running),
+            len(self.state.waiting),
+            pool.leased_tokens,
+            pool.total_tokens,
+            pool.evictable_tokens,
+            self._gen_throughput,
+        )

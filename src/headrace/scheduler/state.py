@@ -1,0 +1,73 @@
+"""Everything the scheduler knows between two turns of its loop. Data only: planner, retract, commit and control work on it."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from headrace.messages.control import FaultReq
+from headrace.scheduler.admission import NewTokenRatio
+from headrace.scheduler.batch import ScheduleBatch
+from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.request import Req
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    num_steps: int = 0
+    num_retracted: int = 0
+    num_aborted: int = 0
+    num_finished: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    computed_prefill_tokens: int = 0
+    prefix_query_tokens: int = 0
+    memory_repairs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Resolved limits. chunk_tokens: most tokens of one request in a step; step_tokens: most in a step.
+
+    eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
+    """
+
+    policy: str
+    chunk_tokens: int
+    step_tokens: int
+    max_running: int
+    max_queued: int
+    max_steps_in_flight: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    stream_interval: int
+    priority_ageing_s: float = 10.0
+    conservativeness: float = 1.0
+    decode_log_interval: int = 0
+    accept_faults: bool = False
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Requests by state, steps in flight, resources and counts.
+
+    running: admitted requests in order of admission, ended ones included while a step in flight uses them.
+    by_rid: waiting and running requests that have not ended. in_flight: oldest first.
+    ended: requests that the planner ended; their last output is still to be sent.
+    group_cached: samples of one prompt -> tokens that were cached before the first of them.
+    """
+
+    config: SchedulerConfig
+    kv: KVManager
+    ratio: NewTokenRatio
+    waiting: list[Req] = field(default_factory=list)
+    running: list[Req] = field(default_factory=list)
+    by_rid: dict[str, Req] = field(default_factory=dict)
+    in_flight: deque[ScheduleBatch] = field(default_factory=deque)
+    group_cached: dict[str, int] = field(default_factory=dict)
+    ended: list[Req] = field(default_factory=list)
+    faults: list[FaultReq] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    next_order: int = 0
+    next_step: int = 0

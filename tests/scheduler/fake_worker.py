@@ -1,0 +1,252 @@
+"""A worker without a model, and a scheduler around it.
+
+The fake keeps what a real worker keeps: a token buffer, a slot table, and a "KV cache" that remembers which token (and which
+history) was written to each slot. A step checks that every position it attends to still holds the KV of exactly that prefix, so a page
+given to two owners, freed too early or shared wrongly is found at once. The next token is a hash of the whole history.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from headrace.cache.allocator import PageAllocator
+from headrace.cache.chunk_cache import ChunkCache
+from headrace.cache.radix_cache import RadixCache
+from headrace.errors import ExecutionError
+from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
+from headrace.messages.requests import LogprobSpec, TokenizedGenerateReqInput
+from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.sampling.params import ResolvedSamplingParams
+from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.state import SchedulerConfig
+
+VOCAB = 2
+EOS = 1
+
+
+def history_hash(previous: int, token: int) -> int:
+    return (previous * 1_000_003 + token + 7) % 2_147_483_647
+
+
+def next_token(history: int, eos_every: int) -> int:
+    """EOS about once in `eos_every` tokens, else token 0."""
+    return EOS if (history // 7) % eos_every == 0 else 0
+
+
+def expected_outputs(prompt: list[int], max_new_tokens: int, eos_every: int, ignore_eos: bool = False) -> list[int]:
+    history = 0
+    for token in prompt:
+        history = history_hash(history, token)
+    made: list[int] = []
+    while len(made) < max_new_tokens:
+        made.append(next_token(history, eos_every))
+        if made[-1] == EOS and not ignore_eos:
+            break
+        history = history_hash(history, made[-1])
+    return made
+
+
+class FakeWorker:
+    """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host."""
+
+    def __init__(self, num_slots: int, max_seqs: int, eos_every: int = 9) -> None:
+        self.kv = np.full(num_slots, -1, np.int64)  # slot -> hash of the history up to and including the token
+        self.tokens: dict[int, list[int]] = {}
+        self.slots: dict[int, list[int]] = {}
+        self.specs: dict[int, tuple[LogprobSpec | None, int]] = {}
+        self.queue: deque[ModelWorkerBatch] = deque()
+        self.eos_every = eos_every
+        self.max_seqs = max_seqs
+        self.fail_steps: set[int] = set()
+        self.nan_rids: set[str] = set()
+        self.rids: dict[int, str] = {}
+        self.num_computed = 0
+        self.num_prefill_rows = 0
+        self.closed = False
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        self.queue.append(batch)
+
+    def ready(self) -> bool:
+        return bool(self.queue)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def collect(self) -> StepResult:
+        batch = self.queue.popleft()
+        for new in batch.new:
+            assert 0 <= new.seq < self.max_seqs
+            self.tokens[new.seq] = [int(t) for t in new.token_ids]
+            self.slots[new.seq] = [int(s) for s in new.prefix_slots]
+            self.specs[new.seq] = (new.logprobs, new.num_prompt_tokens)
+            self.rids[new.seq] = new.rid
+        assert len(set(batch.seqs.tolist())) == len(batch.seqs), "a sequence stands twice in a step"
+        assert len(set(batch.out_slots.tolist())) == len(batch.out_slots), "a slot is written twice in a step"
+        if batch.step in self.fail_steps:
+            raise ExecutionError("injected")
+        out = np.full(len(batch.seqs), -1, np.int32)
+        errors: dict[int, str] = {}
+        prompt_logprobs: dict[int, LogprobBlock] = {}
+        logprobs: dict[int, LogprobBlock] = {}
+        at = 0
+        for row, seq in enumerate(batch.seqs.tolist()):
+            start, count = int(batch.starts[row]), int(batch.counts[row])
+            tokens, slots = self.tokens[seq], self.slots[seq]
+            assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
+            assert start + count <= len(tokens), "computes a token that is not known"
+            history = 0
+            for position in range(start):
+                history = history_hash(history, tokens[position])
+                assert self.kv[slots[position]] == history, "the KV of an earlier position is not this sequence's"
+            written = []
+            for position in range(start, start + count):
+                history = history_hash(history, tokens[position])
+                slot = int(batch.out_slots[at])
+                self.kv[slot] = history
+                slots.append(slot)
+                written.append(history)
+                at += 1
+            self.num_computed += count
+            spec, num_prompt = self.specs[seq]
+            if spec is not None:
+                wanted = [
+                    p for p in range(start, start + count) if spec.prompt_start <= p + 1 < num_prompt
+                ]
+                if wanted:
+                    prompt_logprobs[row] = block([tokens[p + 1] for p in wanted], [written[p - start] for p in wanted])
+            if batch.samples[row]:
+                assert start + count == len(tokens), "samples before the last known token"
+                if self.rids[seq] in self.nan_rids:
+                    errors[row] = "the model produced NaN"
+                    continue
+                token = next_token(history, self.eos_every)
+                tokens.append(token)
+                out[row] = token
+                if spec is not None:
+                    logprobs[row] = block([token], [history])
+        return StepResult(batch.step, out, errors, logprobs, prompt_logprobs)
+
+
+def block(ids: list[int], values: list[int]) -> LogprobBlock:
+    return LogprobBlock(np.array(ids, np.int32).tobytes(), np.array(values, np.float32).tobytes())
+
+
+class Mailbox:
+    """Both ends of a channel, in one list."""
+
+    dropped_frames = 0
+
+    def __init__(self) -> None:
+        self.messages: deque[object] = deque()
+
+    def send(self, message: object) -> None:
+        self.messages.append(message)
+
+    def recv_nowait(self) -> object | None:
+        return self.messages.popleft() if self.messages else None
+
+    def recv(self, timeout_s: float) -> object | None:
+        return self.recv_nowait()
+
+
+class Rig:
+    """A scheduler on a fake worker with everything it says collected by rid."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 1,
+        radix: bool = True,
+        max_running: int = 8,
+        chunk: int = 8,
+        step_tokens: int = 16,
+        overlap: bool = True,
+        policy: str = "fcfs",
+        eos_every: int = 9,
+        max_queued: int = 1000,
+    ) -> None:
+        self.inbox, self.out, self.back = Mailbox(), Mailbox(), Mailbox()
+        self.now = 0.0
+        self.worker = FakeWorker(num_pages * page_size, max_running + 2, eos_every)
+        cache = RadixCache(page_size) if radix else ChunkCache()
+        self.kv = KVManager(PageAllocator(num_pages, page_size), cache, max_running + 2)
+        config = SchedulerConfig(
+            policy=policy,
+            chunk_tokens=chunk,
+            step_tokens=step_tokens,
+            max_running=max_running,
+            max_queued=max_queued,
+            max_steps_in_flight=2 if overlap else 1,
+            eos_token_ids=frozenset([EOS]),
+            vocab_size=VOCAB,
+            stream_interval=1,
+            accept_faults=True,
+        )
+        self.scheduler = Scheduler(
+            config, self.kv, self.worker, self.inbox, self.out, self.back, self.no_checker, clock=lambda: self.now
+        )
+        self.ids: dict[str, list[int]] = {}
+        self.finish: dict[str, object] = {}
+        self.rows: dict[str, list[object]] = {}
+        self.num_logprobs: dict[str, int] = {}
+
+    @staticmethod
+    def no_checker(request: TokenizedGenerateReqInput) -> None:
+        raise AssertionError("no stop strings here")
+
+    @property
+    def state(self):
+        return self.scheduler.state
+
+    def add(self, rid: str, prompt: list[int], max_new_tokens: int = 16, **fields: object) -> None:
+        sampling = {
+            name: fields.pop(name) for name in ("ignore_eos", "stop_token_ids", "min_new_tokens") if name in fields
+        }
+        self.inbox.send(
+            TokenizedGenerateReqInput(
+                rid,
+                np.array(prompt, np.int32).tobytes(),
+                ResolvedSamplingParams(max_new_tokens=max_new_tokens, seed=0, **sampling),
+                **fields,
+            )
+        )
+
+    def turn(self) -> None:
+        """One turn of the loop; then the accounting must hold and every output is taken in."""
+        self.now += 0.01
+        self.scheduler.run_once()
+        pool = self.kv.state()
+        assert pool.consistent, pool
+        while (message := self.out.recv_nowait()) is not None:
+            assert isinstance(message, BatchTokenIDOut)
+            for row in message.rows:
+                assert row.rid not in self.finish, f"{row.rid} spoke after its end"
+                self.rows.setdefault(row.rid, []).append(row)
+                self.ids.setdefault(row.rid, []).extend(np.frombuffer(row.ids, np.int32).tolist())
+                assert len(self.ids[row.rid]) == row.num_output_tokens
+                if row.logprobs is not None:
+                    self.num_logprobs[row.rid] = self.num_logprobs.get(row.rid, 0) + len(row.logprobs.values) // 4
+                if row.finish is not None:
+                    self.finish[row.rid] = row.finish
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.state.running or self.state.waiting or self.state.in_flight or self.inbox.messages)
+
+    def drain(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.busy:
+                return
+            self.turn()
+        raise AssertionError(f"not idle after {limit} turns: {self.state.running} {self.state.waiting}")
+
+    def check_idle(self) -> None:
+        pool = self.kv.state()
+        assert pool.free_tokens + pool.evictable_tokens == pool.total_tokens
+        assert pool.request_slots_free == pool.request_slots_total
+        assert self.state.counters.memory_repairs == 0
+        self.kv.flush()
+        assert self.kv.state().free_tokens == pool.total_tokens
