@@ -111,15 +111,14 @@ class FakeWorker:
             self.num_computed += count
             spec, num_prompt = self.specs[seq]
             if spec is not None:
-                wanted = [
-                    p for p in range(start, start + count) if spec.prompt_start <= p + 1 < num_prompt
-                ]
+                wanted = [p for p in range(start, start + count) if spec.prompt_start <= p + 1 < num_prompt]
                 if wanted:
                     prompt_logprobs[row] = block([tokens[p + 1] for p in wanted], [written[p - start] for p in wanted])
             if batch.samples[row]:
                 assert start + count == len(tokens), "samples before the last known token"
                 if self.rids[seq] in self.nan_rids:
                     errors[row] = "the model produced NaN"
+                    tokens.append(0)  # a step already planned may read this position; its result is thrown away
                     continue
                 token = next_token(history, self.eos_every)
                 tokens.append(token)

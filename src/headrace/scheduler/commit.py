@@ -1,7 +1,5 @@
 """Takes a finished step into account: tokens, ends, the cache, and what the detokenizer is told."""
 
-
-
 from headrace.log import get_logger
 from headrace.messages.outputs import (
     BatchTokenIDOut,

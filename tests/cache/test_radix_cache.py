@@ -1,0 +1,174 @@
+"""The radix tree against a plain set of prefixes, and its rules on leases, recency and namespaces."""
+
+import numpy as np
+import pytest
+from headrace.cache.chunk_cache import ChunkCache
+from headrace.cache.radix_cache import RadixCache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def tokens(*ids: int) -> bytes:
+    return np.array(ids, np.int32).tobytes()
+
+
+def fill(cache: RadixCache, ids: list[int], first_page: int, namespace: str = "") -> list[int]:
+    """Insert and unpin; returns the pages offered."""
+    pages = list(range(first_page, first_page + len(ids) // cache.page_size))
+    cache.release(cache.insert(tokens(*ids), pages, namespace).lease)
+    return pages
+
+
+def test_a_prefix_is_found_up_to_the_last_whole_page():
+    cache = RadixCache(page_size=4)
+    pages = fill(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], 10)
+
+    match = cache.match(tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 9), "", limit=10)
+
+    assert match.num_tokens == 8
+    assert match.pages == pages[:2]
+    assert cache.num_leased_pages == 2
+    cache.release(match.lease)
+    assert cache.num_leased_pages == 0
+
+
+def test_the_limit_caps_a_match_and_splits_the_edge():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2, 3, 4], 0)
+
+    match = cache.match(tokens(1, 2, 3, 4), "", limit=3)
+
+    assert (match.num_tokens, match.pages) == (3, [0, 1, 2])
+    assert cache.num_leased_pages == 3
+    assert cache.num_evictable_pages == 1
+
+
+def test_peek_changes_nothing():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2, 3, 4], 0)
+
+    assert cache.peek(tokens(1, 2, 9), "", 3) == 2
+    assert cache.peek(tokens(1, 2, 9), "other", 3) == 0
+    assert cache.num_leased_pages == 0
+
+
+def test_namespaces_never_share():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2, 3], 0, "a")
+
+    assert cache.match(tokens(1, 2, 3), "b", 3).num_tokens == 0
+    assert cache.match(tokens(1, 2, 3), "", 3).num_tokens == 0
+    assert cache.match(tokens(1, 2, 3), "a", 3).num_tokens == 3
+
+
+def test_inserting_what_is_known_keeps_the_first_pages():
+    cache = RadixCache(page_size=2)
+    fill(cache, [1, 2, 3, 4], 0)
+
+    done = cache.insert(tokens(1, 2, 3, 4, 5, 6), [50, 51, 52], "")
+
+    assert (done.num_existing, done.num_kept) == (4, 6)
+    cache.release(done.lease)
+    match = cache.match(tokens(1, 2, 3, 4, 5, 6), "", 6)
+    assert match.pages == [0, 1, 52]
+
+
+def test_a_leased_prefix_and_its_ancestors_survive_eviction():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2, 3, 4], 0)
+    fill(cache, [1, 2, 8, 9], 10)
+    lease = cache.match(tokens(1, 2, 3), "", 3).lease
+
+    freed = cache.evict(100)
+
+    assert sorted(freed) == [3, 12, 13]
+    assert cache.match(tokens(1, 2, 3), "", 3).pages == [0, 1, 2]
+    cache.release(lease)
+
+
+def test_the_least_recently_used_goes_first():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 1], 0)
+    fill(cache, [2, 2], 10)
+    cache.release(cache.match(tokens(1, 1), "", 2).lease)
+
+    assert sorted(cache.evict(1)) == [10, 11]
+    assert cache.peek(tokens(1, 1), "", 2) == 2
+
+
+def test_a_lease_released_twice_is_caught():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1], 0)
+    lease = cache.match(tokens(1), "", 1).lease
+    cache.release(lease)
+
+    with pytest.raises(AssertionError, match="released twice"):
+        cache.release(lease)
+
+
+def test_flush_refuses_while_leased_and_forgets_everything_else():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2], 0)
+    lease = cache.match(tokens(1), "", 1).lease
+
+    with pytest.raises(AssertionError, match="still leased"):
+        cache.flush()
+    cache.release(lease)
+    assert sorted(cache.flush()) == [0, 1]
+    assert cache.peek(tokens(1, 2), "", 2) == 0
+
+
+def test_the_chunk_cache_keeps_nothing():
+    cache = ChunkCache()
+
+    assert cache.insert(tokens(1, 2), [0, 1], "").num_kept == 0
+    assert cache.match(tokens(1, 2), "", 2).num_tokens == 0
+    assert cache.evict(3) == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    page_size=st.sampled_from([1, 2, 3]),
+    actions=st.lists(
+        st.tuples(st.sampled_from(["insert", "match", "evict", "release"]), st.lists(st.integers(0, 1), max_size=12)),
+        max_size=40,
+    ),
+)
+def test_it_agrees_with_a_plain_set_of_prefixes(page_size, actions):
+    cache = RadixCache(page_size)
+    known: dict[tuple[int, ...], int] = {}  # prefix of whole pages -> page of its last part
+    leases = []
+    next_page = 0
+    for kind, ids in actions:
+        whole = len(ids) // page_size * page_size
+        prefixes = [tuple(ids[:end]) for end in range(page_size, whole + 1, page_size)]
+        longest = 0
+        while longest < len(prefixes) and prefixes[longest] in known:
+            longest += 1
+        if kind == "insert":
+            pages = list(range(next_page, next_page + len(prefixes)))
+            next_page += len(prefixes)
+            done = cache.insert(tokens(*ids), pages, "")
+            assert done.num_existing == longest * page_size
+            for prefix, page in list(zip(prefixes, pages, strict=True))[longest:]:
+                known[prefix] = page
+            leases.append((done.lease, prefixes))
+        elif kind == "match":
+            match = cache.match(tokens(*ids), "", len(ids))
+            assert match.num_tokens == longest * page_size
+            assert match.pages == [known[p] for p in prefixes[:longest]]
+            leases.append((match.lease, prefixes[:longest]))
+        elif kind == "release" and leases:
+            cache.release(leases.pop(len(ids) % len(leases))[0])
+        elif kind == "evict":
+            pinned = {prefix for _, held in leases for prefix in held}
+            freed = set(cache.evict(len(ids)))
+            gone = {prefix for prefix, page in known.items() if page in freed}
+            assert len(gone) == len(freed)
+            assert not gone & pinned
+            assert len(freed) >= min(len(ids), len(known) - len(pinned & set(known)))
+            for prefix in gone:
+                del known[prefix]
+        pinned = {prefix for _, held in leases for prefix in held}
+        assert cache.num_leased_pages + cache.num_evictable_pages == len(known)
+        assert cache.num_leased_pages >= len(pinned)
