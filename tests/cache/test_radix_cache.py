@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from headrace.cache.chunk_cache import ChunkCache
-from headrace.cache.radix_cache import RadixCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from headrace.cache.chunk_cache import ChunkCache
+from headrace.cache.radix_cache import RadixCache
 
 
 def tokens(*ids: int) -> bytes:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from fake_worker import EOS, Rig, expected_outputs
+
 from headrace.messages.control import (
     AbortReq,
     FaultReq,
@@ -201,11 +202,12 @@ def test_a_row_with_nan_ends_alone_and_leaves_nothing_in_the_cache():
     rig = Rig(num_pages=400)
     rig.worker.nan_rids = {"bad"}
     rig.add("bad", prompt(20), **LONG)
-    rig.add("good", prompt(21, start=5), **LONG)
+    other = [1 - prompt(20)[0], *prompt(20, start=5)]  # shares nothing
+    rig.add("good", other, **LONG)
     rig.drain()
 
     assert (rig.finish["bad"].status_code, rig.finish["bad"].message) == (500, "the model produced NaN")
-    assert rig.ids["good"] == expected_outputs(prompt(21, start=5), 40, 9, True)
+    assert rig.ids["good"] == expected_outputs(other, 40, 9, True)
     assert rig.kv.cache.peek(np.array(prompt(20), np.int32).tobytes(), "", 20) == 0
 
 

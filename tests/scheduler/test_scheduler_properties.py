@@ -1,9 +1,10 @@
 """Random histories: whatever arrives, stops, aborts or runs short of pages, tokens are right and pages come back."""
 
 from fake_worker import EOS, Rig, expected_outputs
-from headrace.messages.control import AbortReq, FlushCacheReq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from headrace.messages.control import AbortReq, FlushCacheReq
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
