@@ -1,0 +1,77 @@
+"""Logprobs of sampled and prompt tokens.
+
+Owns the numbers of a `LogprobBlock`. They are the log-softmax of the model's logits as they came: before custom processors, bias,
+penalties, masks and temperature. Does not choose positions: the runner does. Runs in a worker's thread.
+
+Each row is reduced alone, by integer sums (see `draw`), so a value is bitwise the same in any batch, chunk or number of threads.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.messages.outputs import LogprobBlock
+from headrace.messages.requests import LogprobSpec
+from headrace.sampling.draw import ONE, largest, row_weights
+
+Float32Array = npt.NDArray[np.float32]
+
+
+def log_sum_exp(row: Float32Array) -> float:
+    """log(sum(exp(row))) of float32[V]; NaN when the row has a NaN or no finite maximum."""
+    peak = float(row.max())
+    if not math.isfinite(peak):
+        return math.nan
+    return peak + math.log(int(row_weights(row, peak, 1.0).sum()) / ONE)
+
+
+def prompt_logprobs(logits: torch.Tensor, next_ids: npt.ArrayLike, spec: LogprobSpec) -> LogprobBlock:
+    """The block of `next_ids` int[n], where logits float32[n, V] row i is the prediction of next_ids[i].
+
+    Alternatives are ordered by (logit descending, id ascending). A `top_num` beyond the vocabulary is filled up with id -1 and
+    NaN; an id outside it has the logprob NaN. A row with NaN logits gives NaN.
+    """
+    ids = np.asarray(next_ids, dtype=np.int32)
+    num_rows, size = logits.shape
+    wanted = np.concatenate(
+        (ids[:, None], np.broadcast_to(np.array(spec.token_ids, dtype=np.int64), (num_rows, len(spec.token_ids)))),
+        axis=1,
+    )
+    values = np.full(wanted.shape, np.nan, dtype=np.float32)
+    top_ids = np.full((num_rows, spec.top_num), -1, dtype=np.int32)
+    top_values = np.full((num_rows, spec.top_num), np.nan, dtype=np.float32)
+    for i in range(num_rows):
+        host: Float32Array = logits[i].detach().cpu().numpy()
+        total = log_sum_exp(host)
+        if math.isnan(total):
+            continue
+        inside = (wanted[i] >= 0) & (wanted[i] < size)
+        values[i, inside] = _log_softmax(host[wanted[i, inside]], total)
+        if spec.top_num:
+            top = _top(host, min(spec.top_num, size))
+            top_ids[i, : len(top)] = top
+            top_values[i, : len(top)] = _log_softmax(host[top], total)
+    return LogprobBlock(
+        token_ids=ids.astype("<i4").tobytes(),
+        values=values[:, 0].astype("<f4").tobytes(),
+        top_ids=top_ids.astype("<i4").tobytes(),
+        top_values=top_values.astype("<f4").tobytes(),
+        picked=values[:, 1:].astype("<f4").tobytes(),
+    )
+
+
+def token_logprobs(row: torch.Tensor, token_id: int, spec: LogprobSpec) -> LogprobBlock:
+    """The block of one sampled token; row: float32[V], the model's logits."""
+    return prompt_logprobs(row.unsqueeze(0), [token_id], spec)
+
+
+def _log_softmax(logits: Float32Array, total: float) -> Float32Array:
+    return (logits.astype(np.float64) - total).astype(np.float32)
+
+
+def _top(row: Float32Array, k: int) -> npt.NDArray[np.int64]:
+    """Exactly k ids: `largest`, then impossible ones (-inf) by id."""
+    top = largest(row, k)
+    return np.concatenate((top, np.flatnonzero(np.isneginf(row))[: k - len(top)]))

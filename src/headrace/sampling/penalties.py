@@ -1,0 +1,185 @@
+"""Everything that edits a row of logits before the draw: bias, penalties, bad words, allowed ids, the minimum length.
+
+Owns one sequence's share of it (`LogitEdits`) and the tokens it needs for that (`TokenHistory`). Sequences that ask for none of it
+have none. Edits touch only the ids concerned, so their cost follows the tokens used, not the vocabulary. Worker's thread.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.messages.step import NewSequence
+from headrace.sampling.params import ResolvedSamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class TokenHistory:
+    """A sequence's tokens so far: a growing int32 buffer."""
+
+    def __init__(self, token_ids: Int32Array, num_prompt_tokens: int) -> None:
+        self._buffer = np.empty(max(64, 2 * len(token_ids)), dtype=np.int32)
+        self._buffer[: len(token_ids)] = token_ids
+        self.num_tokens = len(token_ids)
+        self.num_prompt_tokens = num_prompt_tokens
+
+    @property
+    def prompt(self) -> Int32Array:
+        """int32[num_prompt_tokens], read-only."""
+        return self._view(0, self.num_prompt_tokens)
+
+    @property
+    def outputs(self) -> Int32Array:
+        """int32[num_tokens - num_prompt_tokens], read-only."""
+        return self._view(self.num_prompt_tokens, self.num_tokens)
+
+    def append(self, token_id: int) -> None:
+        """One more output."""
+        if self.num_tokens == len(self._buffer):
+            self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the outputs from index `num_tokens` on."""
+        assert self.num_prompt_tokens <= num_tokens <= self.num_tokens, (num_tokens, self.num_tokens)
+        self.num_tokens = num_tokens
+
+    def _view(self, start: int, end: int) -> Int32Array:
+        view = self._buffer[start:end]
+        view.flags.writeable = False
+        return view
+
+
+class Penalties:
+    """Repetition (Keskar et al., "CTRL", 2019), frequency and presence penalties of one sequence.
+
+    Repetition looks at prompt and outputs: a positive logit is divided by it, another multiplied. Frequency (per occurrence) and
+    presence (once) are subtracted and look at outputs only.
+    """
+
+    def __init__(self, params: ResolvedSamplingParams, prompt_ids: Int32Array, vocab_size: int) -> None:
+        self._params = params
+        self._vocab_size = vocab_size
+        self._in_prompt = (
+            _in_vocabulary(np.unique(prompt_ids), vocab_size) if params.repetition_penalty != 1.0 else _NO_IDS
+        )
+        self._counts: dict[int, int] = {}
+
+    def count(self, token_id: int) -> None:
+        """An output token was made."""
+        if 0 <= token_id < self._vocab_size:
+            self._counts[token_id] = self._counts.get(token_id, 0) + 1
+
+    def recount(self, output_ids: Int32Array) -> None:
+        """Forget the outputs counted so far; count these."""
+        self._counts.clear()
+        for token_id in output_ids.tolist():
+            self.count(token_id)
+
+    def apply(self, row: torch.Tensor) -> None:
+        """Edit row float32[V] in place."""
+        params = self._params
+        outputs = np.fromiter(self._counts, dtype=np.int64, count=len(self._counts))
+        if params.repetition_penalty != 1.0:
+            seen = _on(np.union1d(self._in_prompt, outputs), row)
+            logits = row[seen]
+            row[seen] = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        if len(outputs) and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+            counts = np.fromiter(self._counts.values(), dtype=np.float64, count=len(outputs))
+            loss = (counts * params.frequency_penalty + params.presence_penalty).astype(np.float32)
+            row[_on(outputs, row)] -= torch.from_numpy(loss).to(row.device)
+
+
+class LogitEdits:
+    """What one sequence's parameters do to its logits. `history` is the caller's to extend, by `append`."""
+
+    def __init__(self, new: NewSequence, history: TokenHistory, vocab_size: int) -> None:
+        params = new.sampling
+        bias: dict[int, float] = {}
+        for token_id, value in params.logit_bias:
+            bias[token_id] = bias.get(token_id, 0.0) + value
+        self._bias_ids = np.array(list(bias), dtype=np.int64)
+        self._bias = np.array(list(bias.values()), dtype=np.float32)
+        self._bad_words = tuple(np.array(word, dtype=np.int32) for word in params.bad_words if word)
+        self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        self._min_new_tokens = params.min_new_tokens
+        self._ends = _in_vocabulary(np.array([*new.end_token_ids, *params.stop_token_ids], dtype=np.int64), vocab_size)
+        self._vocab_size = vocab_size
+        self._history = history
+        self._penalties: Penalties | None = None
+        if uses_penalties(params):
+            # Behind embeddings the prompt's ids are placeholders that nobody said.
+            prompt = history.prompt if not new.input_embeds else history.prompt[:0]
+            self._penalties = Penalties(params, prompt, vocab_size)
+            self._penalties.recount(history.outputs)
+
+    def append(self, token_id: int) -> None:
+        """An output token was made (and is in the history)."""
+        if self._penalties is not None:
+            self._penalties.count(token_id)
+
+    def rewind(self) -> None:
+        """The history was truncated."""
+        if self._penalties is not None:
+            self._penalties.recount(self._history.outputs)
+
+    def apply(self, row: torch.Tensor, num_outputs: int) -> None:
+        """Edit row float32[V] in place. num_outputs: outputs made so far."""
+        if len(self._bias):
+            row[_on(self._bias_ids, row)] += torch.from_numpy(self._bias).to(row.device)
+        if self._penalties is not None:
+            self._penalties.apply(row)
+        banned = list(self._banned_by_bad_words())
+        if num_outputs < self._min_new_tokens:
+            banned += self._ends.tolist()
+        if len(self._allowed):
+            allowed = _on(self._allowed, row)
+            kept = row[allowed]
+            row.fill_(-torch.inf)
+            row[allowed] = kept
+        if banned:
+            row[_on(np.array(banned, dtype=np.int64), row)] = -torch.inf
+
+    def _banned_by_bad_words(self) -> Iterable[int]:
+        """Last ids of the bad words whose other ids are the latest outputs. Prompt tokens do not begin a bad word."""
+        outputs = self._history.outputs
+        for word in self._bad_words:
+            lead = len(word) - 1
+            if (
+                lead <= len(outputs)
+                and 0 <= word[-1] < self._vocab_size
+                and np.array_equal(outputs[len(outputs) - lead :], word[:-1])
+            ):
+                yield int(word[-1])
+
+
+def uses_penalties(params: ResolvedSamplingParams) -> bool:
+    """True when any penalty is not neutral."""
+    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+
+def edits_logits(params: ResolvedSamplingParams) -> bool:
+    """True when a sequence with these parameters needs `LogitEdits`."""
+    return bool(
+        params.logit_bias
+        or uses_penalties(params)
+        or params.bad_words
+        or params.allowed_token_ids
+        or params.min_new_tokens
+    )
+
+
+_NO_IDS = np.empty(0, dtype=np.int64)
+
+
+def _in_vocabulary(ids: npt.NDArray[np.integer], vocab_size: int) -> Int64Array:
+    # An id outside the vocabulary cannot be sampled: there is nothing to forbid or penalise.
+    return ids[(ids >= 0) & (ids < vocab_size)].astype(np.int64)
+
+
+def _on(ids: Int64Array, row: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(ids).to(row.device)

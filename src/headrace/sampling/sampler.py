@@ -1,0 +1,241 @@
+"""The sampler: one id for each row of logits.
+
+Owns the table of sampling state by sequence (row `seq` of the worker's tables) and the order of S13: custom logit processor -> NaN
+check -> bias, penalties and masks -> greedy, or temperature, top-k, top-p, min-p and a seeded draw -> logprobs. Does not own the
+arithmetic (`draw`), the edits (`penalties`) or which positions are sampled (the plan). One instance, used by one thread at a time.
+
+A row's token is a function of its logits, its parameters, its own tokens and (seed, position) alone: never of the other rows.
+The logits that come in are left as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.errors import ExecutionError
+from headrace.kernels import ops
+from headrace.log import get_logger
+from headrace.messages.outputs import LogprobBlock
+from headrace.messages.requests import LogprobSpec
+from headrace.messages.step import NewSequence
+from headrace.sampling.draw import Filters, draw_row, draw_rows
+from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
+from headrace.sampling.logprobs import token_logprobs
+from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits
+from headrace.sampling.random import uniform
+
+logger = get_logger(__name__)
+
+BAD_LOGITS = "the model produced NaN or no finite logits"
+NOTHING_LEFT = (
+    "logit_bias, penalties, bad_words, allowed_token_ids and min_new_tokens leave no token that could be sampled"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """token_ids: int64[R] on the sampler's device, -1 in rows that have an error. errors, logprobs: by row."""
+
+    token_ids: torch.Tensor
+    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """State of one sequence. filters None = greedy; edits, processor and history None = not needed."""
+
+    seed: int
+    filters: Filters | None
+    logprobs: LogprobSpec | None
+    edits: LogitEdits | None
+    processor: str
+    history: TokenHistory | None
+
+    @property
+    def is_plain(self) -> bool:
+        """True when the row of logits is used as it comes and nothing but a token is wanted."""
+        return self.history is None and self.logprobs is None
+
+
+class Sampler:
+    """Samples the rows of a step; see the module."""
+
+    def __init__(
+        self, vocab_size: int, max_seqs: int, device: torch.device | str, processors: Mapping[str, LogitProcessor]
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._processors = dict(processors)
+        self._table: list[_Sequence | None] = [None] * max_seqs
+
+    def add(self, seq: int, new: NewSequence) -> None:
+        """`new` enters row `seq`, with the outputs it has already (after a retraction); replaces what was there."""
+        params = new.sampling
+        history = None
+        if edits_logits(params) or new.custom_logit_processor:
+            history = TokenHistory(new.token_ids, new.num_prompt_tokens)
+        self._table[seq] = _Sequence(
+            seed=params.seed,
+            filters=None
+            if params.is_greedy
+            else Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p),
+            logprobs=new.logprobs,
+            edits=LogitEdits(new, history, self._vocab_size) if history is not None and edits_logits(params) else None,
+            processor=new.custom_logit_processor,
+            history=history,
+        )
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        seqs: Sequence[int],
+        positions: Sequence[int],
+        num_outputs: Sequence[int],
+        rids: Sequence[str],
+    ) -> SamplerOutput:
+        """Sample row r of `logits` for sequence seqs[r].
+
+        logits: float32[R, V]. positions: index that the sampled token will have in its sequence. num_outputs: outputs made before it.
+        A row that cannot be sampled has an entry in `errors`; the others are as if it were not there.
+        Going back to an earlier position (a step that is run again) forgets what was sampled from there on.
+        """
+        assert logits.dtype == torch.float32, logits.dtype
+        assert logits.shape == (len(seqs), self._vocab_size), (logits.shape, len(seqs), self._vocab_size)
+        if not len(seqs):
+            return SamplerOutput(torch.empty(0, dtype=torch.int64, device=self._device))
+        states = [self._state(seq) for seq in seqs]
+        errors: dict[int, str] = {}
+        rows = [row for row, state in enumerate(states) if state.history is None]
+        token_ids = self._pick(logits, states, rows, positions, errors, BAD_LOGITS)
+        if len(rows) < len(states):
+            rows = [row for row, state in enumerate(states) if state.history is not None]
+            edited = self._copy(logits, rows)
+            failed: dict[int, str] = {}
+            passed: list[int] = []
+            for i, (row, healthy) in enumerate(zip(rows, self._maxima(edited).isfinite().tolist(), strict=True)):
+                error = self._edit(edited[i], healthy, states[row], positions[row], num_outputs[row], rids[row])
+                if error:
+                    failed[i] = error
+                else:
+                    passed.append(i)
+            picked = self._pick(
+                edited, [states[row] for row in rows], passed, [positions[row] for row in rows], failed, NOTHING_LEFT
+            )
+            picked[list(failed)] = -1
+            token_ids[rows] = picked
+            errors.update((rows[i], message) for i, message in failed.items())
+        logprobs: dict[int, LogprobBlock] = {}
+        if not all(state.is_plain for state in states):
+            host_ids = token_ids.tolist()
+            for row, state in enumerate(states):
+                if row in errors:
+                    continue
+                if state.history is not None:
+                    state.history.append(host_ids[row])
+                    if state.edits is not None:
+                        state.edits.append(host_ids[row])
+                if state.logprobs is not None:
+                    logprobs[row] = token_logprobs(logits[row], host_ids[row], state.logprobs)
+        return SamplerOutput(token_ids, errors, logprobs)
+
+    def _state(self, seq: int) -> _Sequence:
+        state = self._table[seq]
+        assert state is not None, f"sequence {seq} was never added"
+        return state
+
+    def _pick(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[_Sequence],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        errors: dict[int, str],
+        message: str,
+    ) -> torch.Tensor:
+        """int64[R], valid in `rows` (-1 in those without a finite maximum, which get `message`)."""
+        drawn = [row for row in rows if states[row].filters is not None]
+        if len(drawn) == len(states):
+            peaks = self._maxima(logits)
+            token_ids = torch.zeros(len(states), dtype=torch.int64, device=self._device)
+        else:
+            token_ids = ops.argmax(logits)
+            peaks = logits.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
+            peaks = torch.where(token_ids < 0, torch.nan, peaks)
+        finite = peaks.isfinite()
+        healthy = finite.tolist()
+        errors.update((row, message) for row in rows if not healthy[row])
+        drawn = [row for row in drawn if healthy[row]]
+        if drawn:
+            filters = [f for row in drawn if (f := states[row].filters) is not None]
+            u = uniform([states[row].seed for row in drawn], [positions[row] for row in drawn])
+            index = torch.tensor(drawn, device=self._device)
+            if self._device.type == "cpu":
+                host, host_peaks = logits.numpy(), peaks.tolist()
+                ids = [
+                    draw_row(host[row], host_peaks[row], f, float(x))
+                    for row, f, x in zip(drawn, filters, u, strict=True)
+                ]
+                token_ids[index] = torch.tensor(ids, dtype=torch.int64)
+            else:
+                token_ids[index] = draw_rows(logits[index], peaks[index], filters, u)
+        return token_ids if all(healthy) else token_ids.masked_fill(~finite, -1)
+
+    def _copy(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Those rows, float32[n, V]. On the CPU by numpy: one thread copies faster than several meet."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(logits.numpy()[rows])
+        return logits[rows]
+
+    def _maxima(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32[R]; NaN where the row has one."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(logits.numpy().max(axis=1))
+        return logits.amax(dim=1)
+
+    def _edit(
+        self, row: torch.Tensor, healthy: bool, state: _Sequence, position: int, num_outputs: int, rid: str
+    ) -> str:
+        """Run the processor and the edits on row float32[V], in place; "" or the message the sample ends with.
+
+        healthy: the model's logits have a finite maximum and no NaN.
+        """
+        try:
+            self._edit_row(row, healthy, state, position, num_outputs, rid)
+        except ExecutionError as error:
+            return error.message
+        except Exception:  # the boundary of one sample: it ends alone
+            logger.exception("editing the logits of %s failed", rid)
+            if state.processor:
+                return f"the custom logit processor {state.processor!r} failed"
+            return "the logits could not be edited as the sampling parameters ask"
+        return ""
+
+    def _edit_row(
+        self, row: torch.Tensor, healthy: bool, state: _Sequence, position: int, num_outputs: int, rid: str
+    ) -> None:
+        history = state.history
+        assert history is not None
+        if position < history.num_tokens:
+            history.truncate(position)
+            if state.edits is not None:
+                state.edits.rewind()
+        if position > history.num_tokens:  # a step that was in flight when the token before failed
+            raise ExecutionError(
+                f"token {position} cannot be sampled: only {history.num_tokens} tokens before it are known"
+            )
+        if state.processor:
+            processor = self._processors.get(state.processor)
+            if processor is None:
+                raise ExecutionError(f"there is no custom logit processor {state.processor!r}")
+            result = run_processor(
+                state.processor, processor, LogitContext(rid, history.prompt, history.outputs), row.clone()
+            )
+            row.copy_(result)
+            if not bool(row.amax().isfinite()):
+                raise ExecutionError(f"the custom logit processor {state.processor!r} gave NaN or no finite logits")
+        elif not healthy:
+            raise ExecutionError(BAD_LOGITS)
+        if state.edits is not None:
+            state.edits.apply(row, num_outputs)
