@@ -14,6 +14,7 @@ class _SingleLine(logging.Formatter):
         record.message = "".join(
             c if c.isprintable() else c.encode("unicode_escape").decode() for c in record.getMessage()
         )
+        record.asctime = self.formatTime(record, self.datefmt)
         line = self.formatMessage(record)
         if record.exc_info:
             line += "\n  " + self.formatException(record.exc_info).replace("\n", "\n  ")

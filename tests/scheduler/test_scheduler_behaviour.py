@@ -1,5 +1,7 @@
 """What the scheduler promises, one behaviour a test, on the fake worker."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from fake_worker import EOS, Rig, expected_outputs
@@ -17,9 +19,8 @@ from headrace.messages.control import (
 )
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
-from headrace.scheduler.request import StopMatch
 
-LONG = dict(max_new_tokens=40, ignore_eos=True)
+LONG = {"max_new_tokens": 40, "ignore_eos": True}
 
 
 def prompt(n: int, start: int = 0) -> list[int]:
@@ -224,7 +225,7 @@ def test_prefill_only_ends_with_length_and_no_token():
 def test_a_stop_string_precedes_eos_which_precedes_length():
     class Checker:
         def push(self, token_id):
-            return StopMatch("xx") if token_id == EOS else None
+            return SimpleNamespace(matched="xx") if token_id == EOS else None
 
     want = expected_outputs(prompt(6), 40, 3)
     assert want[-1] == EOS

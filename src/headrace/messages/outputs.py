@@ -34,13 +34,17 @@ class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How the detokenizer treats a sample. Sent with its first output."""
+    """How the detokenizer treats a sample. Sent with its first output.
+
+    context_ids: the last tokens of the prompt, int32 bytes: a leading space or a character's first bytes may hang on them.
+    """
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
+    context_ids: bytes = b""
 
 
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):

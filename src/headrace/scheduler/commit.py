@@ -1,5 +1,6 @@
 """Takes a finished step into account: tokens, ends, the cache, and what the detokenizer is told."""
 
+from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.log import get_logger
 from headrace.messages.outputs import (
     BatchTokenIDOut,
@@ -15,6 +16,9 @@ from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
 logger = get_logger(__name__)
+
+CONTEXT_TOKENS = 8
+"""Prompt tokens that the detokenizer sees before the first output."""
 
 FORCED_INTERVAL = 50
 """A request that does not stream still reports after so many tokens: an abort finds its partial text downstream."""
@@ -155,6 +159,7 @@ def _output(req: Req) -> TokenIDOut:
             sampling.no_stop_trim,
             sampling.stop,
             sampling.stop_regex,
+            b"" if asked.input_embeds else asked.input_ids[-CONTEXT_TOKENS * TOKEN_BYTES :],
         )
     if first or last:
         stats = SampleStats(

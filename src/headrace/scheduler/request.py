@@ -20,11 +20,12 @@ from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """A stop string (or the match of a stop regex) that the last pushed token completed."""
+class StopMatch(Protocol):
+    """A stop string or pattern that the last pushed token completed."""
 
-    matched: str
+    @property
+    def matched(self) -> str:
+        """As the request gave it."""
 
 
 class StopChecker(Protocol):

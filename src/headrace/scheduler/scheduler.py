@@ -6,11 +6,11 @@ computes one while the other is planned or committed here; with one it is the pl
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.log import get_logger
+from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
     FaultReq,
@@ -36,25 +36,6 @@ logger = get_logger(__name__)
 STATS_INTERVAL_S = 1.0
 IDLE_WAIT_S = 0.5
 EXPIRE_INTERVAL_S = 0.1
-
-
-class Receiver(Protocol):
-    """Where messages come from; see `messages.channel`."""
-
-    dropped_frames: int
-
-    def recv_nowait(self) -> object | None:
-        """The next message, or None."""
-
-    def recv(self, timeout_s: float) -> object | None:
-        """The next message, or None after `timeout_s`."""
-
-
-class Sender(Protocol):
-    """Where messages go."""
-
-    def send(self, message: object) -> None:
-        """Send without waiting."""
 
 
 class Scheduler:

@@ -1,0 +1,21 @@
+// Cuts one attention call into tiles. Where the cuts fall decides who computes a row, never its bits.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "ops.h"
+
+namespace headrace {
+
+struct AttentionPlan {
+  std::vector<AttentionTile> tiles;
+  std::unique_ptr<float[]> partials;
+  std::unique_ptr<int32_t[]> pending;
+};
+
+// seq_lens int32[num_seqs], q_starts int32[num_seqs + 1]: rows [q_starts[i], q_starts[i + 1]) are the last positions of sequence i.
+// Throws std::invalid_argument when a length, a start or a page id does not fit num_tokens, max_pages or num_pages.
+AttentionPlan plan_attention(const AttentionArgs& args, const int32_t* seq_lens, const int32_t* q_starts, int64_t num_seqs,
+                             int64_t num_tokens, int64_t max_pages, int64_t num_pages);
+
+}  // namespace headrace

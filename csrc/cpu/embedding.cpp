@@ -1,0 +1,35 @@
+// Embedding lookup: rows of a bf16 or float table, as float, times a scale.
+#include "kernels.h"
+#include "simd.h"
+#include "threads.h"
+
+namespace headrace {
+namespace HEADRACE_ISA {
+namespace {
+
+HEADRACE_INLINE float widen(bf16 x) { return bf16_to_float(x); }
+HEADRACE_INLINE float widen(float x) { return x; }
+
+template <class T>
+void lookup(const EmbeddingArgs& e) {
+  const f32x16 scale = splat16(e.scale);
+  const int64_t grain = max_of(1, 16384 / max_of(1, e.hidden_size));
+  parallel_for(e.tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t id =
+          e.ids_are_int64 ? static_cast<const int64_t*>(e.ids)[token] : static_cast<const int32_t*>(e.ids)[token];
+      const T* const row = static_cast<const T*>(e.table) + id * e.hidden_size;
+      float* const out = e.out + token * e.hidden_size;
+      int64_t i = 0;
+      for (; i + 16 <= e.hidden_size; i += 16) store16(out + i, mul(load16(row + i), scale));
+      for (; i < e.hidden_size; ++i) out[i] = widen(row[i]) * e.scale;
+    }
+  });
+}
+
+}  // namespace
+
+void embedding(const EmbeddingArgs& e) { e.table_is_bf16 ? lookup<bf16>(e) : lookup<float>(e); }
+
+}  // namespace HEADRACE_ISA
+}  // namespace headrace

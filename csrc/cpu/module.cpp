@@ -1,0 +1,129 @@
+// The Python bindings. Addresses come as integers (tensor.data_ptr()), sizes and strides in elements; the Python wrappers have
+// checked them. Indices that lie inside tensors (slots, positions, ids, pages) are checked here, before any kernel follows them.
+// The GIL is released while a kernel runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "attention_plan.h"
+#include "dispatch.h"
+#include "ops.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+
+namespace headrace {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+void check_indices(const char* what, const T* indices, int64_t count, int64_t lowest, int64_t limit) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (indices[i] < lowest || indices[i] >= limit) {
+      throw std::invalid_argument(std::string(what) + " " + std::to_string(indices[i]) + " at index " + std::to_string(i) +
+                                  " is not in [" + std::to_string(lowest) + ", " + std::to_string(limit) + ")");
+    }
+  }
+}
+
+void linear(Address x, int64_t x_stride, Address weight, bool weight_is_bf16, Address bias, Address y, int64_t y_stride,
+            int64_t rows, int64_t n, int64_t k, bool accumulate) {
+  kernels().linear({at<float>(x), x_stride, at<void>(weight), weight_is_bf16, at<float>(bias), at<float>(y), y_stride, rows, n,
+                    k, accumulate});
+}
+
+void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, bool cache_is_bf16,
+                     int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address page_table, int64_t max_pages,
+                     Address seq_lens, Address q_starts, int64_t num_seqs, int64_t num_tokens, int64_t num_q_heads, float scale,
+                     int64_t window, float softcap) {
+  const AttentionArgs args = {at<float>(q), q_stride,  at<float>(out),
+                              {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim},
+                              at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap};
+  const AttentionPlan plan =
+      plan_attention(args, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs, num_tokens, max_pages, num_pages);
+  kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
+}
+
+void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, bool cache_is_bf16,
+              int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
+  check_indices("write_kv: slot", at<int32_t>(slots), tokens, -1, num_pages * kPageSize);
+  kernels().write_kv({at<float>(k), k_stride, at<float>(v), v_stride,
+                      {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+}
+
+void gather_kv(Address k, Address v, Address k_cache, Address v_cache, bool cache_is_bf16, int64_t num_pages,
+               int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
+  check_indices("gather_kv: slot", at<int32_t>(slots), tokens, 0, num_pages * kPageSize);
+  kernels().gather_kv({at<float>(k), at<float>(v),
+                       {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+}
+
+void rms_norm(Address x, int64_t x_stride, Address residual, Address weight, Address out, int64_t rows, int64_t size, float eps) {
+  kernels().rms_norm({at<float>(x), x_stride, at<float>(residual), at<float>(weight), at<float>(out), rows, size, eps});
+}
+
+void rotary(Address q, int64_t q_stride, int64_t num_q_heads, Address k, int64_t k_stride, int64_t num_kv_heads,
+            Address positions, Address cos, Address sin, int64_t tokens, int64_t head_dim, int64_t rotary_dim,
+            int64_t max_positions) {
+  check_indices("rotary: position", at<int32_t>(positions), tokens, 0, max_positions);
+  kernels().rotary({at<float>(q), q_stride, at<int32_t>(positions), at<float>(cos), at<float>(sin), tokens, num_q_heads,
+                    head_dim, rotary_dim});
+  kernels().rotary({at<float>(k), k_stride, at<int32_t>(positions), at<float>(cos), at<float>(sin), tokens, num_kv_heads,
+                    head_dim, rotary_dim});
+}
+
+void silu_mul(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
+  kernels().silu_mul({at<float>(x), x_stride, at<float>(out), rows, size});
+}
+
+void gelu_tanh_mul(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
+  kernels().gelu_tanh_mul({at<float>(x), x_stride, at<float>(out), rows, size});
+}
+
+void embedding(Address table, bool table_is_bf16, Address ids, bool ids_are_int64, Address out, int64_t tokens,
+               int64_t vocab_size, int64_t hidden_size, float scale) {
+  if (ids_are_int64) {
+    check_indices("embedding: id", at<int64_t>(ids), tokens, 0, vocab_size);
+  } else {
+    check_indices("embedding: id", at<int32_t>(ids), tokens, 0, vocab_size);
+  }
+  kernels().embedding(
+      {at<void>(table), table_is_bf16, at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
+}
+
+void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
+  kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def("linear", &linear, unlocked);
+  m.def("paged_attention", &paged_attention, unlocked);
+  m.def("write_kv", &write_kv, unlocked);
+  m.def("gather_kv", &gather_kv, unlocked);
+  m.def("rms_norm", &rms_norm, unlocked);
+  m.def("rotary", &rotary, unlocked);
+  m.def("silu_mul", &silu_mul, unlocked);
+  m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
+  m.def("embedding", &embedding, unlocked);
+  m.def("argmax", &argmax, unlocked);
+  m.def("compiled_isas", &compiled_isas);
+  m.def("why_not_isa", &why_not_isa);
+  m.def("select_isa", &select_isa);
+  m.def("isa", [] { return std::string(kernels().isa); });
+  m.def("set_num_threads", &set_num_threads, unlocked);
+  m.def("num_threads", &num_threads);
+}
+
+}  // namespace headrace

@@ -1,0 +1,32 @@
+// The thread pool of the kernels: what it owns is who runs which block, never how a block is computed.
+//
+// Blocks are claimed one after another from an atomic counter, so a thread that the machine takes away costs one block, not
+// a barrier. Workers spin briefly for the next job, then sleep. The calling thread always takes part, and a caller that finds
+// the pool busy runs its job alone. The pool is created at first use and again after a fork.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace headrace {
+
+using RangeFn = void (*)(void* context, int64_t begin, int64_t end);
+
+// Runs fn over [0, n), cut into ranges of at least `grain` (the last may be shorter), and returns when all are done.
+// fn must not throw. n < 2^31.
+void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* context);
+
+// Threads that work on a job, the caller included; n >= 1.
+void set_num_threads(int n);
+int num_threads();
+
+// Memory of the calling thread, 64-byte aligned, kept between calls: only one user at a time.
+void* thread_scratch(size_t bytes);
+
+// parallel_ranges for a callable body(begin, end).
+template <class Body>
+static inline void parallel_for(int64_t n, int64_t grain, Body body) {
+  parallel_ranges(
+      n, grain, [](void* context, int64_t begin, int64_t end) { (*static_cast<Body*>(context))(begin, end); }, &body);
+}
+
+}  // namespace headrace

@@ -1,0 +1,108 @@
+"""The seam between models and attention: what a layer says, what a step says, what a backend must do.
+
+Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the `AttentionBackend` protocol. Does not own any kernel, and does not choose
+between backends (`select.py`). Used by the thread that runs the model.
+"""
+
+import math
+import mmap
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayerSpec:
+    """What is constant about attention in one layer.
+
+    scale: factor on q.k. sliding_window: a query at position p sees keys p - sliding_window + 1 .. p; 0 = all.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); 0.0 = as they are.
+    """
+
+    layer_id: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of the KV cache: the same for all layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """The KV cache of all layers, in a backend's layout, zero-filled at start. Slots are 0 .. num_slots - 1."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    num_slots: int
+    page_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+
+def zero_filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros for a KV cache. On CPU the memory is taken when it is first written, page by page: an idle pool is almost free."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Where the tokens of a step lie: row r computes positions starts[r] .. starts[r] + counts[r] - 1 of one sequence.
+
+    starts, counts: host integers. Tensors, on the model's device: positions int32[num_tokens], row after row;
+    seq_lens int32[num_rows] = starts + counts; row_starts int32[num_rows + 1], cumulative counts; out_slots int32[num_tokens],
+    where K and V of each token go; slots int32[num_rows, max(seq_lens)], the slot of each position, junk beyond seq_lens.
+    """
+
+    starts: list[int]
+    counts: list[int]
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    row_starts: torch.Tensor
+    out_slots: torch.Tensor
+    slots: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    """Writes K and V of a step into the pool and attends over it.
+
+    On CPU the bits of an output row depend only on its position and on the sequence's own keys and values, never on the other
+    rows, the chunking, or whether it was computed as prefill or decode.
+    """
+
+    name: str
+
+    def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
+        """A zero-filled pool; the backend keeps it and uses it from now on. num_slots: a multiple of page_size."""
+
+    def prepare(self, rows: StepRows) -> None:
+        """Once per step, before any layer: build what all layers share."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
+        """Write k and v, then causal attention of q over each sequence's whole prefix.
+
+        q [num_tokens, num_q_heads, head_dim]; k, v [num_tokens, num_kv_heads, head_dim]; may be slices of wider rows.
+        Returns [num_tokens, num_q_heads * head_dim].
+        """

@@ -1,0 +1,158 @@
+"""The reference attention backend: plain torch, any device, any page size, any head size.
+
+Owns a slot-addressed pool [num_slots, num_kv_heads, head_dim] per layer. Runs in the thread that runs the model.
+
+On CPU every matrix product has one fixed shape: 16 queries, aligned by their absolute position, against 128 keys, aligned at
+position 0, with the softmax carried from block to block (M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
+2018). A row's bits then cannot depend on the chunk it came in. On other devices each sequence is one product and one softmax.
+"""
+
+import torch
+
+from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+
+QUERY_TILE = 16
+KEY_BLOCK = 128
+assert KEY_BLOCK % QUERY_TILE == 0, "a tile must end in the block in which it begins, or chunks would see other blocks"
+
+# Finite, so that a block without a visible key leaves exp(-inf - m) == 0 and not NaN.
+_LOWEST = -1e30
+
+
+class TorchNativeAttention:
+    """Plain torch; the backend that others are compared with."""
+
+    name = "torch_native"
+
+    def __init__(self) -> None:
+        self._pool: KvPool
+        self._rows: StepRows
+
+    def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
+        """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer."""
+        size = (num_slots, shape.num_kv_heads, shape.head_dim)
+        self._pool = KvPool(
+            k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
+            v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
+            num_slots=num_slots,
+            page_size=page_size,
+        )
+        return self._pool
+
+    def prepare(self, rows: StepRows) -> None:
+        """Remember the rows."""
+        self._rows = rows
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
+        k_cache[self._rows.out_slots] = k.to(k_cache.dtype)
+        v_cache[self._rows.out_slots] = v.to(v_cache.dtype)
+        attend = _attend_tiled if q.device.type == "cpu" else _attend_whole
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        begin = 0
+        for row, (start, count) in enumerate(zip(self._rows.starts, self._rows.counts, strict=True)):
+            slots = self._rows.slots[row, : start + count]
+            out[begin : begin + count] = attend(q[begin : begin + count], k_cache, v_cache, slots, start, layer)
+            begin += count
+        return out.view(q.shape[0], -1)
+
+
+def _attend_tiled(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    start: int,
+    layer: AttentionLayerSpec,
+) -> torch.Tensor:
+    """Attention of one sequence's queries, q float32[count, num_q_heads, head_dim] at positions start .. start + count - 1.
+
+    slots: int32[start + count]. Returns the shape of q.
+    """
+    end = start + q.shape[0]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    first_block = _first_position(start - start % QUERY_TILE, layer) // KEY_BLOCK
+    keys, values = {}, {}
+    for block in range(first_block, (end - 1) // KEY_BLOCK + 1):
+        keys[block] = _gather(k_cache, slots, block).permute(1, 2, 0).contiguous()
+        values[block] = _gather(v_cache, slots, block).permute(1, 0, 2).contiguous()
+    group = layer.num_q_heads // layer.num_kv_heads
+    for tile_start in range(start - start % QUERY_TILE, end, QUERY_TILE):
+        low, high = max(tile_start, start), min(tile_start + QUERY_TILE, end)
+        tile = q.new_zeros(QUERY_TILE, layer.num_q_heads, layer.head_dim)
+        tile[low - tile_start : high - tile_start] = q[low - start : high - start]
+        # [num_kv_heads, group * QUERY_TILE, head_dim]: the queries that share a KV head side by side
+        grouped = tile.view(QUERY_TILE, layer.num_kv_heads, group, layer.head_dim).permute(1, 2, 0, 3)
+        grouped = grouped.reshape(layer.num_kv_heads, group * QUERY_TILE, layer.head_dim)
+        largest = q.new_full((layer.num_kv_heads, group * QUERY_TILE, 1), _LOWEST)
+        total = torch.zeros_like(largest)
+        weighted = torch.zeros_like(grouped)
+        for block in range(_first_position(tile_start, layer) // KEY_BLOCK, tile_start // KEY_BLOCK + 1):
+            hidden = _hidden_keys(tile_start, block * KEY_BLOCK, layer.sliding_window, q.device).repeat(group, 1)
+            scores = _capped(torch.bmm(grouped, keys[block]) * layer.scale, layer.soft_cap)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            weights = torch.exp(scores - new_largest)
+            decay = torch.exp(largest - new_largest)
+            total = total * decay + weights.sum(-1, keepdim=True)
+            weighted = weighted * decay + torch.bmm(weights, values[block])
+            largest = new_largest
+        done = (weighted / total).view(layer.num_kv_heads, group, QUERY_TILE, layer.head_dim).permute(2, 0, 1, 3)
+        done = done.reshape(QUERY_TILE, layer.num_q_heads, layer.head_dim)
+        out[low - start : high - start] = done[low - tile_start : high - tile_start]
+    return out
+
+
+def _attend_whole(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    start: int,
+    layer: AttentionLayerSpec,
+) -> torch.Tensor:
+    """As `_attend_tiled`, over all keys at once, softmax in float32."""
+    count, length = q.shape[0], slots.shape[0]
+    group = layer.num_q_heads // layer.num_kv_heads
+    keys = k_cache[slots].to(q.dtype).permute(1, 2, 0)
+    values = v_cache[slots].to(q.dtype).permute(1, 0, 2)
+    grouped = q.reshape(count, layer.num_kv_heads, group, layer.head_dim).permute(1, 2, 0, 3)
+    grouped = grouped.reshape(layer.num_kv_heads, group * count, layer.head_dim)
+    scores = _capped(torch.bmm(grouped, keys).float() * layer.scale, layer.soft_cap)
+    query = torch.arange(start, start + count, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)[None, :]
+    hidden = key > query
+    if layer.sliding_window:
+        hidden |= key <= query - layer.sliding_window
+    weights = torch.softmax(scores.masked_fill(hidden.repeat(group, 1), -torch.inf), dim=-1).to(q.dtype)
+    done = torch.bmm(weights, values).view(layer.num_kv_heads, group, count, layer.head_dim)
+    return done.permute(2, 0, 1, 3).reshape(count, layer.num_q_heads, layer.head_dim)
+
+
+def _first_position(position: int, layer: AttentionLayerSpec) -> int:
+    """The first key that a query at `position` sees."""
+    return max(0, position - layer.sliding_window + 1) if layer.sliding_window else 0
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor, block: int) -> torch.Tensor:
+    """float32[KEY_BLOCK, num_kv_heads, head_dim] of the positions of a block; zeros beyond the sequence.
+
+    Slots beyond the sequence are other sequences' or free, and may hold anything, NaN too.
+    """
+    inside = slots[block * KEY_BLOCK : (block + 1) * KEY_BLOCK]
+    gathered = cache.new_zeros((KEY_BLOCK, *cache.shape[1:]), dtype=torch.float32)
+    gathered[: inside.shape[0]] = cache[inside]
+    return gathered
+
+
+def _hidden_keys(tile_start: int, block_start: int, window: int, device: torch.device) -> torch.Tensor:
+    """bool[QUERY_TILE, KEY_BLOCK]: keys after the query, or before its window."""
+    query = torch.arange(tile_start, tile_start + QUERY_TILE, device=device)[:, None]
+    key = torch.arange(block_start, block_start + KEY_BLOCK, device=device)[None, :]
+    hidden = key > query
+    return hidden | (key <= query - window) if window else hidden
+
+
+def _capped(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    return torch.tanh(scores / soft_cap) * soft_cap if soft_cap else scores

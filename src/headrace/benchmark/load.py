@@ -1,0 +1,68 @@
+"""When requests are sent: a closed loop of so many at a time, or arrivals at a rate.
+
+Owns the schedule of one workload and the wall clock around it. Runs in the event loop of the benchmark client.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.benchmark.figures import RequestRecord
+from headrace.benchmark.targets import Target
+from headrace.benchmark.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The records in the order of the prompts, and the seconds from the first request sent to the last one answered."""
+
+    records: list[RequestRecord]
+    duration_s: float
+
+
+def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
+    """Seconds from the start at which each request of a Poisson process of `rate` requests per second arrives."""
+    rng = random.Random(seed)
+    times, now_s = [], 0.0
+    for _ in range(num_requests):
+        times.append(now_s)
+        now_s += rng.expovariate(rate)
+    return times
+
+
+async def run_closed_loop(
+    target: Target, workload: Workload, concurrency: int, on_done: Callable[[], None] = lambda: None
+) -> LoadResult:
+    """Keep `concurrency` requests in flight until all prompts are answered."""
+    records: dict[int, RequestRecord] = {}
+    pending = iter(enumerate(workload.prompts))
+
+    async def one_client() -> None:
+        for index, prompt in pending:
+            records[index] = await target.complete(prompt, workload.preset.max_new_tokens)
+            on_done()
+
+    start_s = time.perf_counter()
+    await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    return LoadResult([records[index] for index in sorted(records)], time.perf_counter() - start_s)
+
+
+async def run_open_loop(
+    target: Target, workload: Workload, rate: float, seed: int, on_done: Callable[[], None] = lambda: None
+) -> LoadResult:
+    """Send each prompt when it arrives, however many are in flight: Poisson arrivals at `rate` requests per second."""
+
+    async def one_request(prompt: list[int], arrives_s: float) -> RequestRecord:
+        await asyncio.sleep(arrives_s)
+        record = await target.complete(prompt, workload.preset.max_new_tokens)
+        on_done()
+        return record
+
+    times = arrival_times(len(workload.prompts), rate, seed)
+    start_s = time.perf_counter()
+    records = await asyncio.gather(
+        *(one_request(prompt, arrives_s) for prompt, arrives_s in zip(workload.prompts, times, strict=True))
+    )
+    return LoadResult(list(records), time.perf_counter() - start_s)

@@ -1,0 +1,120 @@
+"""What a figure was measured on: processor, memory, instruction sets, and the commit of the code.
+
+Also what `headrace doctor` prints. Linux; on other systems the unknown parts are None or empty. No torch.
+"""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# As /proc/cpuinfo spells them, in the order in which a kernel prefers them last to first.
+ISA_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine, or the part of it that a container may use.
+
+    num_cores: this process may run on. cpu_quota: cores' worth of time the container may use, None = all.
+    memory_gib: of the container when it is limited, else of the machine.
+    """
+
+    cpu: str
+    num_cores: int
+    cpu_quota: float | None
+    memory_gib: float
+    isa: tuple[str, ...]
+    system: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """The commit of the source tree that runs; None when it is not a git checkout."""
+
+    commit: str | None
+    dirty: bool | None
+
+
+def this_machine() -> Machine:
+    """The machine this process runs on."""
+    model, flags = _cpuinfo(Path("/proc/cpuinfo"))
+    return Machine(
+        cpu=model,
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_quota=cpu_quota(Path("/sys/fs/cgroup")),
+        memory_gib=round(min(psutil.virtual_memory().total, memory_limit(Path("/sys/fs/cgroup"))) / _GIB, 1),
+        isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+    )
+
+
+def cpu_quota(cgroup: Path) -> float | None:
+    """Cores' worth of processor time that the control group allows, None = no limit.
+
+    Reads cgroup v2's cpu.max and v1's cpu.cfs_quota_us: https://docs.kernel.org/admin-guide/cgroup-v2.html.
+    """
+    v2 = _first_line(cgroup / "cpu.max").split()
+    if len(v2) == 2 and v2[0] != "max":
+        return int(v2[0]) / int(v2[1])
+    v1 = _first_line(cgroup / "cpu" / "cpu.cfs_quota_us"), _first_line(cgroup / "cpu" / "cpu.cfs_period_us")
+    if v1[0].isdigit() and v1[1].isdigit():
+        return int(v1[0]) / int(v1[1])
+    return None
+
+
+def memory_limit(cgroup: Path) -> int:
+    """Bytes that the control group allows; more than any machine has when it does not limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        line = _first_line(cgroup / name)
+        if line.isdigit():
+            return int(line)
+    return 1 << 62
+
+
+def revision(source: Path = Path(__file__)) -> Revision:
+    """Commit of the checkout that holds `source`, and whether tracked files differ from it."""
+    commit = _git(source.parent, "rev-parse", "HEAD")
+    if commit is None:
+        return Revision(None, None)
+    return Revision(commit, bool(_git(source.parent, "status", "--porcelain", "--untracked-files=no")))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
+    model, flags = platform.processor() or platform.machine(), frozenset[str]()
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return model, flags
+    for line in lines:
+        key, _, value = line.partition(":")
+        match key.strip():
+            case "model name":
+                model = value.strip()
+            case "flags" | "Features":
+                flags = frozenset(value.split())
+                break
+    return model, flags
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().partition("\n")[0].strip()
+    except OSError:
+        return ""

@@ -1,0 +1,235 @@
+"""`headrace bench serving`: measure any OpenAI-compatible server from the client's side.
+
+Owns the order of a run: connect, check agreement, warm up, then per repetition and preset every server in turn, so that two
+servers are compared interleaved. Sending is targets.py, scheduling load.py, arithmetic figures.py, output results.py.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from headrace.benchmark.figures import NO_LIMITS, Limits, Summary, summarise
+from headrace.benchmark.load import run_closed_loop, run_open_loop
+from headrace.benchmark.results import (
+    Agreement,
+    Result,
+    document,
+    plot,
+    print_agreements,
+    print_results,
+    write_json,
+)
+from headrace.benchmark.targets import OpenAITarget, PromptForm, Target
+from headrace.benchmark.workloads import (
+    CHECK_TEXTS,
+    PRESETS,
+    SEED,
+    TokenIds,
+    Workload,
+    corpus,
+    make_workloads,
+    preset_names,
+)
+from headrace.checkpoint.names import resolve_model
+from headrace.errors import ConfigError
+from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+
+_CHECK_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What is sent, in which order and how often; the same for servers and engines.
+
+    presets: names, comma-separated. tokenizer: a model's name or path, whose tokenizer cuts the prompts.
+    rate: Poisson arrivals per second instead of the preset's closed loop. concurrency: instead of the preset's own.
+    num_requests: only so many of each preset. output, plot: files to write.
+    """
+
+    presets: str = "A,B1,B8,B32,C,Ccold,D"
+    tokenizer: str = "smollm2"
+    repeat: int = 1
+    rate: float | None = None
+    concurrency: int | None = None
+    num_requests: int | None = None
+    warm_up: int = 2
+    seed: int = SEED
+    limits: Limits = NO_LIMITS
+    output: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for values that make no sense."""
+        preset_names(self.presets)
+        for name in ("repeat", "concurrency", "num_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.rate is not None and self.rate <= 0:
+            raise ConfigError(f"--rate must be above 0, got {self.rate}")
+        if self.rate is not None and self.concurrency is not None:
+            raise ConfigError("--rate and --concurrency exclude each other: arrivals at a rate do not wait")
+
+    def described(self) -> dict[str, Any]:
+        """As the results record it."""
+        return {
+            "presets": preset_names(self.presets),
+            "tokenizer": self.tokenizer,
+            "repeat": self.repeat,
+            "rate": self.rate,
+            "concurrency": self.concurrency,
+            "num_requests": self.num_requests,
+            "warm_up": self.warm_up,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """Which servers, and how to speak to them. check_against: a server whose greedy texts are the reference."""
+
+    urls: Sequence[str]
+    load: LoadOptions
+    model: str | None = None
+    prompt_form: PromptForm = "auto"
+    api_key: str | None = None
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    check_against: str | None = None
+    timeout_s: float = 600.0
+
+
+def run_serving(options: ServingOptions, console: Console) -> dict[str, Any]:
+    """Measure, print, write; the results document. Raises ConfigError when a server cannot be measured at all."""
+    return asyncio.run(_run_serving(options, console))
+
+
+async def _run_serving(options: ServingOptions, console: Console) -> dict[str, Any]:
+    tokenizer = load_tokenizer(resolve_model(options.load.tokenizer))
+    timeout = aiohttp.ClientTimeout(total=options.timeout_s, connect=10)
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        )
+
+        async def connect(url: str) -> OpenAITarget:
+            return await OpenAITarget.connect(
+                session, url, tokenizer.decode, options.model, options.prompt_form, options.extra_body
+            )
+
+        targets = [await connect(url) for url in options.urls]
+        agreements = []
+        if options.check_against is not None:
+            reference = await connect(options.check_against)
+            agreements = [await compare_greedy(reference, target) for target in targets]
+            print_agreements(console, agreements)
+        results = await measure(targets, tokenizer, options.load, console)
+        said = {target.name: await target.describe() for target in targets}
+    content = document("serving", said, results, options.load.described(), options.load.limits, agreements)
+    report(content, results, options.load, console)
+    return content
+
+
+async def compare_greedy(reference: OpenAITarget, target: OpenAITarget) -> Agreement:
+    """Send both the same texts, one at a time, greedily. Raises ConfigError when either does not answer."""
+    common, lengths = [], []
+    for text in CHECK_TEXTS:
+        want, got = [await each.complete_text(text, _CHECK_TOKENS) for each in (reference, target)]
+        for each, record in ((reference, want), (target, got)):
+            if record.error is not None:
+                raise ConfigError(f"{each.name} did not answer the agreement check: {record.error}")
+        common.append(common_beginning(want.text, got.text))
+        lengths.append(max(len(want.text), len(got.text)))
+    num_equal = sum(same == length for same, length in zip(common, lengths, strict=True))
+    return Agreement(reference.name, target.name, len(CHECK_TEXTS), num_equal, common, lengths)
+
+
+def common_beginning(a: str, b: str) -> int:
+    """Characters of the longest common beginning."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
+
+
+async def measure(
+    targets: Sequence[Target], tokenizer: Tokenizer, options: LoadOptions, console: Console
+) -> list[Result]:
+    """Every preset on every target, `options.repeat` times, the targets taking turns within a repetition.
+
+    Each repetition draws fresh prompts, so that what an earlier one left in a prefix cache does not help.
+    """
+    names = preset_names(options.presets)
+    text_ids = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    summaries: dict[tuple[str, str], list[Summary]] = {}
+    flushed: dict[str, bool] = {}
+    with _progress(console) as start_bar:
+        for repetition in range(options.repeat):
+            drawn = make_workloads(text_ids, options.seed + repetition, options.num_requests)
+            if repetition == 0:
+                await _warm_up(targets, drawn.warm_up[: options.warm_up], start_bar)
+            for name in names:
+                workload = drawn.workloads[name]
+                for target in targets:
+                    flushed[target.name] = await target.flush()
+                    title = f"{name} · {target.name}" if len(targets) > 1 else f"{name}: {PRESETS[name].description}"
+                    on_done = start_bar(f"[{repetition + 1}/{options.repeat}] {title}", len(workload.prompts))
+                    summary = await _run_once(target, workload, options, on_done)
+                    summaries.setdefault((name, target.name), []).append(summary)
+    return [
+        Result(target_name, name, flushed[target_name], repetitions)
+        for (name, target_name), repetitions in summaries.items()
+    ]
+
+
+async def _run_once(target: Target, workload: Workload, options: LoadOptions, on_done: Callable[[], None]) -> Summary:
+    for prompt in workload.priming:
+        await target.complete(prompt, 1)
+    if options.rate is not None:
+        done = await run_open_loop(target, workload, options.rate, options.seed, on_done)
+    else:
+        concurrency = options.concurrency or workload.preset.concurrency
+        done = await run_closed_loop(target, workload, concurrency, on_done)
+    return summarise(done.records, done.duration_s, options.limits)
+
+
+async def _warm_up(
+    targets: Sequence[Target], prompts: Sequence[TokenIds], start_bar: Callable[[str, int], Callable[[], None]]
+) -> None:
+    for target in targets:
+        on_done = start_bar(f"warm-up · {target.name}", len(prompts))
+        for prompt in prompts:
+            await target.complete(prompt, 16)
+            on_done()
+
+
+def report(content: dict[str, Any], results: Sequence[Result], options: LoadOptions, console: Console) -> None:
+    """Print the tables and write the files that were asked for."""
+    print_results(console, results)
+    if options.output is not None:
+        write_json(options.output, content)
+        console.print(f"results written to {options.output}", highlight=False)
+    if options.plot is not None:
+        plot(options.plot, content)
+        console.print(f"plot written to {options.plot}", highlight=False)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Gives a function (title, total) that starts the next bar and returns what advances it. Gone when the run is over."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def start_bar(title: str, total: int) -> Callable[[], None]:
+            progress.reset(task, description=title, total=total)
+            return lambda: progress.advance(task)
+
+        yield start_bar

@@ -1,0 +1,293 @@
+"""What a workload is sent to: any OpenAI-compatible server over HTTP, or an Engine in this process.
+
+Owns one request from the client's side: sending it, reading the stream, timing its chunks, and saying why it failed. Does not
+decide what is sent when (load.py). Runs in the event loop of the benchmark client.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import aiohttp
+import msgspec
+
+from headrace.benchmark.figures import RequestRecord
+from headrace.benchmark.sse import DONE, EventParser
+from headrace.benchmark.workloads import TokenIds
+from headrace.errors import ConfigError, HeadraceError
+
+PromptForm = Literal["auto", "ids", "text"]
+_ERROR_CHARS = 200
+# What of /server_info belongs beside a figure. A server's reply may hold more, and keys among it.
+_INFO_FIELDS = (
+    "version",
+    "model_path",
+    "served_model_name",
+    "model_type",
+    "dtype",
+    "weight_dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "device",
+    "attention_backend",
+    "num_threads",
+    "page_size",
+    "max_total_tokens",
+    "chunked_prefill_size",
+    "max_running_requests",
+    "disable_radix_cache",
+    "disable_overlap_schedule",
+)
+
+
+class Target(Protocol):
+    """Something that completes prompts and can be measured."""
+
+    name: str
+
+    async def complete(self, prompt: TokenIds, max_new_tokens: int) -> RequestRecord:
+        """Send one greedy request of exactly `max_new_tokens` tokens. Failure is in the record, never raised."""
+        ...
+
+    async def flush(self) -> bool:
+        """Empty the prefix cache; False when the target cannot."""
+        ...
+
+    async def describe(self) -> dict[str, Any]:
+        """Model, precision and what else the target says of itself."""
+        ...
+
+
+class _Choice(msgspec.Struct, frozen=True, gc=False):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct, frozen=True, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True, gc=False):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class OpenAITarget:
+    """A server that answers `POST /v1/completions` with a stream of events.
+
+    decode: token ids -> text, for servers that take only text. headers: sent with every request (a key).
+    Use `connect` to make one: it asks for the model's name and finds out whether prompts may be token ids.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        model: str,
+        prompt_form: Literal["ids", "text"],
+        decode: Callable[[TokenIds], str],
+        extra_body: Mapping[str, Any],
+    ) -> None:
+        self.name = url
+        self.model = model
+        self.prompt_form = prompt_form
+        self._session = session
+        self._url = url
+        self._decode = decode
+        self._extra_body = extra_body
+        self._decoder = msgspec.json.Decoder(_Chunk)
+
+    @classmethod
+    async def connect(
+        cls,
+        session: aiohttp.ClientSession,
+        url: str,
+        decode: Callable[[TokenIds], str],
+        model: str | None = None,
+        prompt_form: PromptForm = "auto",
+        extra_body: Mapping[str, Any] | None = None,
+    ) -> "OpenAITarget":
+        """Ask the server for its model and try one request. Raises ConfigError when it cannot be reached or measured."""
+        url = url.rstrip("/").removesuffix("/v1")
+        target = cls(session, url, model or await _first_model(session, url), "ids", decode, extra_body or {})
+        forms: tuple[Literal["ids", "text"], ...] = ("ids", "text") if prompt_form == "auto" else (prompt_form,)
+        problems = []
+        for form in forms:
+            target.prompt_form = form
+            record = await target.complete([1, 2, 3, 4], 1)
+            if record.error is None:
+                return target
+            problems.append(f"prompt as {form}: {record.error}")
+        raise ConfigError(f"{url} does not answer /v1/completions: {'; '.join(problems)}")
+
+    async def complete(self, prompt: TokenIds, max_new_tokens: int) -> RequestRecord:
+        """See Target."""
+        return await self.complete_text(
+            prompt if self.prompt_form == "ids" else self._decode(prompt), max_new_tokens, len(prompt), ignore_eos=True
+        )
+
+    async def complete_text(
+        self, prompt: TokenIds | str, max_new_tokens: int, prompt_tokens: int = 0, ignore_eos: bool = False
+    ) -> RequestRecord:
+        """As `complete`, with the prompt as it goes over the wire. prompt_tokens: reported if the server does not say."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if ignore_eos:
+            body["ignore_eos"] = True
+        body.update(self._extra_body)
+        payload = msgspec.json.encode(body)
+        record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=prompt_tokens)
+        try:
+            async with self._session.post(
+                f"{self._url}/v1/completions", data=payload, headers={"Content-Type": "application/json"}
+            ) as response:
+                if response.status == 200:
+                    await self._read_stream(response.content.iter_any(), record)
+                else:
+                    record.error = f"HTTP {response.status}: {_shorten(await response.text())}"
+        except TimeoutError:
+            record.error = "timed out"
+        except (aiohttp.ClientError, OSError) as error:
+            record.error = f"connection: {type(error).__name__}"
+        record.end_s = time.perf_counter()
+        return record
+
+    async def _read_stream(self, pieces: AsyncIterator[bytes], record: RequestRecord) -> None:
+        parser = EventParser()
+        texts: list[str] = []
+        num_chunks = 0
+        ended = False
+        usage: _Usage | None = None
+        async for piece in pieces:
+            now_s = time.perf_counter()
+            for event in parser.feed(piece):
+                if event == DONE:
+                    ended = True
+                    continue
+                try:
+                    chunk = self._decoder.decode(event)
+                except msgspec.DecodeError as error:
+                    record.error = f"bad chunk: {error}"
+                    return
+                if chunk.error is not None:
+                    record.error = f"in the stream: {_shorten(str(chunk.error))}"
+                    return
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    ended = ended or choice.finish_reason is not None
+                    if choice.text:
+                        texts.append(choice.text)
+                        record.chunk_s.append(now_s)
+                        num_chunks += 1
+        record.text = "".join(texts)
+        record.output_tokens = num_chunks
+        if usage is not None and usage.completion_tokens is not None:
+            record.token_source = "usage"
+            record.output_tokens = usage.completion_tokens
+            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+            details = usage.prompt_tokens_details
+            record.cached_tokens = (details.cached_tokens or 0) if details else 0
+        if not ended:
+            record.error = "the stream ended early"
+
+    async def flush(self) -> bool:
+        """`POST /flush_cache`, which Headrace and SGLang have."""
+        try:
+            async with self._session.post(f"{self._url}/flush_cache") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def describe(self) -> dict[str, Any]:
+        """What /server_info says (Headrace and SGLang have it), and how prompts are sent."""
+        info = await _get_json(self._session, f"{self._url}/server_info")
+        return {"model": self.model, "prompt_form": self.prompt_form, **_shown(info)}
+
+
+class EngineTarget:
+    """An Engine of this process.
+
+    generate: `Engine.async_generate`. flush: `Engine.flush_cache`, run in a thread because it waits.
+    """
+
+    def __init__(self, name: str, engine: Any) -> None:
+        self.name = name
+        self._engine = engine
+
+    async def complete(self, prompt: TokenIds, max_new_tokens: int) -> RequestRecord:
+        """See Target. A chunk is one item of the stream that brought new tokens."""
+        sampling_params = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=len(prompt), token_source="usage")
+        try:
+            stream = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling_params, stream=True)
+            async for item in stream:
+                meta = item["meta_info"]
+                if meta["completion_tokens"] > record.output_tokens:
+                    record.chunk_s.append(time.perf_counter())
+                    record.output_tokens = meta["completion_tokens"]
+                record.cached_tokens = meta.get("cached_tokens", 0)
+                record.text = item["text"]
+                reason = meta.get("finish_reason")
+                if reason and reason["type"] == "abort":
+                    record.error = f"aborted: {reason.get('message')}"
+        except HeadraceError as error:
+            record.error = f"{type(error).__name__}: {_shorten(error.message)}"
+        record.end_s = time.perf_counter()
+        return record
+
+    async def flush(self) -> bool:
+        """Empty the engine's prefix cache."""
+        return bool(await asyncio.to_thread(self._engine.flush_cache))
+
+    async def describe(self) -> dict[str, Any]:
+        """What the engine says of itself, as `OpenAITarget.describe` does."""
+        return _shown(await asyncio.to_thread(self._engine.get_server_info))
+
+
+async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
+    models = (await _get_json(session, f"{url}/v1/models")).get("data")
+    match models:
+        case [{"id": str(name)}, *_]:
+            return name
+    raise ConfigError(f"{url}/v1/models names no model; is the server running? Else give its name with --model")
+
+
+def _shown(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that belong beside a figure. What the engine decided wins over what the options asked for."""
+    flat = dict(info)
+    for part in ("args", "engine"):
+        if isinstance(info.get(part), dict):
+            flat.update(info[part])
+    return {key: flat[key] for key in _INFO_FIELDS if isinstance(flat.get(key), str | int | float | bool)}
+
+
+async def _get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """The object at `url`, or an empty one when there is none."""
+    try:
+        async with session.get(url) as response:
+            if response.status != 200:
+                return {}
+            body = msgspec.json.decode(await response.read())
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _shorten(text: str) -> str:
+    """One line of at most `_ERROR_CHARS` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= _ERROR_CHARS else line[: _ERROR_CHARS - 1] + "…"

@@ -1,0 +1,130 @@
+"""The workloads that every published figure is taken with, and the prompts they are made of.
+
+Owns the presets and how their prompts are drawn. Does not send anything. Runs in the benchmark client's process.
+
+The text is the English of Python's own help pages (`pydoc_data.topics`), cut at random places, so nothing has to be
+downloaded and any two machines with the same tokenizer get the same prompts. Two prompts differ in their first tokens, so
+a prefix cache helps in preset C only, which is about it.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+
+from headrace.errors import ConfigError
+
+TokenIds = list[int]
+SEED = 1234
+
+_B_CONCURRENCIES = (1, 8, 32)
+_B_REQUESTS = 64
+_B_SHORTEST_TOKENS, _B_LONGEST_TOKENS = 128, 512
+_SINGLE_STREAM_REQUESTS = 5
+_C_SUFFIXES = 128
+_C_REQUESTS = 64
+_C_PREFIX_TOKENS, _C_SUFFIX_TOKENS = 1024, 32
+
+CHECK_TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "Once upon a time there was a little",
+    "The three primary colours are",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What one named workload asks for.
+
+    max_new_tokens: output tokens of each request, exactly (the end-of-sequence token is ignored).
+    concurrency: requests in flight in the closed loop. primed: send the shared prefix once before the clock starts.
+    """
+
+    name: str
+    description: str
+    max_new_tokens: int
+    concurrency: int
+    primed: bool = False
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset("A", "one stream, 128 tokens in, 256 out", 256, 1),
+        Preset("B1", "64 requests, 128-512 in, 128 out, one at a time", 128, 1),
+        Preset("B8", "64 requests, 128-512 in, 128 out, 8 at a time", 128, 8),
+        Preset("B32", "64 requests, 128-512 in, 128 out, 32 at a time", 128, 32),
+        Preset(
+            "C", "64 requests, 1,024 shared tokens + 32 in, 32 out, 16 at a time, prefix cached", 32, 16, primed=True
+        ),
+        Preset("Ccold", "the same, prefix not cached when the clock starts", 32, 16),
+        Preset("D", "prefill of one 2,048-token prompt", 1, 1),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A preset with its prompts. priming: sent one after the other before the clock starts."""
+
+    preset: Preset
+    prompts: list[TokenIds]
+    priming: list[TokenIds]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSet:
+    """Everything one repetition sends. warm_up: requests that are not reported."""
+
+    warm_up: list[TokenIds]
+    workloads: dict[str, Workload]
+
+
+def corpus(encode: Callable[[str], TokenIds]) -> TokenIds:
+    """Token ids of the whole text. encode: text -> ids, adding no special tokens."""
+    return encode("\n".join(topics[name] for name in sorted(topics)))
+
+
+def preset_names(text: str) -> list[str]:
+    """Names of a comma-separated list, in order. Raises ConfigError for one that is unknown."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in PRESETS]
+    if unknown or not names:
+        raise ConfigError(f"--presets takes any of {', '.join(PRESETS)}, got {text!r}")
+    return names
+
+
+def make_workloads(text_ids: Sequence[int], seed: int = SEED, max_requests: int | None = None) -> WorkloadSet:
+    """Draw the prompts of every preset from `text_ids`.
+
+    All presets are drawn each time, in one order, so that a preset has the same prompts whichever others are asked for.
+    max_requests: keep only so many requests of each preset.
+    """
+    rng = random.Random(seed)
+
+    def cut(num_tokens: int) -> TokenIds:
+        start = rng.randrange(len(text_ids) - num_tokens)
+        return list(text_ids[start : start + num_tokens])
+
+    def shared() -> list[TokenIds]:
+        prefix = cut(_C_PREFIX_TOKENS)
+        return [prefix + cut(_C_SUFFIX_TOKENS) for _ in range(_C_SUFFIXES)]
+
+    warm_up = [cut(200) for _ in range(8)]
+    prompts = {"A": [cut(128) for _ in range(_SINGLE_STREAM_REQUESTS)]}
+    for concurrency in _B_CONCURRENCIES:
+        prompts[f"B{concurrency}"] = [
+            cut(rng.randint(_B_SHORTEST_TOKENS, _B_LONGEST_TOKENS)) for _ in range(_B_REQUESTS)
+        ]
+    warm, cold = shared(), shared()
+    prompts["C"], prompts["Ccold"] = warm[:_C_REQUESTS], cold[:_C_REQUESTS]
+    prompts["D"] = [cut(2048) for _ in range(_SINGLE_STREAM_REQUESTS)]
+    return WorkloadSet(
+        warm_up,
+        {
+            name: Workload(preset, prompts[name][:max_requests], [warm[-1]] if preset.primed else [])
+            for name, preset in PRESETS.items()
+        },
+    )

@@ -1,0 +1,1 @@
+"""Reading checkpoints: names, metadata, weights of Hugging Face folders and GGUF files."""

@@ -1,0 +1,431 @@
+"""GGUF files (versions 2 and 3): metadata, tensor index, raw blocks and dequantisation.
+
+Owns the file format only; what the tensors mean to a model is in `gguf_names.py`. The file is mapped, never read whole,
+and metadata arrays are decoded when asked for, so that opening takes a fraction of a second. numpy, no torch. A broken
+file raises ModelError naming the file, and the tensor where there is one; nothing is ever executed.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block layouts: the `block_*` structs of ggml-common.h.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import ModelError
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_DEQUANT_CHUNK_BYTES = 1 << 20  # of blocks at a time: the temporaries stay in cache
+_MAX_ARRAY_DEPTH = 4
+
+# metadata value type -> struct format; 8 is a string, 9 an array
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How one ggml type stores values: `block_values` values in `block_bytes` bytes."""
+
+    name: str
+    block_values: int
+    block_bytes: int
+
+
+BLOCK_TYPES: dict[int, BlockType] = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    30: BlockType("BF16", 1, 2),
+}
+_UNSUPPORTED = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+_UNSUPPORTED |= {
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Index entry of one tensor.
+
+    shape: outermost dimension first, as numpy and torch have it (the file stores it reversed).
+    offset: bytes from the start of the file. num_bytes: of the stored blocks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: BlockType
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """A metadata array not decoded yet: its element type, count and place in the file."""
+
+    kind: int
+    count: int
+    offset: int
+
+
+class GgufFile:
+    """One open GGUF file.
+
+    version; alignment in bytes; tensors by their GGUF names in the order of the index.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map the file and read header, metadata keys and tensor index. Raises ModelError when any of it is wrong."""
+        self.path = path
+        self._map = _map_file(path)
+        self._size = len(self._map)
+        self._values: dict[str, Any] = {}
+        self._cursor = 0
+        try:
+            self._read_header()
+        except struct.error:
+            raise self._broken("it ends inside the header") from None
+        except UnicodeDecodeError:
+            raise self._broken("a name in the header is not UTF-8") from None
+
+    # --- metadata
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def metadata_keys(self) -> Iterator[str]:
+        """The metadata keys, in file order."""
+        return iter(self._values)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The metadata value of `key`: a Python scalar, str, or list; `default` when absent."""
+        value = self._values.get(key, default)
+        if isinstance(value, _Array):
+            value = self._values[key] = self._decode_array(value)
+        return value
+
+    def require(self, key: str) -> Any:
+        """As `get`, but an absent key raises ModelError."""
+        if key not in self._values:
+            raise self._broken(f"metadata key {key} is missing")
+        return self.get(key)
+
+    # --- tensors
+
+    def raw(self, name: str) -> Bytes:
+        """The stored blocks of a tensor: uint8[rows, row_bytes], a read-only view of the mapped file.
+
+        Rows are all dimensions but the last, flattened; a vector is one row.
+        """
+        tensor = self.tensors[name]
+        rows = math.prod(tensor.shape[:-1])
+        flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        return flat.reshape(rows, tensor.num_bytes // rows)
+
+    def dequantize(self, name: str) -> Floats:
+        """The tensor as a fresh float32 array of its shape."""
+        tensor = self.tensors[name]
+        return dequantize(self.raw(name), tensor.type.name).reshape(tensor.shape)
+
+    # --- reading
+
+    def _broken(self, why: str) -> ModelError:
+        return ModelError(f"{self.path.name} is not a usable GGUF file: {why}")
+
+    def _take(self, fmt: str) -> Any:
+        (value,) = struct.unpack_from("<" + fmt, self._map, self._cursor)
+        self._cursor += struct.calcsize("<" + fmt)
+        return value
+
+    def _take_string(self) -> str:
+        length = self._take("Q")
+        start, self._cursor = self._cursor, self._cursor + length
+        if self._cursor > self._size:
+            raise self._broken("a string runs past the end of the file")
+        return self._map[start : self._cursor].decode()
+
+    def _read_header(self) -> None:
+        magic = self._map[:4]
+        if magic != b"GGUF":
+            raise self._broken(f"it starts with {magic!r}, not b'GGUF'")
+        self._cursor = 4
+        self.version: int = self._take("I")
+        if self.version not in (2, 3):
+            hint = " (a big-endian file?)" if self.version & 0xFFFF == 0 else ""
+            raise self._broken(f"version {self.version} is not supported, only 2 and 3{hint}")
+        num_tensors, num_keys = self._take("Q"), self._take("Q")
+        # An index entry takes at least 24 bytes, a metadata entry 13: a larger count is a broken one.
+        if num_tensors * 24 + num_keys * 13 > self._size:
+            raise self._broken(f"it claims {num_tensors} tensors and {num_keys} metadata keys in {self._size} bytes")
+        for _ in range(num_keys):
+            key = self._take_string()
+            self._values[key] = self._take_value(self._take("I"), key)
+        self.alignment: int = self._values.get("general.alignment", 32)
+        if not isinstance(self.alignment, int) or self.alignment <= 0 or self.alignment % 8:
+            raise self._broken(f"general.alignment is {self.alignment!r}; expected a multiple of 8")
+        index = [self._take_index_entry() for _ in range(num_tensors)]
+        data_start = -(-self._cursor // self.alignment) * self.alignment
+        self.tensors: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in index:
+            self._add_tensor(name, shape, kind, data_start + offset)
+        self._check_overlap()
+
+    def _take_value(self, kind: int, key: str) -> Any:
+        if kind in _SCALARS:
+            return self._take(_SCALARS[kind])
+        if kind == _STRING:
+            return self._take_string()
+        if kind == _ARRAY:
+            return self._skip_array(key, 0)
+        raise self._broken(f"metadata key {key} has the unknown type {kind}")
+
+    def _skip_array(self, key: str, depth: int) -> _Array:
+        kind, count = self._take("I"), self._take("Q")
+        array = _Array(kind, count, self._cursor)
+        if kind in _SCALARS:
+            self._cursor += count * struct.calcsize("<" + _SCALARS[kind])
+        elif kind == _STRING:
+            if count * 8 > self._size:
+                raise self._broken(f"metadata array {key} claims {count} strings")
+            read_length = struct.Struct("<Q").unpack_from
+            at, data = self._cursor, self._map
+            for _ in range(count):
+                at += 8 + read_length(data, at)[0]
+            self._cursor = at
+        elif kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
+            if count * 12 > self._size:
+                raise self._broken(f"metadata array {key} claims {count} arrays")
+            for _ in range(count):
+                self._skip_array(key, depth + 1)
+        else:
+            raise self._broken(f"metadata array {key} has the unknown element type {kind}")
+        if self._cursor > self._size:
+            raise self._broken(f"metadata array {key} runs past the end of the file")
+        return array
+
+    def _decode_array(self, array: _Array) -> list[Any]:
+        if array.kind in _SCALARS:
+            values = np.frombuffer(self._map, dtype="<" + _SCALARS[array.kind], count=array.count, offset=array.offset)
+            return list(values.tolist())
+        self._cursor = array.offset
+        if array.kind == _STRING:
+            return self._decode_strings(array)
+        return [self._decode_array(self._skip_array("", 0)) for _ in range(array.count)]
+
+    def _decode_strings(self, array: _Array) -> list[str]:
+        read_length = struct.Struct("<Q").unpack_from
+        at, data = array.offset, self._map
+        strings = []
+        for _ in range(array.count):
+            start = at + 8
+            at = start + read_length(data, at)[0]
+            # Vocabularies hold stray bytes now and then: such a piece can never match text, but it must keep its id.
+            strings.append(data[start:at].decode(errors="replace"))
+        return strings
+
+    def _take_index_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._take_string()
+        num_dims = self._take("I")
+        if not 1 <= num_dims <= 4:
+            raise self._broken(f"tensor {name} has {num_dims} dimensions")
+        dims = tuple(self._take("Q") for _ in range(num_dims))
+        return name, dims[::-1], self._take("I"), self._take("Q")
+
+    def _add_tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> None:
+        if name in self.tensors:
+            raise self._broken(f"tensor {name} is listed twice")
+        block = BLOCK_TYPES.get(kind)
+        if block is None:
+            known = ", ".join(block.name for block in BLOCK_TYPES.values())
+            raise self._broken(f"tensor {name} has type {_UNSUPPORTED.get(kind, kind)}; supported: {known}")
+        if min(shape) < 1:
+            raise self._broken(f"tensor {name} has shape {list(shape)}")
+        if shape[-1] % block.block_values:
+            raise self._broken(
+                f"tensor {name} has rows of {shape[-1]}, not whole {block.name} blocks of {block.block_values}"
+            )
+        num_bytes = math.prod(shape) // block.block_values * block.block_bytes
+        if offset % self.alignment:
+            raise self._broken(f"tensor {name} starts at byte {offset}, which is not aligned to {self.alignment}")
+        if offset + num_bytes > self._size:
+            missing = offset + num_bytes - self._size
+            raise self._broken(
+                f"tensor {name} lacks {missing} of its {num_bytes} bytes; the file is truncated or corrupt"
+            )
+        self.tensors[name] = GgufTensor(name, shape, block, offset, num_bytes)
+
+    def _check_overlap(self) -> None:
+        end, before = 0, ""
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
+            if tensor.offset < end:
+                raise self._broken(f"tensors {before} and {tensor.name} overlap")
+            end, before = tensor.offset + tensor.num_bytes, tensor.name
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise ModelError(f"{path.name} is empty") from None
+    except OSError as err:
+        raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
+
+
+# --- dequantisation
+#
+# Every function takes whole blocks, uint8[n, block_bytes], and gives float32[n, block_values]. The order of the float32
+# operations is that of ggml's dequantize_row_*, so the values are the same bit for bit.
+
+
+def dequantize(raw: Bytes, type_name: str) -> Floats:
+    """Values of stored rows: uint8[rows, row_bytes] -> float32[rows, row_values].
+
+    type_name: a name of BLOCK_TYPES. Raises KeyError for another.
+    """
+    block = next(block for block in BLOCK_TYPES.values() if block.name == type_name)
+    rows = raw.shape[0]
+    if type_name == "F32":
+        return np.ascontiguousarray(raw).view("<f4").astype(np.float32)
+    if type_name == "F16":
+        return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
+    if type_name == "BF16":
+        return (np.ascontiguousarray(raw).view("<u2").astype(np.uint32) << 16).view(np.float32)
+    blocks = np.ascontiguousarray(raw).reshape(-1, block.block_bytes)
+    out = np.empty((blocks.shape[0], block.block_values), np.float32)
+    unpack = _UNPACK[type_name]
+    step = _DEQUANT_CHUNK_BYTES // block.block_bytes
+    # A scale of a corrupt file may be infinite or NaN: the loader's finiteness check reports it, not numpy.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, blocks.shape[0], step):
+            unpack(blocks[start : start + step], out[start : start + step])
+    return out.reshape(rows, -1)
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The float16 at byte `at` of each block, float32[n, 1]."""
+    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Bytes, out: Floats) -> None:
+    """Low nibbles of uint8[n, m] into out[:, :m], high ones into out[:, m:]."""
+    half = packed.shape[1]
+    out[:, :half] = packed & 0x0F
+    out[:, half:] = packed >> 4
+
+
+def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
+    """Bit j of the little-endian uint32 at byte `at` of each block, times 16: uint8[n, 32]."""
+    bits: Bytes = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
+    bits *= 16
+    return bits
+
+
+def _q4_0(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 2:], out)
+    out -= 8
+    out *= _half(blocks, 0)
+
+
+def _q4_1(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 4:], out)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 6:], out)
+    out += _fifth_bits(blocks, 2)
+    out -= 16
+    out *= _half(blocks, 0)
+
+
+def _q5_1(blocks: Bytes, out: Floats) -> None:
+    _nibbles(blocks[:, 8:], out)
+    out += _fifth_bits(blocks, 4)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes, out: Floats) -> None:
+    np.multiply(blocks[:, 2:].view(np.int8), _half(blocks, 0), out=out)
+
+
+def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Scale and minimum of the 8 sub-blocks of a Q4_K or Q5_K block: float32[n, 8, 1] each.
+
+    Twelve bytes hold sixteen 6-bit numbers: the first four of each kind whole, the last four split in nibble and top bits.
+    """
+    packed = blocks[:, 4:16]
+    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([first & 0x3F, (third & 0x0F) | (first >> 6 << 4)], axis=1)
+    minima = np.concatenate([second & 0x3F, (third >> 4) | (second >> 6 << 4)], axis=1)
+    d, d_min = _half(blocks, 0), _half(blocks, 2)
+    return (d * scales)[:, :, None], (d_min * minima)[:, :, None]
+
+
+def _q4_k(blocks: Bytes, out: Floats) -> None:
+    scale, minimum = _k_scales(blocks)
+    # [n, 4, 32] bytes: the low nibbles are sub-block 2i, the high ones 2i + 1
+    packed = blocks[:, 16:].reshape(-1, 4, 1, 32)
+    values = out.reshape(-1, 8, 32)
+    values[:] = (packed >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, 8, 32)
+    values *= scale
+    values -= minimum
+
+
+def _q5_k(blocks: Bytes, out: Floats) -> None:
+    scale, minimum = _k_scales(blocks)
+    packed = blocks[:, 48:].reshape(-1, 4, 1, 32)
+    low = (packed >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, 8, 32)
+    # bit i of each of the 32 bytes belongs to sub-block i
+    high = blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    values = out.reshape(-1, 8, 32)
+    values[:] = low | high << 4
+    values *= scale
+    values -= minimum
+
+
+def _q6_k(blocks: Bytes, out: Floats) -> None:
+    # two halves of 128 values, each four runs of 32: nibbles of 64 bytes, two upper bits of 32 bytes
+    low = blocks[:, 0:128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    scales = blocks[:, 192:208].view(np.int8)
+    values = out.reshape(-1, 16, 16)
+    values[:] = (low.reshape(-1, 2, 4, 32) | high << 4).reshape(-1, 16, 16)
+    values -= 32
+    values *= (_half(blocks, 208) * scales)[:, :, None]
+
+
+_UNPACK: dict[str, Callable[[Bytes, Floats], None]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

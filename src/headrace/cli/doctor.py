@@ -1,0 +1,112 @@
+"""`headrace doctor`: what this machine has, and what runs on it, with reasons.
+
+Owns the gathering and the printing. Imports torch, and works without it: a missing part is a finding, not an error.
+"""
+
+import platform
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from headrace import __version__
+from headrace.benchmark.machine import this_machine
+from headrace.checkpoint.names import list_models
+
+_TYPICAL_HEAD_DIM = 64
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor shows, ready for JSON."""
+    torch = _torch()
+    has_torch = torch["version"] is not None
+    return {
+        "headrace": __version__,
+        "python": platform.python_version(),
+        "machine": asdict(this_machine()),
+        "torch": torch,
+        "kernels": _kernels() if has_torch else [],
+        "attention_backends": _attention_backends() if has_torch else [],
+        "models": [
+            {"name": model.name, "state": model.state, "path": str(model.path or ""), "get": model.get}
+            for model in list_models()
+        ],
+    }
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """The report as tables."""
+    machine, torch = report["machine"], report["torch"]
+    quota = f", container may use {machine['cpu_quota']:g}" if machine["cpu_quota"] else ""
+    facts = Table(title="Machine", title_justify="left", show_header=False)
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    facts.add_row("Headrace", f"{report['headrace']} on Python {report['python']}, {machine['system']}")
+    facts.add_row("processor", f"{machine['cpu']}, {machine['num_cores']} cores{quota}")
+    facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that kernels look for")
+    facts.add_row("memory", f"{machine['memory_gib']} GiB")
+    facts.add_row("torch", _torch_line(torch))
+    console.print(facts)
+    kernels = Table("op", "runs", "why not faster", title="Kernels on CPU", title_justify="left")
+    for row in report["kernels"]:
+        colour = "green" if row["implementation"].startswith("native") else "yellow"
+        kernels.add_row(row["op"], f"[{colour}]{row['implementation']}[/{colour}]", escape(row["reason"]))
+    console.print(kernels)
+    backends = Table("backend", "device", "works", title="Attention backends, best first", title_justify="left")
+    for row in report["attention_backends"]:
+        works = "[green]yes[/green]" if not row["reasons_against"] else escape("; ".join(row["reasons_against"]))
+        backends.add_row(row["name"], row["device"], works)
+    console.print(backends)
+    models = Table(
+        "model", "state", Column("file, or how to get it", overflow="fold"), title="Models", title_justify="left"
+    )
+    for row in report["models"]:
+        models.add_row(row["name"], row["state"], row["path"] or row["get"])
+    console.print(models)
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        return {"version": None, "problem": f"torch cannot be imported: {error}"}
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "version": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+        "cuda_build": torch.version.cuda,
+        "cuda_devices": devices,
+    }
+
+
+def _torch_line(torch: dict[str, Any]) -> str:
+    if torch["version"] is None:
+        return f"[red]{escape(torch['problem'])}[/red]"
+    if torch["cuda_devices"]:
+        return f"{torch['version']}, {', '.join(torch['cuda_devices'])}"
+    missing = "no GPU found" if torch["cuda_build"] else "built without CUDA"
+    return f"{torch['version']}, CPU only ({missing}), {torch['num_threads']} threads"
+
+
+def _kernels() -> list[dict[str, str]]:
+    from headrace.kernels import registry
+
+    return [{"op": row.op, "implementation": row.implementation, "reason": row.reason} for row in registry.report()]
+
+
+def _attention_backends() -> list[dict[str, Any]]:
+    """Each backend on each device here, for a model with heads of the usual size and the default KV type."""
+    import torch
+
+    from headrace.attention.select import PREFERENCE, reasons_against
+    from headrace.config.resolve import AttentionNeeds
+
+    rows = []
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        needs = AttentionNeeds(
+            device=device, native_kernels=True, head_dim=_TYPICAL_HEAD_DIM, kv_cache_dtype="bfloat16", page_size=None
+        )
+        rows += [{"name": n, "device": device, "reasons_against": reasons_against(n, needs)} for n in PREFERENCE]
+    return rows

@@ -1,0 +1,168 @@
+"""The command-line spelling of `ServerArgs`: one option per field, made from the field itself.
+
+Owns how a field becomes an option (name, type, default, help, panel) and how parsed options become a `ServerArgs`.
+Does not own the options (server_args.py) or the commands (headrace.cli). Runs in the main process, before anything else.
+`python -m headrace.config.cli` prints the table of options that docs/cli.md contains.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from headrace.config.server_args import ServerArgs
+
+# Read from the environment as well, so that a key need not show in the list of processes.
+ENV_VARS = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_KEY"}
+
+# Other spellings of an option.
+ALIASES = {"model_path": ("--model", "-m")}
+
+# What a command that runs an engine of its own, without HTTP, may be told.
+ENGINE_GROUPS = ("Model", "Memory and schedule", "Kernels")
+ENGINE_FIELDS = frozenset(
+    [f.name for f in fields(ServerArgs) if f.metadata["group"] in ENGINE_GROUPS] + ["single_process", "log_level"]
+)
+
+
+def flag(name: str) -> str:
+    """The option of a field: `max_total_tokens` -> `--max-total-tokens`."""
+    return "--" + name.replace("_", "-")
+
+
+def with_server_options(
+    names: Collection[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: give a typer command the options of ServerArgs and hand it a ServerArgs.
+
+    names: fields to offer, default all. defaults: values that differ from those of ServerArgs.
+    The command must have a keyword parameter `server_args`; its other parameters stay as they are.
+    """
+    defaults = defaults or {}
+    offered = [f for f in fields(ServerArgs) if names is None or f.name in names]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "server_args"]
+        options = [p for f in offered for p in _parameters(f, defaults.get(f.name, f.default))]
+
+        def run(**given: Any) -> None:
+            chosen: dict[str, Any] = {f.name: given.pop(f.name) for f in offered}
+            chosen |= {f.name: False for f in offered if _is_on(f) and given.pop(_off_name(f))}
+            command(**given, server_args=ServerArgs(**chosen))
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + options
+        # typer reads both: the signature for the order and the defaults, the annotations for the types.
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def parse(argv: Sequence[str]) -> ServerArgs:
+    """`ServerArgs` from the options of `headrace serve`, e.g. `parse(["--port", "0", "--disable-metrics"])`.
+
+    Raises typer's usage error for an unknown option or a value of the wrong kind, ConfigError for values that cannot work.
+    """
+    parsed: list[ServerArgs] = []
+
+    def collect(*, server_args: ServerArgs) -> None:
+        parsed.append(server_args)
+
+    app = typer.Typer(add_completion=False)
+    app.command()(with_server_options()(collect))
+    app(args=list(argv), standalone_mode=False)
+    return parsed[0]
+
+
+def options_markdown() -> str:
+    """Every option of `headrace serve` as Markdown: one table per group."""
+    groups: dict[str, list[Field[Any]]] = {}
+    for f in fields(ServerArgs):
+        groups.setdefault(f.metadata["group"], []).append(f)
+    blocks = []
+    for group, members in groups.items():
+        rows = "\n".join(f"| `{_spelling(f)}` | {_default_text(f)} | {_help_text(f)} |" for f in members)
+        blocks.append(f"### {group}\n\n| option | default | meaning |\n|---|---|---|\n{rows}\n")
+    return "\n".join(blocks)
+
+
+def _parameters(f: Field[Any], default: Any) -> list[inspect.Parameter]:
+    """One option; two flags for what is on unless told: the one that turns it off is shown, the other only accepted."""
+    choices = _choices(f.type)
+    one_of = f" One of: {', '.join(choices)}." if choices else ""
+    shown = typer.Option(
+        flag(f.name),
+        *ALIASES.get(f.name, ()),
+        help=f.metadata["help"] + one_of,
+        rich_help_panel=f.metadata["group"],
+        envvar=ENV_VARS.get(f.name),
+        metavar=None if f.type is bool else _metavar(f.type),
+        show_default=default not in (None, "", False),
+        hidden=_is_on(f),
+    )
+    parameters = [_keyword(f.name, f.type, default, shown)]
+    if _is_on(f):
+        help_text = f"Turn off: {f.metadata['help']}"
+        off = typer.Option(_off_flag(f), help=help_text, rich_help_panel=f.metadata["group"], show_default=False)
+        parameters.append(_keyword(_off_name(f), bool, False, off))
+    return parameters
+
+
+def _keyword(name: str, annotation: Any, default: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
+    )
+
+
+def _is_on(f: Field[Any]) -> bool:
+    """Whether the field is a switch that is on unless told."""
+    return f.type is bool and f.default is True
+
+
+def _off_name(f: Field[Any]) -> str:
+    return f"no_{f.name}"
+
+
+def _off_flag(f: Field[Any]) -> str:
+    return flag(_off_name(f))
+
+
+def _spelling(f: Field[Any]) -> str:
+    if f.type is bool:
+        return _off_flag(f) if _is_on(f) else flag(f.name)
+    choices = _choices(f.type)
+    names = ", ".join((flag(f.name), *ALIASES.get(f.name, ())))
+    return f"{names} {'{' + ','.join(choices) + '}' if choices else _metavar(f.type)}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "NAME"
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    return {str: "TEXT", int: "N", float: "X"}[kinds[0]]
+
+
+def _default_text(f: Field[Any]) -> str:
+    if f.default is None or f.default == "":
+        return ""
+    if isinstance(f.default, bool):
+        return "on" if f.default else "off"
+    return f"`{f.default}`"
+
+
+def _help_text(f: Field[Any]) -> str:
+    turn_off = "Turn off: " if _is_on(f) else ""
+    env = f" Also from the environment: `{ENV_VARS[f.name]}`." if f.name in ENV_VARS else ""
+    return turn_off + str(f.metadata["help"]).replace("|", "\\|") + env
+
+
+if __name__ == "__main__":
+    print(options_markdown())

@@ -1,0 +1,195 @@
+"""What will be used: the user's options, the model and the device become one frozen `Config`.
+
+Pure: no torch, no files, no globals. Owns every automatic choice that does not need a measurement, says each in `decisions` for the
+start-up log, and refuses what cannot work. Does not size the KV pool (that needs the loaded weights).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What was found on this machine.
+
+    has_cuda: torch sees a GPU. native_kernels: the native CPU kernels load; native_reason says why not. num_cpus: processors that this
+    process may use. cuda_bfloat16: the GPU computes in bfloat16.
+    """
+
+    has_cuda: bool
+    native_kernels: bool
+    native_reason: str
+    num_cpus: int
+    cuda_bfloat16: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What an attention backend is asked to serve. page_size: None = as the backend likes."""
+
+    device: str
+    native_kernels: bool
+    head_dim: int
+    kv_cache_dtype: str
+    page_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoices:
+    """The attention backends, as `attention.select` knows them.
+
+    preference: names, best first. reasons_against: why one cannot serve; empty when it can. page_size: what one likes.
+    """
+
+    preference: Sequence[str]
+    reasons_against: Callable[[str, AttentionNeeds], list[str]]
+    page_size: Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Every choice made. Counts of tokens; chunked_prefill_size is -1 for whole prompts.
+
+    decisions: one sentence for each choice that the user did not make.
+    """
+
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    attention_backend: str
+    page_size: int
+    context_length: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    num_threads: int
+    native_kernels: bool
+    overlap: bool
+    decisions: tuple[str, ...]
+
+
+def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: BackendChoices) -> Config:
+    """Make every choice. Raises ConfigError saying what does not fit and what to change."""
+    decisions: list[str] = []
+    device = _device(args, facts, decisions)
+    native = device == "cpu" and facts.native_kernels and not args.disable_native_kernels
+    if device == "cpu" and not native:
+        reason = "--disable-native-kernels" if args.disable_native_kernels else facts.native_reason
+        decisions.append(f"torch runs every CPU op, slower than the native kernels: {reason}")
+    dtype = _dtype(args, model, device, facts, decisions)
+    kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
+    needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size)
+    attention_backend = _attention_backend(args, needs, backends, decisions)
+    page_size = args.page_size
+    if page_size is None:
+        page_size = backends.page_size(attention_backend)
+        decisions.append(f"page_size {page_size}: what attention backend {attention_backend} likes")
+    context_length = _context_length(args, model, decisions)
+    num_threads = args.num_threads or facts.num_cpus
+    if args.num_threads is None and device == "cpu":
+        decisions.append(f"num_threads {num_threads}: what this process may use")
+    return Config(
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        attention_backend=attention_backend,
+        page_size=page_size,
+        context_length=context_length,
+        max_running_requests=args.max_running_requests,
+        chunked_prefill_size=args.chunked_prefill_size,
+        max_prefill_tokens=args.max_prefill_tokens,
+        num_threads=num_threads,
+        native_kernels=native,
+        overlap=not args.disable_overlap_schedule,
+        decisions=tuple(decisions),
+    )
+
+
+def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
+    """`model` with a JSON object (--json-model-override-args) merged into its config.json.
+
+    Raises ConfigError when `overrides` is no JSON object, and ModelError when the result is no model.
+    """
+    try:
+        changes = msgspec.json.decode(overrides.encode(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"--json-model-override-args is not a JSON object: {error}") from error
+    if not changes:
+        return model
+    changed = parse_hf_config(model.raw | changes, origin="config.json with --json-model-override-args")
+    eos = changed.eos_token_ids if "eos_token_id" in changes else model.eos_token_ids
+    return msgspec.structs.replace(changed, eos_token_ids=eos, sampling_defaults=model.sampling_defaults)
+
+
+def _device(args: ServerArgs, facts: DeviceFacts, decisions: list[str]) -> str:
+    if args.device == "cuda" and not facts.has_cuda:
+        raise ConfigError("--device cuda: torch finds no GPU here; use --device cpu")
+    if args.device != "auto":
+        return args.device
+    device = "cuda" if facts.has_cuda else "cpu"
+    decisions.append(f"device {device}: {'a GPU is present' if facts.has_cuda else 'torch finds no GPU'}")
+    return device
+
+
+def _dtype(args: ServerArgs, model: ModelConfig, device: str, facts: DeviceFacts, decisions: list[str]) -> str:
+    if device == "cpu":
+        if args.dtype == "float16":
+            raise ConfigError("--dtype float16 is not served on CPU; use bfloat16 or float32")
+        if args.dtype != "auto":
+            return args.dtype
+        decisions.append("dtype bfloat16: weights; activations are float32 on CPU")
+        return "bfloat16"
+    if args.dtype == "bfloat16" and not facts.cuda_bfloat16:
+        raise ConfigError("--dtype bfloat16: this GPU does not compute in bfloat16; use float16")
+    if args.dtype != "auto":
+        return args.dtype
+    dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
+    if dtype == "bfloat16" and not facts.cuda_bfloat16:
+        dtype = "float16"
+    decisions.append(f"dtype {dtype}: the checkpoint says {model.dtype or 'nothing'}")
+    return dtype
+
+
+def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[str]) -> str:
+    if args.kv_cache_dtype == "auto":
+        decisions.append(f"kv_cache_dtype {dtype}: that of the weights")
+        return dtype
+    if device == "cpu" and args.kv_cache_dtype == "float16":
+        raise ConfigError("--kv-cache-dtype float16 is not served on CPU; use bfloat16 or float32")
+    return args.kv_cache_dtype
+
+
+def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: BackendChoices, decisions: list[str]) -> str:
+    if args.attention_backend != "auto":
+        reasons = backends.reasons_against(args.attention_backend, needs)
+        if reasons:
+            raise ConfigError(f"--attention-backend {args.attention_backend}: {'; '.join(reasons)}")
+        return args.attention_backend
+    refused: list[str] = []
+    for name in backends.preference:
+        reasons = backends.reasons_against(name, needs)
+        if not reasons:
+            why = "; ".join(refused) or "the fastest for this device"
+            decisions.append(f"attention_backend {name}: {why}")
+            return name
+        refused.append(f"{name} cannot: {', '.join(reasons)}")
+    raise ConfigError(f"no attention backend serves this model here: {'; '.join(refused)}")
+
+
+def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str]) -> int:
+    trained = model.max_position_embeddings
+    if args.context_length is None:
+        decisions.append(f"context_length {trained}: the model's")
+        return trained
+    if args.context_length > trained and model.rope.rope_type != "dynamic":
+        raise ConfigError(
+            f"--context-length {args.context_length} is longer than the {trained} positions that the model was trained for"
+        )
+    return args.context_length

@@ -1,0 +1,166 @@
+"""From options to a worker that can run: resolve, load, measure memory, make the pools.
+
+Owns the order of start-up in the process that computes, and `ReadyInfo`. Runs once, in the scheduler's process.
+"""
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from headrace import kernels
+from headrace.attention import select
+from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
+from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, ModelError
+from headrace.execution.load_weights import Progress, load_model
+from headrace.execution.memory import available_bytes, kv_token_budget
+from headrace.execution.model_runner import ModelRunner
+from headrace.execution.overlap_worker import TpModelWorkerClient
+from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.worker import TpModelWorker
+from headrace.kernels import cpu as native_cpu
+from headrace.kernels.cpu.threads import default_num_threads
+from headrace.layers.weight import Placement
+from headrace.log import get_logger
+from headrace.messages.control import ReadyInfo
+from headrace.messages.step import Worker
+from headrace.models.spec import CausalLM, kv_shape, model_class_for
+from headrace.sampling.logit_processors import load_processors
+from headrace.sampling.sampler import Sampler
+
+_logger = get_logger(__name__)
+
+BACKENDS = BackendChoices(select.PREFERENCE, select.reasons_against, select.preferred_page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolPlan:
+    """Size of the KV pool and the longest sequence that it allows."""
+
+    num_tokens: int
+    context_length: int
+
+
+def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None) -> tuple[Worker, ReadyInfo]:
+    """A worker for the model of `args`, ready for its first step, and what it says of itself.
+
+    progress: called with (bytes loaded, bytes in all). Raises ConfigError or ModelError.
+    """
+    begin = time.perf_counter()
+    checkpoint = open_model(args)
+    model_config = override_model(checkpoint.config, args.json_model_override_args)
+    spec = model_class_for(model_config, args.model_impl)
+    config = resolve(args, model_config, device_facts(), BACKENDS)
+    processors = load_processors(args.custom_logit_processors)
+    with ExitStack() as resources:
+        if not config.native_kernels:
+            resources.enter_context(kernels.prefer("torch"))
+        if config.device == "cpu":
+            kernels.set_num_threads(config.num_threads)
+        device = torch.device(config.device)
+        placement = Placement(device, getattr(torch, config.dtype), config.context_length)
+        model = load_model(checkpoint, spec, placement, config=model_config, seed=args.random_seed, progress=progress)
+        weight_bytes = model_bytes(model)
+        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
+        decisions = [f"model class {spec.name}", *config.decisions]
+        pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, device, decisions)
+        attention = select.make_backend(config.attention_backend)
+        pool = attention.make_kv_pool(shape, pool_plan.num_tokens, config.page_size, device)
+        table = SequenceTable(config.max_running_requests, pool_plan.context_length, model_config.hidden_size, device)
+        sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
+        sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), resources.pop_all())
+    worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
+    for decision in decisions:
+        _logger.info("%s", decision)
+    return worker, ReadyInfo(
+        max_total_tokens=pool_plan.num_tokens,
+        max_running_requests=config.max_running_requests,
+        context_length=pool_plan.context_length,
+        vocab_size=model_config.vocab_size,
+        hidden_size=model_config.hidden_size,
+        page_size=config.page_size,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        device=config.device,
+        attention_backend=config.attention_backend,
+        model_class=spec.name,
+        weight_bytes=weight_bytes,
+        kv_bytes=pool.num_bytes,
+        load_s=time.perf_counter() - begin,
+        decisions=tuple(decisions),
+    )
+
+
+def device_facts() -> DeviceFacts:
+    """What this process may compute with."""
+    has_cuda = torch.cuda.is_available()
+    reason = native_cpu.why_not()
+    return DeviceFacts(
+        has_cuda=has_cuda,
+        native_kernels=not reason,
+        native_reason=reason,
+        num_cpus=default_num_threads(),
+        cuda_bfloat16=has_cuda and torch.cuda.is_bf16_supported(),
+    )
+
+
+def open_model(args: ServerArgs) -> Checkpoint:
+    """The checkpoint that `args` names. Raises ModelError, also when it is not of the kind that --load-format asks for."""
+    path = resolve_model(args.model_path)
+    if args.load_format == "dummy":
+        return dummy_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "gguf": "gguf"}[args.load_format]
+    if checkpoint.kind != wanted:
+        raise ModelError(f"--load-format {args.load_format}: {path.name} is a {checkpoint.kind} checkpoint")
+    return checkpoint
+
+
+def model_bytes(model: CausalLM) -> int:
+    """Bytes that the model's weights take by their shapes and kept precision."""
+    return sum(math.prod(weight.shape) * weight.itemsize for weight in model.weights())
+
+
+def _plan_pool(
+    args: ServerArgs,
+    config: Config,
+    bytes_per_token: int,
+    weight_bytes: int,
+    device: torch.device,
+    decisions: list[str],
+) -> _PoolPlan:
+    """How many tokens the pool holds. Raises ConfigError when that is not enough for one sequence."""
+    page_size, context_length = config.page_size, config.context_length
+    if args.max_total_tokens is not None:
+        num_tokens = args.max_total_tokens // page_size * page_size
+        if num_tokens != args.max_total_tokens:
+            decisions.append(
+                f"max_total_tokens {num_tokens}: {args.max_total_tokens} rounded down to pages of {page_size}"
+            )
+        if num_tokens == 0:
+            raise ConfigError(f"--max-total-tokens {args.max_total_tokens} is less than one page of {page_size} tokens")
+    else:
+        budget = kv_token_budget(
+            available=available_bytes(device),
+            weight_bytes=weight_bytes,
+            mem_fraction_static=args.mem_fraction_static,
+            bytes_per_token=bytes_per_token,
+            page_size=page_size,
+            max_tokens_useful=config.max_running_requests * context_length,
+        )
+        num_tokens = budget.max_total_tokens
+        decisions.append(f"max_total_tokens {num_tokens}: {budget.reason}")
+        if num_tokens == 0 or (args.context_length is not None and num_tokens < context_length):
+            raise ConfigError(
+                f"memory has room for {num_tokens} KV tokens ({budget.reason}), but a sequence may have {context_length}; "
+                "raise --mem-fraction-static, or lower --context-length"
+            )
+    if num_tokens < context_length:
+        decisions.append(f"context_length {num_tokens}: the KV pool holds no longer sequence")
+        context_length = num_tokens
+    return _PoolPlan(num_tokens, context_length)

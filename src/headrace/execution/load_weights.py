@@ -1,0 +1,100 @@
+"""Fills a model with weights: a checkpoint's tensors, each exactly once, or seeded random ones.
+
+Owns the matching of names and shapes. Does not read files (`headrace.checkpoint`) and does not convert (the layers do). Runs in the
+thread that builds the worker.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.source import Checkpoint
+from headrace.errors import ModelError
+from headrace.layers.weight import Placement, Weight
+from headrace.models.spec import CausalLM, ModelSpec
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) after each tensor."""
+
+_DUMMY_STD = 0.02
+_NAMES_IN_A_MESSAGE = 4
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    placement: Placement,
+    *,
+    config: ModelConfig | None = None,
+    seed: int = 0,
+    progress: Progress = lambda done, total: None,
+) -> CausalLM:
+    """Build the model of `config` (default: the checkpoint's own) and fill it.
+
+    A checkpoint of kind `dummy` gives random weights from `seed`. Raises ModelError naming what is missing, extra or misshaped.
+    """
+    model = spec.build(config or checkpoint.config, placement)
+    if checkpoint.kind == "dummy":
+        fill_random(model.weights(), seed)
+    else:
+        fill_from_checkpoint(model.weights(), checkpoint, spec, progress)
+    spec.check(model)
+    return model
+
+
+def fill_from_checkpoint(
+    weights: Iterable[Weight], checkpoint: Checkpoint, spec: ModelSpec, progress: Progress = lambda done, total: None
+) -> None:
+    """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read."""
+    wanted = {weight.name: weight for weight in weights}
+    names = {name: spec.rename(checkpoint.config, name) for name in checkpoint.tensor_names()}
+    _check(wanted, names, checkpoint, spec)
+    done, total = 0, checkpoint.total_bytes
+    for stored_name, tensor in checkpoint.iter_tensors():
+        name = names[stored_name]
+        if name in wanted:
+            wanted[name].load(tensor)
+        done += tensor.numel() * tensor.element_size()
+        progress(done, total)
+
+
+def fill_random(weights: Iterable[Weight], seed: int) -> None:
+    """Small normal matrices, neutral norms and zero biases; the same for the same seed, on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        if weight.init == "normal":
+            weight.load(torch.randn(weight.shape, generator=generator).mul_(_DUMMY_STD))
+        else:
+            weight.load(torch.ones(weight.shape) if weight.init == "ones" else torch.zeros(weight.shape))
+
+
+def _check(wanted: dict[str, Weight], names: dict[str, str], checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    stored: dict[str, str] = {}
+    for stored_name, name in names.items():
+        if name in stored:
+            raise ModelError(f"tensors {stored[name]} and {stored_name} are both {name} of the model")
+        stored[name] = stored_name
+    missing = [name for name in wanted if name not in stored]
+    # A tied output projection is the embedding; checkpoints may carry it all the same.
+    extra = [
+        name
+        for name in stored
+        if name not in wanted and name != "lm_head.weight" and not any(part in name for part in spec.ignored)
+    ]
+    misshaped = [
+        f"{name} is {list(checkpoint.shape(stored[name]))} but the config makes it {list(weight.shape)}"
+        for name, weight in wanted.items()
+        if name in stored and tuple(checkpoint.shape(stored[name])) != weight.shape
+    ]
+    faults = [
+        f"{len(found)} {label}: {', '.join(found[:_NAMES_IN_A_MESSAGE])}{', ...' if len(found) > _NAMES_IN_A_MESSAGE else ''}"
+        for label, found in (
+            ("missing", missing),
+            (f"that model type {checkpoint.config.model_type} has no place for", extra),
+            ("of the wrong shape", misshaped),
+        )
+        if found
+    ]
+    if faults:
+        raise ModelError(f"{checkpoint.path.name}: tensors do not fit the model ({spec.name}): {'; '.join(faults)}")

@@ -1,0 +1,106 @@
+"""How much memory there is for the KV cache, on CPU and on a GPU.
+
+Owns the reading of limits; a container's limit counts as the machine's. Runs once, in the thread that builds the worker.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_NO_LIMIT = 1 << 60
+"""cgroup v1 writes a number of this order for "no limit"."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """How many tokens the KV pool holds, and why."""
+
+    max_total_tokens: int
+    reason: str
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated: on CPU the least of what the machine and the control groups leave."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(available_on_host(Path("/proc/meminfo")), available_in_cgroup())
+
+
+def available_on_host(meminfo: Path) -> int:
+    """MemAvailable of /proc/meminfo, in bytes."""
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{meminfo} has no MemAvailable")
+
+
+def available_in_cgroup(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that the control groups (v2 or v1) of this process still allow; a very large number without a limit.
+
+    Page cache that can be dropped (`inactive_file`) is not usage.
+    """
+    room = _NO_LIMIT
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names, base = ("memory.max", "memory.current"), root
+        elif "memory" in controllers.split(","):
+            names, base = ("memory.limit_in_bytes", "memory.usage_in_bytes"), root / "memory"
+        else:
+            continue
+        for folder in _upwards(base, path):
+            limit, usage = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+            if limit.isdigit() and usage.isdigit() and int(limit) < _NO_LIMIT:
+                room = min(room, max(0, int(limit) - int(usage) + _droppable(folder)))
+    return room
+
+
+def kv_token_budget(
+    *,
+    available: int,
+    weight_bytes: int,
+    mem_fraction_static: float,
+    bytes_per_token: int,
+    page_size: int,
+    max_tokens_useful: int,
+) -> TokenBudget:
+    """Tokens that fit: mem_fraction_static of what was free before the weights came, less the weights.
+
+    available: bytes free now, weights loaded. max_tokens_useful: more would never be used at once. A multiple of page_size, which may
+    be 0 when nothing fits.
+    """
+    budget = int((available + weight_bytes) * mem_fraction_static) - weight_bytes
+    fitting = max(0, budget) // bytes_per_token // page_size * page_size
+    useful = -(-max_tokens_useful // page_size) * page_size
+    if useful < fitting:
+        return TokenBudget(
+            useful, f"all that max_running_requests x context_length can use (memory has room for {fitting})"
+        )
+    return TokenBudget(
+        fitting,
+        f"{mem_fraction_static:.0%} of {(available + weight_bytes) / 2**30:.1f} GiB less {weight_bytes / 2**30:.2f} GiB of weights, "
+        f"at {bytes_per_token} bytes a token",
+    )
+
+
+def _droppable(folder: Path) -> int:
+    for line in _read(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file") and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    """root/a/b, root/a, root for the path /a/b."""
+    parts = [part for part in path.split("/") if part and part != ".."]
+    return [root.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
+
+
+def _read(path: Path) -> str:
+    """The file's text; "" when there is no such file or it may not be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

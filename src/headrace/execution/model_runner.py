@@ -1,0 +1,207 @@
+"""Runs one step: tokens in, one sampled token a row out.
+
+Owns the tables of sequences and the order of a step (add, forward, logits where they are needed, sample, write back). Does not own
+the model, the attention backend or the sampler, nor any decision about what runs. Used by one thread: the worker's.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.attention.base import AttentionBackend
+from headrace.errors import ExecutionError
+from headrace.execution.forward_batch import ForwardBatch
+from headrace.execution.sequence_table import SequenceTable
+from headrace.log import get_logger
+from headrace.messages.control import FaultReq
+from headrace.messages.outputs import LogprobBlock
+from headrace.messages.requests import LogprobSpec
+from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.models.spec import CausalLM
+from headrace.sampling.logprobs import prompt_logprobs
+from headrace.sampling.sampler import Sampler
+
+PROMPT_LOGIT_ROWS = 64
+"""Prompt logprobs take logits of so many positions at a time: rows x vocabulary x 4 bytes each."""
+
+_logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a step gathers, by row of the plan."""
+
+    token_ids: npt.NDArray[np.int32]
+    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
+    prompt_logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
+    hidden_states: dict[int, bytes] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """A model with its attention backend (whose pool is made), its tables and its sampler."""
+
+    def __init__(self, model: CausalLM, attention: AttentionBackend, table: SequenceTable, sampler: Sampler) -> None:
+        self.model = model
+        self.attention = attention
+        self.table = table
+        self.sampler = sampler
+
+    @torch.inference_mode()
+    def run(self, plan: ModelWorkerBatch) -> StepResult:
+        """One step. Raises ExecutionError when the whole step failed; a fault of one row is in the result's `errors`."""
+        begin = time.perf_counter()
+        for new in plan.new:
+            self.table.add(new)
+            self.sampler.add(new.seq, new)
+        self._forward_faults(plan)
+        batch = ForwardBatch.from_plan(plan, self.table)
+        hidden = self._forward(plan, batch)
+        outcome = _Outcome(np.full(len(plan.seqs), -1, dtype=np.int32))
+        for row, seq in enumerate(plan.seqs.tolist()):
+            new = self.table.specs[seq].new
+            if new.return_hidden_states:
+                part = hidden[batch.row_starts[row] : batch.row_starts[row + 1]]
+                outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
+            if new.logprobs is not None and batch.rows.starts[row] + 1 < new.num_prompt_tokens:
+                self._prompt_logprobs(outcome, row, batch, hidden, new.logprobs, new.num_prompt_tokens)
+        sampled = np.flatnonzero(plan.samples).tolist()
+        if sampled:
+            self._sample(plan, batch, hidden, sampled, outcome)
+        return StepResult(
+            step=plan.step,
+            token_ids=outcome.token_ids,
+            errors=outcome.errors,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+            hidden_states=outcome.hidden_states,
+            forward_s=time.perf_counter() - begin,
+        )
+
+    def _forward(self, plan: ModelWorkerBatch, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] after the final norm."""
+        inputs = self.model.embed(batch.token_ids)
+        for row, seq in enumerate(plan.seqs.tolist()):
+            embeds = self.table.specs[seq].input_embeds
+            start = batch.rows.starts[row]
+            if embeds is not None and start < len(embeds):
+                given = embeds[start : start + batch.rows.counts[row]]
+                begin = batch.row_starts[row]
+                inputs[begin : begin + len(given)] = given.to(inputs.dtype)
+        self.attention.prepare(batch.rows)
+        return self.model.forward(inputs, batch.rows.positions, self.attention)
+
+    def _prompt_logprobs(
+        self,
+        outcome: _Outcome,
+        row: int,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        spec: LogprobSpec,
+        num_prompt_tokens: int,
+    ) -> None:
+        """Logprobs of the prompt tokens that this chunk's positions predict."""
+        start, count = batch.rows.starts[row], batch.rows.counts[row]
+        first = max(start, spec.prompt_start - 1)
+        end = min(start + count, num_prompt_tokens - 1)
+        if first >= end:
+            return
+        blocks = []
+        for low in range(first, end, PROMPT_LOGIT_ROWS):
+            high = min(low + PROMPT_LOGIT_ROWS, end)
+            offset = batch.row_starts[row] - start
+            logits = self.model.logits(hidden[offset + low : offset + high])
+            next_ids = self.table.tokens[batch.seq_rows[row], low + 1 : high + 1]
+            blocks.append(prompt_logprobs(logits, next_ids.cpu().numpy(), spec))
+        outcome.prompt_logprobs[row] = _joined(blocks)
+
+    def _sample(
+        self, plan: ModelWorkerBatch, batch: ForwardBatch, hidden: torch.Tensor, sampled: list[int], outcome: _Outcome
+    ) -> None:
+        """Sample the last position of the rows `sampled` and write the tokens to the token buffer."""
+        last = [batch.row_starts[row + 1] - 1 for row in sampled]
+        if len(last) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(last, device=hidden.device)]
+        logits = self.model.logits(hidden)
+        seqs = [int(plan.seqs[row]) for row in sampled]
+        positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
+        specs = [self.table.specs[seq].new for seq in seqs]
+        num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
+        rids = [new.rid for new in specs]
+        failed = _sampling_faults(plan.faults, rids, num_outputs, logits)
+        output = self.sampler.sample(logits, seqs, positions, num_outputs, rids)
+        token_ids = output.token_ids
+        errors = {**output.errors, **failed}
+        if errors:
+            # A step planned before the error is known may still embed the token: it must be an id.
+            token_ids = token_ids.clone()
+            token_ids[torch.tensor(list(errors), device=token_ids.device)] = 0
+        seq_rows = batch.seq_rows if len(sampled) == len(plan.seqs) else batch.seq_rows[torch.from_numpy(plan.samples)]
+        self.table.tokens[seq_rows, torch.tensor(positions, device=token_ids.device)] = token_ids
+        outcome.token_ids[sampled] = token_ids.cpu().numpy()
+        for index, message in errors.items():
+            outcome.errors[sampled[index]] = message
+            outcome.token_ids[sampled[index]] = -1
+        for index, block in output.logprobs.items():
+            if index not in errors:
+                outcome.logprobs[sampled[index]] = block
+
+    def _forward_faults(self, plan: ModelWorkerBatch) -> None:
+        """Test hook: do what a FaultReq of stage forward asks, when its sample is about to make output `at_token`."""
+        for fault in plan.faults:
+            if fault.stage != "forward":
+                continue
+            for row in np.flatnonzero(plan.samples):
+                new = self.table.specs[int(plan.seqs[row])].new
+                num_outputs = int(plan.starts[row] + plan.counts[row]) - new.num_prompt_tokens
+                if new.rid == fault.rid and num_outputs == fault.at_token:
+                    _do_fault(fault)
+
+
+def _sampling_faults(
+    faults: Iterable[FaultReq], rids: list[str], num_outputs: list[int], logits: torch.Tensor
+) -> dict[int, str]:
+    """Test hook: faults of stage sampling. Returns errors by row of `logits`; `nan` is left for the sampler to find."""
+    failed: dict[int, str] = {}
+    for fault in faults:
+        if fault.stage != "sampling" or fault.rid not in rids:
+            continue
+        row = rids.index(fault.rid)
+        if num_outputs[row] != fault.at_token:
+            continue
+        if fault.kind == "nan":
+            logits[row] = torch.nan
+        elif fault.kind == "raise":
+            failed[row] = "injected fault while sampling"
+        else:
+            _do_fault(fault)
+    return failed
+
+
+def _do_fault(fault: FaultReq) -> None:
+    _logger.warning("injected fault: %s at stage %s for %s", fault.kind, fault.stage, fault.rid)
+    if fault.kind == "sleep":
+        time.sleep(fault.seconds)
+    elif fault.kind == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        raise ExecutionError("injected fault in the forward pass")
+
+
+def _joined(blocks: list[LogprobBlock]) -> LogprobBlock:
+    """Consecutive blocks as one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return LogprobBlock(
+        token_ids=b"".join(block.token_ids for block in blocks),
+        values=b"".join(block.values for block in blocks),
+        top_ids=b"".join(block.top_ids for block in blocks),
+        top_values=b"".join(block.top_values for block in blocks),
+        picked=b"".join(block.picked for block in blocks),
+    )

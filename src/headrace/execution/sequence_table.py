@@ -1,0 +1,51 @@
+"""The runner's tables of sequences: tokens, KV slots, and what each sequence asked for.
+
+Owns the token buffer (through which the next step can be planned before this one's tokens are known to the host) and the slots of
+each position. Does not allocate slots: the scheduler does. Used by the thread that runs the steps.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.messages.step import NewSequence
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What the runner remembers of a `NewSequence`. input_embeds: float32[num_prompt_tokens, hidden_size], or None."""
+
+    new: NewSequence
+    input_embeds: torch.Tensor | None
+
+
+class SequenceTable:
+    """Rows 0 .. max_seqs - 1, one a live sequence; row contents of ended sequences are junk until reused.
+
+    tokens: int64[max_seqs, context_length + 1]. slots: int32[max_seqs, context_length]. Both on the model's device.
+    """
+
+    def __init__(self, max_seqs: int, context_length: int, hidden_size: int, device: torch.device) -> None:
+        self.max_seqs = max_seqs
+        self.context_length = context_length
+        self.tokens = torch.zeros(max_seqs, context_length + 1, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(max_seqs, context_length, dtype=torch.int32, device=device)
+        self.specs: dict[int, SequenceSpec] = {}
+        self._hidden_size = hidden_size
+        self._device = device
+
+    def add(self, new: NewSequence) -> None:
+        """Take row `new.seq` for a sequence that enters or re-enters."""
+        num_tokens, num_cached = len(new.token_ids), len(new.prefix_slots)
+        assert 0 <= new.seq < self.max_seqs, (new.seq, self.max_seqs)
+        assert num_cached < num_tokens <= self.context_length + 1, (num_cached, num_tokens, self.context_length)
+        self.tokens[new.seq, :num_tokens] = torch.from_numpy(new.token_ids.astype(np.int64)).to(self._device)
+        if num_cached:
+            slots = torch.from_numpy(new.prefix_slots.astype(np.int32, copy=True))
+            self.slots[new.seq, :num_cached] = slots.to(self._device)
+        embeds = None
+        if new.input_embeds:
+            values = torch.frombuffer(bytearray(new.input_embeds), dtype=torch.float32)
+            embeds = values.view(new.num_prompt_tokens, self._hidden_size).to(self._device)
+        self.specs[new.seq] = SequenceSpec(new, embeds)

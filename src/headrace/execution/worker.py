@@ -1,0 +1,57 @@
+"""One rank's model as the scheduler sees it, synchronous: a step runs inside `submit`.
+
+Owns the results that wait for `collect`, and the boundary at which any exception of a step becomes that step's ExecutionError.
+Runs in the scheduler's thread.
+"""
+
+from collections import deque
+from contextlib import ExitStack
+
+from headrace.errors import ExecutionError
+from headrace.execution.model_runner import ModelRunner
+from headrace.log import get_logger
+from headrace.messages.step import ModelWorkerBatch, StepResult
+
+_logger = get_logger(__name__)
+
+
+class TpModelWorker:
+    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`."""
+
+    def __init__(self, runner: ModelRunner, resources: ExitStack | None = None) -> None:
+        self.runner = runner
+        self._resources = resources or ExitStack()
+        self._done: deque[StepResult | ExecutionError] = deque()
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """Run the step; its result, or its failure, waits for `collect`."""
+        self._done.append(run_guarded(self.runner, batch))
+
+    def collect(self) -> StepResult:
+        """See `Worker.collect`."""
+        result = self._done.popleft()
+        if isinstance(result, ExecutionError):
+            raise result
+        return result
+
+    def ready(self) -> bool:
+        """See `Worker.ready`."""
+        return bool(self._done)
+
+    def close(self) -> None:
+        """Release what the worker holds. Idempotent."""
+        self._resources.close()
+
+
+def run_guarded(runner: ModelRunner, batch: ModelWorkerBatch) -> StepResult | ExecutionError:
+    """The boundary of a step: whatever goes wrong in it is logged once and becomes that step's ExecutionError."""
+    try:
+        return runner.run(batch)
+    except ExecutionError as error:
+        _logger.error("step %d failed: %s", batch.step, error.message)
+        return error
+    except Exception as error:
+        _logger.exception("step %d of %d rows failed", batch.step, len(batch.seqs))
+        failure = ExecutionError("the model failed while computing this step; the server's log has the cause")
+        failure.__cause__ = error
+        return failure

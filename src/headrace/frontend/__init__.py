@@ -1,0 +1,1 @@
+"""The client side of the engine: tokenizers, chat templates, managers."""

@@ -1,0 +1,194 @@
+"""Token ids to text, for every sample of the engine.
+
+Owns one decoder per live sample, what is held back because a stop string may begin there, and the trimming of stops. Does not
+decide that a sample ends: the scheduler does. Runs in a process of its own (or a thread of the main process), in one thread;
+only heartbeats come from a second one. No torch.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.log import get_logger
+from headrace.messages.channel import Receiver, Sender
+from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ShutdownReq
+from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, DecodeOptions, FinishReason, StrOut, TokenIDOut
+from headrace.messages.packing import unpack_int32
+from headrace.metrics.watchdog import Watchdog
+from headrace.text.incremental import IncrementalDecoder, TokenText
+from headrace.text.stop import HoldBack
+
+logger = get_logger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.5
+RECEIVE_WAIT_S = 0.5
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Decoding state of a live sample. It is bounded: a few bytes, and text shorter than the longest stop string.
+
+    failed: its decoding broke and its end was reported; what the scheduler still sends of it is dropped.
+    """
+
+    options: DecodeOptions
+    decoder: IncrementalDecoder
+    hold_back: HoldBack
+    failed: bool = False
+
+
+class DetokenizerManager:
+    """See the module's text. `enable_faults`: obey FaultReq of stage detokenize (tests only)."""
+
+    def __init__(
+        self,
+        tokenizer: TokenText,
+        to_tokenizer: Sender,
+        to_scheduler: Sender,
+        *,
+        enable_faults: bool = False,
+        watchdog: Watchdog | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.num_unknown_outputs = 0
+        self._tokenizer = tokenizer
+        self._to_tokenizer = to_tokenizer
+        self._to_scheduler = to_scheduler
+        self._enable_faults = enable_faults
+        self._watchdog = watchdog or Watchdog("detokenizer", 0.0)
+        self._sleep = sleep
+        self._samples: dict[str, _Sample] = {}
+        self._faults: list[FaultReq] = []
+
+    @property
+    def num_samples(self) -> int:
+        """Samples whose end has not come yet."""
+        return len(self._samples)
+
+    def run(self, receiver: Receiver, heartbeats: bool = True) -> None:
+        """Take messages until a ShutdownReq. heartbeats: send signs of life meanwhile (a process of its own)."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(stop,), name="heartbeat", daemon=True)
+        if heartbeats:
+            thread.start()
+        try:
+            while True:
+                with self._watchdog.disabled():
+                    message = receiver.recv(RECEIVE_WAIT_S)
+                match message:
+                    case BatchTokenIDOut():
+                        self._to_tokenizer.send(self.handle(message))
+                    case FaultReq():
+                        self.add_fault(message)
+                    case ShutdownReq():
+                        return
+                    case _:
+                        pass
+        finally:
+            stop.set()
+            if heartbeats:
+                thread.join()
+
+    def handle(self, batch: BatchTokenIDOut) -> BatchStrOut:
+        """Text of every row. A row that cannot be decoded ends its sample with an abort; the scheduler is told to stop it."""
+        rows = []
+        for row in batch.rows:
+            try:
+                out = self._handle_row(row)
+            except Exception:
+                logger.exception("detokenizing rid %s failed", row.rid)
+                out = self._fail(row)
+            if out is not None:
+                rows.append(out)
+            if row.finish is not None:
+                self._samples.pop(row.rid, None)
+        return BatchStrOut(tuple(rows))
+
+    def add_fault(self, fault: FaultReq) -> None:
+        """Test hook; ignored, with a warning, unless faults are enabled."""
+        if self._enable_faults and fault.stage == "detokenize":
+            self._faults.append(fault)
+        else:
+            logger.warning("refused a fault request: fault injection is not enabled here")
+
+    def _handle_row(self, row: TokenIDOut) -> StrOut | None:
+        sample = self._samples.get(row.rid)
+        if row.options is not None:
+            sample = self._samples[row.rid] = self._new_sample(row.options)
+        if sample is None:
+            self.num_unknown_outputs += 1
+            return None
+        if sample.failed:
+            return None
+        if self._faults:
+            self._obey_faults(row)
+        ids = unpack_int32(row.ids)
+        if row.finish is None:
+            text = sample.hold_back.push(sample.decoder.extend(ids))
+        else:
+            text = _last_text(sample, ids, row.finish)
+        return StrOut(
+            rid=row.rid,
+            text=text,
+            ids=row.ids,
+            num_output_tokens=row.num_output_tokens,
+            finish=row.finish,
+            stats=row.stats,
+            logprobs=row.logprobs,
+            prompt_logprobs=row.prompt_logprobs,
+            hidden_states=row.hidden_states,
+        )
+
+    def _new_sample(self, options: DecodeOptions) -> _Sample:
+        decoder = IncrementalDecoder(
+            self._tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            spaces_between_special_tokens=options.spaces_between_special_tokens,
+        )
+        # What is not trimmed need not be held back.
+        return _Sample(options, decoder, HoldBack(() if options.no_stop_trim else options.stop))
+
+    def _fail(self, row: TokenIDOut) -> StrOut | None:
+        """The end of a sample that cannot be decoded."""
+        if row.finish is None:
+            self._to_scheduler.send(AbortReq((row.rid,), message="its output could not be decoded"))
+            if row.rid in self._samples:
+                self._samples[row.rid].failed = True
+        finish = FinishReason("abort", message="the output could not be decoded", status_code=500)
+        return StrOut(row.rid, "", b"", row.num_output_tokens, finish=finish, stats=row.stats)
+
+    def _obey_faults(self, row: TokenIDOut) -> None:
+        due = next((f for f in self._faults if f.rid == row.rid and row.num_output_tokens >= f.at_token), None)
+        if due is None:
+            return
+        self._faults.remove(due)
+        match due.kind:
+            case "sleep":
+                self._sleep(due.seconds)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "raise" | "nan":
+                raise RuntimeError("fault injected into the detokenizer")
+
+    def _beat(self, stop: threading.Event) -> None:
+        while not stop.wait(HEARTBEAT_INTERVAL_S):
+            self._to_tokenizer.send(Heartbeat("detokenizer"))
+
+
+def _last_text(sample: _Sample, ids: list[int], finish: FinishReason) -> str:
+    """The rest of a sample's text: flushed, and trimmed as its end asks.
+
+    A stop token or EOS is the last id and leaves no text. A stop string is cut off where it first occurs: the scheduler stopped at
+    the first one that was complete. The match of a stop pattern stays.
+    """
+    trim = finish.type == "stop" and not sample.options.no_stop_trim
+    if trim and isinstance(finish.matched, int):
+        ids = ids[:-1]
+    text = sample.hold_back.held + sample.decoder.extend(ids) + sample.decoder.flush()
+    if trim and isinstance(finish.matched, str) and finish.matched in sample.options.stop:
+        at = text.find(finish.matched)
+        return text if at < 0 else text[:at]
+    return text

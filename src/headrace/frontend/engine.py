@@ -1,0 +1,252 @@
+"""The runtime without HTTP: `Engine(model_path=...).generate("...")`.
+
+Owns the event loop of the TokenizerManager, in a thread of its own, and the running engine. Does not know how the engine is
+put together: the composition root does. Its methods may be called from any thread, and the async ones from any event loop.
+"""
+
+import asyncio
+import atexit
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator
+from concurrent.futures import Future
+from dataclasses import asdict, fields
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, ExecutionError, RequestError
+from headrace.frontend.tokenizer_manager import TokenizerManager
+from headrace.messages.control import FlushCacheReply, InternalState, ReadyInfo
+from headrace.messages.requests import GenerateReqInput
+
+T = TypeVar("T")
+
+Output = dict[str, Any]
+"""One answer: {text, output_ids, meta_info} (SPEC H1)."""
+
+SECRETS = frozenset({"api_key", "admin_api_key"})
+_END = object()
+
+
+class RunningEngine(Protocol):
+    """What the composition root hands out: the parts are up and connected."""
+
+    @property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """The way in. It has not been used yet: it will live in the loop that uses it first."""
+
+    @property
+    def ready(self) -> ReadyInfo:
+        """What the scheduler said of itself."""
+
+    def shutdown(self) -> None:
+        """End the other parts. Idempotent."""
+
+
+class Engine:
+    """A loaded model. A context manager; `shutdown` is also called at exit.
+
+    server_args: fields of `ServerArgs`. Raises ConfigError or ModelError when the engine cannot start.
+    """
+
+    def __init__(self, **server_args: Any) -> None:
+        # The composition root imports this room, so it is imported when it is needed.
+        from headrace.launch import launch_engine
+
+        unknown = sorted(set(server_args) - {option.name for option in fields(ServerArgs)})
+        if unknown:
+            raise ConfigError(f"unknown option: {', '.join(unknown)}")
+        self._start(launch_engine(ServerArgs(**server_args)))
+
+    @classmethod
+    def over(cls, running: RunningEngine) -> Self:
+        """An Engine on parts that run already."""
+        engine = cls.__new__(cls)
+        engine._start(running)
+        return engine
+
+    def _start(self, running: RunningEngine) -> None:
+        self._running = running
+        self._manager = running.tokenizer_manager
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine loop", daemon=True)
+        self._thread.start()
+        self._shutdown_lock = threading.Lock()
+        self._is_shut_down = False
+        atexit.register(self.shutdown)
+
+    # -- generation
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: object = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **fields_of_h1: Any,
+    ) -> Any:
+        """Continue one prompt (a dict) or several (a list of dicts, also with n > 1); with `stream` an iterator of dicts.
+
+        sampling_params: a dict, a SamplingParams, or a list of them. fields_of_h1: the other fields of `GenerateReqInput`.
+        Closing the iterator early aborts the rest. Raises RequestError, CapacityError, ExecutionError.
+        """
+        request = _request(prompt, sampling_params, input_ids, stream, fields_of_h1)
+        outputs = self._manager.generate_request(request)
+        return self._iterate(outputs) if stream else self._wait(self._submit(_only(outputs)))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: object = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **fields_of_h1: Any,
+    ) -> Any:
+        """As `generate`, awaited in any event loop; with `stream` the result is an async iterator."""
+        request = _request(prompt, sampling_params, input_ids, stream, fields_of_h1)
+        outputs = self._manager.generate_request(request)
+        return self._aiterate(outputs) if stream else await asyncio.wrap_future(self._submit(_only(outputs)))
+
+    def encode(self, *_args: object, **_kwargs: object) -> Any:
+        """Embeddings. Raises RequestError."""
+        raise RequestError("encode is not supported yet: embedding models cannot be served")
+
+    def score(self, *_args: object, **_kwargs: object) -> Any:
+        """Scores of labels. Raises RequestError."""
+        raise RequestError("score is not supported yet")
+
+    def rerank(self, *_args: object, **_kwargs: object) -> Any:
+        """Order of documents. Raises RequestError."""
+        raise RequestError("rerank is not supported yet: cross-encoders cannot be served")
+
+    # -- control
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Abort the samples of `rid`, or all. An unknown rid is harmless."""
+
+        async def abort() -> None:
+            self._manager.abort_request(rid, abort_all)
+
+        self._wait(self._submit(abort()))
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache. False when it cannot be now: requests run."""
+
+        async def flush() -> FlushCacheReply:
+            return await self._manager.flush_cache()
+
+        return self._wait(self._submit(flush())).success
+
+    def internal_state(self) -> InternalState:
+        """Counters and pool accounting of the scheduler."""
+        return self._wait(self._submit(self._manager.internal_state()))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Options (without keys), what the scheduler said of the model, and its state."""
+        options = {name: value for name, value in asdict(self._manager.args).items() if name not in SECRETS}
+        ready: dict[str, Any] = msgspec.to_builtins(self._running.ready)
+        return {**options, **ready, "internal_states": [msgspec.to_builtins(self.internal_state())]}
+
+    def health(self, generate: bool = False) -> bool:
+        """Whether the engine lives; with `generate`, whether it makes a token."""
+        return self._wait(self._submit(self._manager.health(generate)))
+
+    # -- the end
+
+    def shutdown(self) -> None:
+        """Abort what runs and end everything. Idempotent; from any thread but the engine's own."""
+        with self._shutdown_lock:
+            if self._is_shut_down:
+                return
+            self._is_shut_down = True
+            atexit.unregister(self.shutdown)
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            self._running.shutdown()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def _close(self) -> None:
+        await self._manager.close()
+        # Calls that were waiting end with their error before the loop stops.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+        await self._loop.shutdown_asyncgens()
+
+    # -- between the caller's thread and the engine's
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        if self._is_shut_down:
+            coroutine.close()
+            raise ExecutionError("the engine has been shut down")
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("the engine's own event loop cannot wait for itself; use async_generate elsewhere")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    @staticmethod
+    def _wait(future: "Future[T]") -> T:
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C while waiting: the call ends in the engine's loop too. Does nothing to a future that is done.
+            future.cancel()
+            raise
+
+    def _iterate(self, outputs: AsyncGenerator[Any, None]) -> Generator[Output, None, None]:
+        try:
+            while (output := self._wait(self._submit(_next(outputs)))) is not _END:
+                yield output
+        finally:
+            self._abandon(outputs)
+
+    async def _aiterate(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Output, None]:
+        try:
+            while (output := await asyncio.wrap_future(self._submit(_next(outputs)))) is not _END:
+                yield output
+        finally:
+            self._abandon(outputs)
+
+    def _abandon(self, outputs: AsyncGenerator[Any, None]) -> None:
+        """Close a generator in its loop without waiting: this may run in any thread, also by garbage collection."""
+        if not self._is_shut_down:
+            asyncio.run_coroutine_threadsafe(_close(outputs), self._loop)
+
+
+async def _next(outputs: AsyncGenerator[Any, None]) -> Any:
+    return await anext(outputs, _END)
+
+
+async def _only(outputs: AsyncGenerator[Any, None]) -> Any:
+    try:
+        return await anext(outputs)
+    finally:
+        await outputs.aclose()
+
+
+async def _close(outputs: AsyncGenerator[Any, None]) -> None:
+    await outputs.aclose()
+
+
+def _request(
+    prompt: object, sampling_params: object, input_ids: object, stream: bool, others: dict[str, Any]
+) -> GenerateReqInput:
+    """Checked types. Raises RequestError naming the field."""
+    if "text" in others:
+        prompt = others.pop("text") if prompt is None else prompt
+    given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, GenerateReqInput)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from None

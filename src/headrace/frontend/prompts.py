@@ -1,0 +1,350 @@
+"""A call as it came in (`GenerateReqInput`) to single prompts, every field a scalar.
+
+Owns the shape of a call: which fields may be lists, how they spread over the prompts, what this build refuses by name.
+Does not tokenize and does not know the prompt's length. Pure functions, run in the tokenizer manager's event loop.
+"""
+
+import json
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from headrace.errors import RequestError
+from headrace.messages.requests import GenerateReqInput
+from headrace.sampling.params import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, SamplingParams
+from headrace.text.stop import check_stop_regex
+
+T = TypeVar("T")
+
+MAX_RID_LENGTH = 512
+MAX_KEY_LENGTH = 4096
+MAX_TOKEN_IDS_LOGPROB = 1024
+MAX_WORDS = MAX_BAD_WORDS // 2
+"""Each bad word is spelled in two ways: at the start of a text and after a space."""
+MAX_FLOAT32 = 3.4028234663852886e38
+
+_NOT_YET: tuple[tuple[str, str], ...] = (
+    ("image_data", "image input"),
+    ("audio_data", "audio input"),
+    ("video_data", "video input"),
+    ("lora_path", "adapters"),
+    ("session_params", "sessions"),
+    ("routed_dp_rank", "choosing a replica"),
+    ("bootstrap_host", "disaggregated prefill"),
+    ("bootstrap_port", "disaggregated prefill"),
+    ("bootstrap_room", "disaggregated prefill"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What a call is checked against.
+
+    processors: names of the server's custom logit processors. uses_priority: whether the schedule policy looks at priorities.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_n: int
+    max_prompts: int
+    max_samples: int
+    processors: frozenset[str] = frozenset()
+    uses_priority: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a call. Exactly one of text, input_ids and input_embeds is set.
+
+    rid: the prompt's own. start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
+    """
+
+    rid: str
+    text: str | None
+    input_ids: list[int] | None
+    input_embeds: list[list[float]] | None
+    sampling: SamplingParams
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: tuple[int, ...]
+    return_hidden_states: bool
+    custom_logit_processor: str
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked call. is_list: whether the answer is a list (the input was one, or n > 1). rid: of the whole call."""
+
+    rid: str
+    prompts: tuple[Prompt, ...]
+    is_list: bool
+
+
+def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
+    """Check the shape of a call and spread its fields over its prompts.
+
+    Time does not depend on `n`. Raises RequestError naming the field.
+    """
+    for name, what in _NOT_YET:
+        if getattr(obj, name) is not None:
+            raise RequestError(f"{name}: {what} is not supported yet", name)
+    if obj.priority and not limits.uses_priority:
+        raise RequestError("priority needs a server started with --schedule-policy priority", "priority")
+    texts, ids, embeds, is_batch = _inputs(obj)
+    count = len(texts)
+    if count > limits.max_prompts:
+        raise RequestError(f"at most {limits.max_prompts} prompts in one request, got {count}", _input_name(obj))
+    for token_ids in ids:
+        if token_ids is not None:
+            check_token_ids("input_ids", token_ids, limits.vocab_size)
+    for rows in embeds:
+        if rows is not None:
+            _check_embeds(rows, limits.hidden_size)
+
+    samplings = [
+        item or SamplingParams()
+        for item in _spread("sampling_params", obj.sampling_params, count, is_batch, SamplingParams)
+    ]
+    for sampling in samplings:
+        _check_sampling(sampling, limits)
+    num_samples = sum(sampling.n for sampling in samplings)
+    if num_samples > limits.max_samples:
+        raise RequestError(
+            f"the request asks for {num_samples} samples; this server queues at most {limits.max_samples}", "n"
+        )
+    multiple = any(sampling.n > 1 for sampling in samplings)
+    wants = _spread("return_logprob", obj.return_logprob, count, is_batch, bool)
+    starts = _spread("logprob_start_len", obj.logprob_start_len, count, is_batch, int)
+    tops = _spread("top_logprobs_num", obj.top_logprobs_num, count, is_batch, int)
+    picked, picked_per_prompt = _picked_ids(obj, count, is_batch, limits.vocab_size)
+    if multiple:
+        for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
+            if isinstance(getattr(obj, name), list):
+                raise RequestError(f"{name} must be one value, not a list, when n > 1", name)
+        if picked_per_prompt:
+            raise RequestError("token_ids_logprob must be one list of ids when n > 1", "token_ids_logprob")
+    for index in range(count):
+        _check_logprobs(wants[index], starts[index], tops[index], picked[index], limits.vocab_size)
+    hidden = _spread("return_hidden_states", obj.return_hidden_states, count, is_batch, bool)
+    processors = _spread("custom_logit_processor", obj.custom_logit_processor, count, is_batch, str)
+    for processor in processors:
+        if processor and processor not in limits.processors:
+            raise RequestError(
+                "custom_logit_processor does not name a processor of this server "
+                f"({', '.join(sorted(limits.processors)) or 'it has none'})",
+                "custom_logit_processor",
+            )
+    extra_keys = _spread("extra_key", obj.extra_key, count, is_batch, str)
+    salts = _spread("cache_salt", obj.cache_salt, count, is_batch, str)
+    for name, keys in (("extra_key", extra_keys), ("cache_salt", salts)):
+        for key in keys:
+            check_text(name, key or "", MAX_KEY_LENGTH)
+    call_rid, rids = _rids(obj.rid, count, is_batch)
+    prompts = tuple(
+        Prompt(
+            rid=rids[i],
+            text=texts[i],
+            input_ids=ids[i],
+            input_embeds=embeds[i],
+            sampling=samplings[i],
+            return_logprob=wants[i],
+            logprob_start_len=starts[i],
+            top_logprobs_num=tops[i],
+            token_ids_logprob=picked[i],
+            return_hidden_states=hidden[i],
+            custom_logit_processor=processors[i] or "",
+            namespace=_namespace(extra_keys[i], salts[i]),
+        )
+        for i in range(count)
+    )
+    return Call(call_rid, prompts, is_batch or multiple)
+
+
+def check_text(param: str, text: str, max_length: int | None = None) -> None:
+    """Raises RequestError when `text` is no valid Unicode (lone surrogates) or longer than `max_length` characters."""
+    if max_length is not None and len(text) > max_length:
+        raise RequestError(f"{param} is longer than {max_length} characters", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} is not valid Unicode: it has a lone surrogate", param) from None
+
+
+def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError unless every item is an int (no bool, no float) of the vocabulary."""
+    for token_id in ids:
+        if type(token_id) is not int:
+            raise RequestError(f"{param}: token ids are integers, got {token_id!r:.40}", param)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
+
+
+_Inputs = tuple[list[str | None], list[list[int] | None], list[list[list[float]] | None], bool]
+
+
+def _inputs(obj: GenerateReqInput) -> _Inputs:
+    """Texts, ids and embeds of each prompt (one of the three is not None), and whether the input was a list of prompts."""
+    given = [name for name in ("text", "input_ids", "input_embeds") if getattr(obj, name) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            f"give exactly one of text, input_ids and input_embeds, got {' and '.join(given) or 'none of them'}",
+            given[1] if given else "text",
+        )
+    name = given[0]
+    value: object = getattr(obj, name)
+    if isinstance(value, list) and not value:
+        raise RequestError(f"{name} is empty", name)
+    texts: list[str | None] = [None]
+    ids: list[list[int] | None] = [None]
+    embeds: list[list[list[float]] | None] = [None]
+    if obj.text is not None:
+        is_batch = isinstance(obj.text, list)
+        given_texts = obj.text if isinstance(obj.text, list) else [obj.text]
+        for text in given_texts:
+            if not isinstance(text, str):
+                raise RequestError("text must be a string or a list of strings", name)
+            if not text:
+                raise RequestError("text: a prompt is empty", name)
+            check_text(name, text)
+        texts = list(given_texts)
+    elif obj.input_ids is not None:
+        is_batch = isinstance(obj.input_ids[0], list)
+        if any(isinstance(item, list) != is_batch for item in obj.input_ids):
+            raise RequestError("input_ids mixes token ids and lists of token ids", name)
+        ids = cast("list[list[int] | None]", obj.input_ids if is_batch else [obj.input_ids])
+        if not all(ids):
+            raise RequestError("input_ids: a prompt is empty", name)
+    else:
+        rows = cast("list[list[object]]", obj.input_embeds)
+        if not all(isinstance(row, list) and row for row in rows):
+            raise RequestError("input_embeds: a prompt or a row is empty", name)
+        is_batch = isinstance(rows[0][0], list)
+        embeds = cast("list[list[list[float]] | None]", rows if is_batch else [rows])
+    count = max(len(texts), len(ids), len(embeds))
+    return (
+        texts if obj.text is not None else [None] * count,
+        ids if obj.input_ids is not None else [None] * count,
+        embeds if obj.input_embeds is not None else [None] * count,
+        is_batch,
+    )
+
+
+def _input_name(obj: GenerateReqInput) -> str:
+    return "text" if obj.text is not None else "input_ids" if obj.input_ids is not None else "input_embeds"
+
+
+def _check_embeds(rows: list[list[float]], hidden_size: int) -> None:
+    for row in rows:
+        if not isinstance(row, list) or len(row) != hidden_size:
+            got = len(row) if isinstance(row, list) else "a number"
+            raise RequestError(f"input_embeds: a row has {got} values, the model needs {hidden_size}", "input_embeds")
+        for value in row:
+            if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > MAX_FLOAT32:
+                raise RequestError("input_embeds: values must be finite float32 numbers", "input_embeds")
+
+
+def _check_sampling(sampling: SamplingParams, limits: CallLimits) -> None:
+    """What must be known before anything is done per sample or per string; `resolve` checks the rest."""
+    if type(sampling.n) is not int or not 1 <= sampling.n <= limits.max_n:
+        raise RequestError(f"n must be between 1 and {limits.max_n}, got {sampling.n}", "n")
+    for name, strings in (("stop", sampling.stop_strings()), ("stop_regex", sampling.stop_patterns())):
+        for text in strings:
+            check_text(name, text, MAX_STOP_LENGTH)
+    check_stop_regex(sampling.stop_patterns())
+    words = sampling.bad_words or []
+    if len(words) > MAX_WORDS:
+        raise RequestError(f"at most {MAX_WORDS} bad words, got {len(words)}", "bad_words")
+    for word in words:
+        if not word:
+            raise RequestError("bad_words must not be empty", "bad_words")
+        check_text("bad_words", word, MAX_STOP_LENGTH)
+
+
+def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...], vocab_size: int) -> None:
+    if start < -1:
+        raise RequestError(f"logprob_start_len must be at least -1, got {start}", "logprob_start_len")
+    most = min(MAX_TOP_LOGPROBS, vocab_size)
+    if not 0 <= top <= most:
+        raise RequestError(f"top_logprobs_num must be between 0 and {most}, got {top}", "top_logprobs_num")
+    if wanted:
+        return
+    for name, given in (
+        ("logprob_start_len", start != -1),
+        ("top_logprobs_num", top > 0),
+        ("token_ids_logprob", picked),
+    ):
+        if given:
+            raise RequestError(f"{name} needs return_logprob", name)
+
+
+def _picked_ids(
+    obj: GenerateReqInput, count: int, is_batch: bool, vocab_size: int
+) -> tuple[list[tuple[int, ...]], bool]:
+    """`token_ids_logprob` of each prompt, and whether it was given per prompt."""
+    name = "token_ids_logprob"
+    value = obj.token_ids_logprob
+    if not value:
+        return [()] * count, False
+    per_prompt = isinstance(value[0], list)
+    if any(isinstance(item, list) != per_prompt for item in value):
+        raise RequestError(f"{name} mixes token ids and lists of token ids", name)
+    lists = cast("list[list[int]]", value if per_prompt else [value])
+    for ids in lists:
+        if len(ids) > MAX_TOKEN_IDS_LOGPROB:
+            raise RequestError(f"{name}: at most {MAX_TOKEN_IDS_LOGPROB} ids, got {len(ids)}", name)
+        check_token_ids(name, ids, vocab_size)
+    unique = [tuple(dict.fromkeys(ids)) for ids in lists]
+    if not per_prompt:
+        return unique * count, False
+    if not is_batch or len(unique) != count:
+        raise RequestError(f"{name} has {len(unique)} lists for {count} prompts", name)
+    return unique, True
+
+
+def _spread(
+    name: str, value: T | list[T] | Sequence[T | None] | None, count: int, is_batch: bool, kind: type[T]
+) -> list[T]:
+    """One value per prompt. A None (where the field allows one) stays None."""
+    if not isinstance(value, list):
+        if value is not None and type(value) is not kind:
+            raise RequestError(f"{name} must be {kind.__name__}, got {value!r:.40}", name)
+        return [cast(T, value)] * count
+    if not is_batch:
+        raise RequestError(f"{name} is a list, but there is one prompt", name)
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} items for {count} prompts", name)
+    for item in value:
+        if item is not None and type(item) is not kind:
+            raise RequestError(f"{name} must be a list of {kind.__name__}, got {item!r:.40}", name)
+    return cast("list[T]", value)
+
+
+def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> tuple[str, list[str]]:
+    """Rid of the call and of each prompt. One rid for a batch names its prompts `rid/0`, `rid/1` ..."""
+    if isinstance(given, list):
+        _spread("rid", given, count, is_batch, str)
+        for rid in given:
+            _check_rid(rid)
+        if len(set(given)) != len(given):
+            raise RequestError("rid: the same rid twice in one request", "rid")
+        return uuid.uuid4().hex, given
+    if given is not None:
+        _check_rid(given)
+    rid = given if given is not None else uuid.uuid4().hex
+    return rid, [f"{rid}/{i}" for i in range(count)] if is_batch else [rid]
+
+
+def _check_rid(rid: str) -> None:
+    if not isinstance(rid, str) or not rid:
+        raise RequestError("rid must be a string that is not empty", "rid")
+    check_text("rid", rid, MAX_RID_LENGTH)
+
+
+def _namespace(extra_key: str | None, cache_salt: str | None) -> str:
+    """One string of both keys, different for every different pair; empty when neither is given."""
+    return json.dumps([extra_key or "", cache_salt or ""]) if extra_key or cache_salt else ""

@@ -1,0 +1,317 @@
+"""What the front end knows of a sample while it lives, and of the call that waits for it.
+
+Owns the accumulated output and the times of each sample, the shape of the answer (SPEC H1) and the waking of the waiter. Does
+not own the table of rids nor sending. Used by the tokenizer manager, in its event loop only.
+
+A sample's life: created -> sent -> waiting or streaming -> finished -> cleaned. Output is accumulated here, so a waiter that is
+slow to read costs no memory beyond the output itself: what is pending is only "this sample has something new".
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.errors import (
+    CapacityError,
+    ExecutionError,
+    HeadraceError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+)
+from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
+from headrace.messages.packing import unpack_float32, unpack_int32
+
+WEIGHT_VERSION = "default"
+"""Label of the weights being served, until they can be replaced at run time."""
+
+LogprobItem = tuple[float | None, int, str | None]
+"""(logprob or None, token id, text or None)."""
+
+TokenText = Callable[[int], str | None]
+"""Text of a token for logprob lists, or None where it is not wanted."""
+
+
+@dataclass(slots=True)
+class LogprobLists:
+    """Logprobs of consecutive tokens, one entry per token. top, picked: a list per token, None where there is no logprob."""
+
+    tokens: list[LogprobItem] = field(default_factory=list)
+    top: list[list[LogprobItem] | None] = field(default_factory=list)
+    picked: list[list[LogprobItem] | None] = field(default_factory=list)
+
+    def add_unknown(self, token_id: int, text: TokenText) -> None:
+        """A token without logprob: the prompt's first."""
+        self.tokens.append((None, token_id, text(token_id)))
+        self.top.append(None)
+        self.picked.append(None)
+
+    def extend(self, block: LogprobBlock, picked_ids: tuple[int, ...], text: TokenText) -> None:
+        """Append a block. Raises ValueError when its arrays do not fit together."""
+        ids = unpack_int32(block.token_ids)
+        if not ids:
+            return
+        values = unpack_float32(block.values)
+        self.tokens += [(_finite(v), i, text(i)) for v, i in zip(values, ids, strict=True)]
+        top_ids, top_values = unpack_int32(block.top_ids), unpack_float32(block.top_values)
+        width = len(top_ids) // len(ids)
+        items = [(_finite(v), i, text(i)) for v, i in zip(top_values, top_ids, strict=True)]
+        self.top += [items[row * width : (row + 1) * width] for row in range(len(ids))]
+        picked = unpack_float32(block.picked)
+        if len(picked) != len(picked_ids) * len(ids):
+            raise ValueError(f"{len(picked)} picked logprobs for {len(ids)} tokens of {len(picked_ids)} ids")
+        width = len(picked_ids)
+        for row in range(len(ids)):
+            row_values = picked[row * width : (row + 1) * width]
+            self.picked.append([(_finite(v), i, text(i)) for v, i in zip(row_values, picked_ids, strict=True)])
+
+
+@dataclass(slots=True, eq=False)
+class ReqState:
+    """One sample. Times are seconds of the manager's clock, 0.0 = not yet.
+
+    shown_id: `meta_info.id`, the prompt's rid, the same for all samples of a prompt. index: place in the answer.
+    first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet. prompt_start: first
+    prompt token whose logprob is wanted.
+    """
+
+    rid: str
+    shown_id: str
+    index: int
+    first_of_prompt: bool
+    call: "CallState"
+    created_s: float
+    sent_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    finished_s: float = 0.0
+    first_prompt_id: int = 0
+    num_prompt_tokens: int = 0
+    picked_ids: tuple[int, ...] = ()
+    top_num: int = 0
+    prompt_start: int = 0
+    wants_logprobs: bool = False
+    wants_hidden_states: bool = False
+    queued: bool = True
+    abort_asked: bool = False
+    finish: FinishReason | None = None
+    stats: SampleStats = field(default_factory=lambda: SampleStats(0, 0))
+    output_ids: list[int] = field(default_factory=list)
+    input_logprobs: LogprobLists = field(default_factory=LogprobLists)
+    output_logprobs: LogprobLists = field(default_factory=LogprobLists)
+    hidden_states: list[list[float]] = field(default_factory=list)
+    _text: str = ""
+    _new_text: list[str] = field(default_factory=list)
+    _num_taken_ids: int = 0
+    _num_taken_logprobs: int = 0
+    _num_taken_characters: int = 0
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        if self._new_text:
+            self._text += "".join(self._new_text)
+            self._new_text.clear()
+        return self._text
+
+    @property
+    def failed(self) -> HeadraceError | None:
+        """The error an abort of the engine's stands for; None for other ends, and for aborts that were asked for."""
+        if self.finish is None or self.finish.type != "abort" or self.finish.status_code < 400:
+            return None
+        return error_of(self.finish)
+
+    def apply(self, row: StrOut, now_s: float, hidden_size: int) -> None:
+        """Accumulate an output; its finish reason is for `end`. Raises ValueError for arrays that do not fit together."""
+        if row.stats is not None:
+            self.stats = row.stats
+        ids = unpack_int32(row.ids)
+        if ids:
+            self.first_token_s = self.first_token_s or now_s
+            self.last_token_s = now_s
+            self.output_ids += ids
+        if row.text:
+            self._new_text.append(row.text)
+        if row.prompt_logprobs is not None:
+            self._start_prompt_logprobs()
+            self.input_logprobs.extend(row.prompt_logprobs, self.picked_ids, self.call.token_text)
+        if row.logprobs is not None:
+            self.output_logprobs.extend(row.logprobs, self.picked_ids, self.call.token_text)
+        if row.hidden_states:
+            values = unpack_float32(row.hidden_states)
+            if len(values) % hidden_size:
+                raise ValueError(f"{len(values)} hidden state values, rows of {hidden_size}")
+            self.hidden_states += [values[i : i + hidden_size] for i in range(0, len(values), hidden_size)]
+        if row.finish is None:
+            self.call.notify(self)
+
+    def end(self, finish: FinishReason, now_s: float) -> None:
+        """Set the finish reason and wake the waiter."""
+        self.finish = finish
+        self.finished_s = now_s
+        self.call.notify(self)
+
+    def chunk(self) -> dict[str, Any]:
+        """The answer as it stands (SPEC H1). When the call wants deltas: what is new since the last chunk.
+
+        The last chunk always carries all output ids and logprobs.
+        """
+        whole = not self.call.incremental or self.finish is not None
+        text = self.text
+        first_id, first_logprob = (0, 0) if whole else (self._num_taken_ids, self._num_taken_logprobs)
+        first_character = self._num_taken_characters if self.call.incremental else 0
+        self._num_taken_ids = len(self.output_ids)
+        self._num_taken_logprobs = len(self.output_logprobs.tokens)
+        self._num_taken_characters = len(text)
+        result: dict[str, Any] = {
+            "text": text[first_character:],
+            "output_ids": self.output_ids[first_id:],
+            "meta_info": self._meta_info(first_logprob),
+        }
+        if self.call.is_list:
+            result["index"] = self.index
+        return result
+
+    def _meta_info(self, first_logprob: int) -> dict[str, Any]:
+        done = self.finish is not None
+        meta: dict[str, Any] = {
+            "id": self.shown_id,
+            "finish_reason": finish_reason_dict(self.finish) if self.finish is not None else None,
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": len(self.output_ids),
+            "cached_tokens": min(self.stats.cached_tokens, self.num_prompt_tokens),
+            "weight_version": WEIGHT_VERSION,
+            "num_retractions": self.stats.num_retractions,
+            "e2e_latency": self.finished_s - self.created_s if done else None,
+            "queue_time": self.stats.queue_time_s,
+            "ttft": self.first_token_s - self.created_s if self.first_token_s else None,
+            "decode_throughput": self.decode_throughput if done else None,
+        }
+        if self.wants_logprobs:
+            self._start_prompt_logprobs()
+            meta["input_token_logprobs"] = self.input_logprobs.tokens
+            meta["output_token_logprobs"] = self.output_logprobs.tokens[first_logprob:]
+            if self.top_num:
+                meta["input_top_logprobs"] = self.input_logprobs.top
+                meta["output_top_logprobs"] = self.output_logprobs.top[first_logprob:]
+            if self.picked_ids:
+                meta["input_token_ids_logprobs"] = self.input_logprobs.picked
+                meta["output_token_ids_logprobs"] = self.output_logprobs.picked[first_logprob:]
+        if self.wants_hidden_states and done:
+            meta["hidden_states"] = self.hidden_states
+        return meta
+
+    @property
+    def decode_throughput(self) -> float | None:
+        """Tokens per second after the first; None when there is no second one or no measurable time between."""
+        elapsed_s = self.last_token_s - self.first_token_s
+        return (len(self.output_ids) - 1) / elapsed_s if elapsed_s > 0 else None
+
+    def _start_prompt_logprobs(self) -> None:
+        # The engine sends logprobs from token 1 on: nothing comes before token 0.
+        if self.prompt_start == 0 and not self.input_logprobs.tokens:
+            self.input_logprobs.add_unknown(self.first_prompt_id, self.call.token_text)
+
+
+class CallState:
+    """The samples of one call, and which of them have something new for the one waiter.
+
+    names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
+    is_list: chunks carry `index`. token_text: text of a token for logprob lists.
+    """
+
+    def __init__(self, *, stream: bool, is_list: bool, incremental: bool, token_text: TokenText) -> None:
+        self.stream = stream
+        self.is_list = is_list
+        self.incremental = incremental
+        self.token_text = token_text
+        self.samples: list[ReqState] = []
+        self.names: dict[str, list[ReqState]] = {}
+        self._names_of: dict[ReqState, list[str]] = {}
+        self._num_live: dict[str, int] = {}
+        self.abandoned = False
+        self.error: HeadraceError | None = None
+        self._news: dict[int, ReqState] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def unfinished(self) -> list[ReqState]:
+        """Samples without a finish reason."""
+        return [state for state in self.samples if state.finish is None]
+
+    def name(self, rid: str, samples: list[ReqState]) -> None:
+        """Let `rid` stand for `samples`."""
+        self.names[rid] = samples
+        self._num_live[rid] = len(samples)
+        for sample in samples:
+            self._names_of.setdefault(sample, []).append(rid)
+
+    def forget_names(self, sample: ReqState) -> list[str]:
+        """A sample has left the table of rids; the names that no live sample has any more."""
+        names = self._names_of.pop(sample, [])
+        for rid in names:
+            self._num_live[rid] -= 1
+        return [rid for rid in names if not self._num_live[rid]]
+
+    def notify(self, state: ReqState) -> None:
+        """`state` has something new. A waiter that does not stream hears only of ends."""
+        if self.stream or state.finish is not None:
+            self._news[state.index] = state
+            self._changed.set()
+
+    def fail(self, error: HeadraceError) -> None:
+        """End the call for its waiter."""
+        self.error = error
+        self._changed.set()
+
+    async def next_news(self, timeout_s: float | None) -> ReqState | None:
+        """A sample with something new, first come first served; None after `timeout_s` seconds. Raises `error` if set."""
+        if not self._news and self.error is None:
+            self._changed.clear()
+            if timeout_s is None:
+                await self._changed.wait()
+            else:
+                # A timer is cheaper than wait_for, which makes a task of every wait.
+                timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
+                try:
+                    await self._changed.wait()
+                finally:
+                    timer.cancel()
+        if self.error is not None:
+            raise self.error
+        if not self._news:
+            return None
+        return self._news.pop(next(iter(self._news)))
+
+
+def finish_reason_dict(finish: FinishReason) -> dict[str, Any]:
+    """`meta_info.finish_reason` of SPEC H1."""
+    match finish.type:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": finish.length}
+        case "abort":
+            return {"type": "abort", "message": finish.message, "status_code": finish.status_code}
+
+
+def error_of(finish: FinishReason) -> HeadraceError:
+    """The error of an abort that carries a status code."""
+    match finish.status_code:
+        case 404:
+            return NotFoundError(finish.message)
+        case 413:
+            return TooLargeError(finish.message)
+        case 429 | 503:
+            return CapacityError(finish.message, status_code=finish.status_code)
+        case code if code < 500:
+            return RequestError(finish.message)
+        case _:
+            return ExecutionError(finish.message)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: both say that there is no logprob."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,217 @@
+"""A client that owns a server process: `Runtime(model_path=...).generate("...")` over HTTP.
+
+Owns the child process, its port and the waiting until it is ready. Does not share code with the server: it speaks H1 like any
+client. Its methods may be called from any thread.
+"""
+
+import atexit
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator, Generator, Iterable
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import CapacityError, ConfigError, ExecutionError, HeadraceError, NotFoundError, RequestError
+
+FIRST_PORT, LAST_PORT = 10000, 40000
+READY_POLL_S = 0.1
+STOP_TIMEOUT_S = 10.0
+MAX_LINE_BYTES = 16 << 20
+"""Longest line of a stream that aiohttp may buffer: chunks carry the whole text so far."""
+_KEY_VARIABLES = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_KEY"}
+
+
+class Runtime:
+    """A server process of our own. A context manager; `shutdown` is also called at exit.
+
+    start_timeout_s: how long loading may take. server_args: fields of `ServerArgs`; without `port` a free one is taken.
+    Raises ConfigError for unknown options, ExecutionError when the server does not become ready.
+    """
+
+    def __init__(self, start_timeout_s: float = 600.0, **server_args: Any) -> None:
+        host = server_args.setdefault("host", "127.0.0.1")
+        port = server_args.setdefault("port", 0) or free_port(host)
+        server_args["port"] = port
+        self.url = f"http://{host}:{port}"
+        environment = {**os.environ}
+        for name, variable in _KEY_VARIABLES.items():
+            if server_args.get(name) is not None:
+                # Not on the command line, which every user of the machine can read.
+                environment[variable] = server_args[name]
+        key = server_args.get("admin_api_key") or server_args.get("api_key")
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        command = [sys.executable, "-m", "headrace.cli", "serve", *command_line(server_args)]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        self._lock = threading.Lock()
+        atexit.register(self.shutdown)
+        try:
+            self._wait_ready(start_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def generate(self, prompt: str | list[str] | None = None, sampling_params: Any = None, **others: Any) -> Any:
+        """As `Engine.generate`: a dict, or a list of dicts; with `stream=True` an iterator of dicts."""
+        body = _body(prompt, sampling_params, others)
+        if others.get("stream"):
+            return self._iterate(body)
+        with self._open("/generate", body) as reply:
+            return json.load(reply)
+
+    async def async_generate(
+        self, prompt: str | list[str] | None = None, sampling_params: Any = None, **others: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Stream the answer: an async iterator of dicts."""
+        body = _body(prompt, sampling_params, {**others, "stream": True})
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=self._headers, read_bufsize=MAX_LINE_BYTES) as session,
+            session.post(f"{self.url}/generate", data=body) as reply,
+        ):
+            if reply.status != 200:
+                raise _error(reply.status, await reply.read(), reply.headers.get("Retry-After"))
+            async for line in reply.content:
+                if (item := _event(line)) is not None:
+                    yield item
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache. False when it cannot be now."""
+        try:
+            with self._open("/flush_cache", b"") as reply:
+                return bool(reply.status == 200)
+        except RequestError:
+            return False
+
+    def encode(self, *_args: object, **_kwargs: object) -> Any:
+        """Embeddings. Raises RequestError."""
+        raise RequestError("encode is not supported yet: embedding models cannot be served")
+
+    def shutdown(self) -> None:
+        """End the server: gently, then by force. Idempotent."""
+        with self._lock:
+            atexit.unregister(self.shutdown)
+            if self._process.poll() is not None:
+                return
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _wait_ready(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            code = self._process.poll()
+            if code is not None:
+                raise ExecutionError(f"the server ended while starting (exit code {code}); its log says why")
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as reply:
+                    if reply.status == 200:
+                        return
+            except urllib.error.HTTPError as error:
+                error.close()
+            except OSError:
+                pass  # nobody listens yet
+            time.sleep(READY_POLL_S)
+        raise ExecutionError(f"the server was not ready within {timeout_s:g} s")
+
+    def _open(self, path: str, body: bytes) -> Any:
+        request = urllib.request.Request(self.url + path, data=body, headers=self._headers, method="POST")
+        try:
+            return urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _error(error.code, error.read(), error.headers.get("Retry-After")) from None
+        except OSError as error:
+            raise ExecutionError(f"the server cannot be reached: {error}") from error
+
+    def _iterate(self, body: bytes) -> Generator[dict[str, Any], None, None]:
+        with self._open("/generate", body) as reply:
+            lines: Iterable[bytes] = reply
+            for line in lines:
+                if (item := _event(line)) is not None:
+                    yield item
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of 10000-40000 that nobody listens on now. Raises ConfigError when none is found."""
+    for port in random.sample(range(FIRST_PORT, LAST_PORT + 1), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {host}")
+
+
+def command_line(options: dict[str, Any]) -> list[str]:
+    """Options of `headrace serve` for fields of `ServerArgs`. Keys are left out. Raises ConfigError for an unknown field."""
+    by_name = {option.name: option for option in fields(ServerArgs)}
+    words = []
+    for name, value in options.items():
+        if name not in by_name:
+            raise ConfigError(f"unknown option: {name}")
+        if name in _KEY_VARIABLES or value is None:
+            continue
+        flag = name.replace("_", "-")
+        if not isinstance(value, bool):
+            words.append(f"--{flag}={value}")
+        elif value != by_name[name].default:
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+    return words
+
+
+def _body(prompt: object, sampling_params: object, others: dict[str, Any]) -> bytes:
+    given = {"text": prompt, "sampling_params": sampling_params, **others}
+    return json.dumps({name: value for name, value in given.items() if value is not None}).encode()
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The object of an SSE line; None for other lines. Raises ExecutionError for an error frame."""
+    if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+        return None
+    item: dict[str, Any] = json.loads(line[len(b"data: ") :])
+    if "error" in item:
+        raise ExecutionError(item["error"]["message"])
+    return item
+
+
+def _error(status: int, body: bytes, retry_after: str | None) -> HeadraceError:
+    """The error a reply stands for."""
+    try:
+        error = json.loads(body)["error"]
+        message, param = error["message"], error.get("param")
+    except (ValueError, KeyError, TypeError):
+        message, param = f"the server answered {status}", None
+    if status in (429, 503):
+        return CapacityError(message, float(retry_after or 1.0), status)
+    if status == 404:
+        return NotFoundError(message, param)
+    return RequestError(message, param) if status < 500 else ExecutionError(message)

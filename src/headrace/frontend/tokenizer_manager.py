@@ -1,0 +1,664 @@
+"""The one way into the engine: checks a call, tokenizes it, sends its samples, and gives the answer back as it grows.
+
+Owns the table of live rids, the queue limit, aborts, and the loop that takes the engine's outputs. Does not own HTTP, tokens to
+text (`detokenizer_manager`) or scheduling. Lives in the main process; everything here runs in one event loop, except where a
+method says that it may be called from any thread. No torch.
+"""
+
+import asyncio
+import functools
+import itertools
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFoundError, RequestError
+from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.frontend.communicator import Communicator
+from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
+from headrace.frontend.request_state import CallState, ReqState
+from headrace.log import get_logger
+from headrace.messages.channel import Receiver, Sender
+from headrace.messages.control import (
+    AbortReq,
+    FaultReq,
+    FlushCacheReply,
+    FlushCacheReq,
+    HealthCheckReply,
+    HealthCheckReq,
+    Heartbeat,
+    InternalState,
+    InternalStateReply,
+    InternalStateReq,
+    ReadyInfo,
+    SchedulerStats,
+)
+from headrace.messages.dispatch import TypeBasedDispatcher
+from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.packing import pack_float32, pack_int32
+from headrace.messages.requests import (
+    BatchTokenizedGenerateReqInput,
+    GenerateReqInput,
+    LogprobSpec,
+    TokenizedGenerateReqInput,
+)
+from headrace.metrics.catalog import Metrics
+from headrace.metrics.watchdog import Watchdog
+from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams, SamplingParams
+
+logger = get_logger(__name__)
+
+IsDisconnected = Callable[[], Awaitable[bool]]
+
+DEFAULT_MAX_NEW_TOKENS = 128
+DISCONNECT_POLL_S = 0.25
+CONTROL_TIMEOUT_S = 10.0
+ABORT_WAIT_S = 2.0
+"""After a drain's limit, aborted samples have so long to hand out their partial text."""
+HEALTH_TIMEOUT_S = 10.0
+HEARTBEAT_LIMIT_S = 3.0
+"""A process that has been heard before and is silent for so long is not healthy."""
+LOGGED_TEXT_CHARACTERS = 200
+HEALTH_RID_PREFIX = "headrace-health-"
+
+
+class TokenizerManager:
+    """See the module's text.
+
+    ready: what the scheduler said of the model. to_detokenizer: only for test faults in the detokenizer.
+    clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. feed: watchdog of the loop that takes outputs.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        ready: ReadyInfo,
+        tokenizer: TextTokenizer,
+        to_scheduler: Sender,
+        from_engine: Receiver,
+        *,
+        defaults: GenerationDefaults | None = None,
+        metrics: Metrics | None = None,
+        to_detokenizer: Sender | None = None,
+        watchdog: Watchdog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.args = args
+        self.ready = ready
+        self.tokenizer = tokenizer
+        self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
+        self.rid_to_state: dict[str, ReqState] = {}
+        self.failure: str | None = None
+        self.num_unknown_outputs = 0
+        self._names: dict[str, CallState] = {}
+        self._calls: set[CallState] = set()
+        self._num_queued = 0
+        self._accepting = True
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._defaults = defaults if defaults and args.sampling_defaults == "model" else GenerationDefaults()
+        self._limits = CallLimits(
+            vocab_size=ready.vocab_size,
+            hidden_size=ready.hidden_size,
+            max_n=args.max_n,
+            max_prompts=args.max_batch_prompts,
+            max_samples=args.max_queued_requests,
+            processors=processor_names(args.custom_logit_processors),
+            uses_priority=args.schedule_policy == "priority",
+        )
+        self._to_scheduler = to_scheduler
+        self._to_detokenizer = to_detokenizer
+        self._from_engine = from_engine
+        self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
+        self._clock = clock
+        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer)
+        self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = -1
+        self._handle_task: asyncio.Task[None] | None = None
+        self._health_ids = itertools.count()
+        self._heartbeats: dict[str, float] = {}
+        self._flushes = Communicator[FlushCacheReply]("flush_cache")
+        self._states = Communicator[InternalStateReply]("internal_state")
+        self._healths = Communicator[HealthCheckReply]("health")
+        self._dispatcher = TypeBasedDispatcher()
+        self._dispatcher.register(BatchStrOut, self._on_outputs)
+        self._dispatcher.register(FlushCacheReply, self._flushes.handle)
+        self._dispatcher.register(InternalStateReply, self._states.handle)
+        self._dispatcher.register(HealthCheckReply, self._healths.handle)
+        self._dispatcher.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
+        self._dispatcher.register(Heartbeat, self._on_heartbeat)
+
+    # -- one call
+
+    async def generate_request(
+        self,
+        obj: GenerateReqInput,
+        is_disconnected: IsDisconnected | None = None,
+        *,
+        default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        incremental: bool | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """The answers of one call (SPEC H1).
+
+        Without `stream` exactly one item: a dict, or a list of dicts in prompt-major order when the input was a list or n > 1.
+        With `stream` dicts as they come; those of lists carry `index`, and the last of each index its finish reason.
+        Closing the generator early, or `is_disconnected` becoming true, aborts what is unfinished.
+
+        default_max_new_tokens: for prompts that do not say; never more than the context has room for.
+        incremental: text and ids of a chunk are what is new since the last one; None = as the server was told.
+        Raises, before any output: RequestError, CapacityError (queue full, stopping), ExecutionError (engine gone, or the
+        sample failed before its first token). A sample of a list that fails ends with its own finish reason.
+        """
+        self.start()
+        self._check_accepting()
+        call = split_call(obj, self._limits)
+        state = self._register(
+            call, obj, self.args.incremental_streaming_output if incremental is None else incremental
+        )
+        try:
+            requests = await self._prepare(call, obj, state, default_max_new_tokens)
+            self._send(state, requests)
+            if not obj.stream:
+                yield await self._gather(state, is_disconnected)
+                return
+            left = len(state.samples)
+            while left:
+                sample = await self._next(state, is_disconnected)
+                if not state.is_list and sample.failed is not None and not sample.output_ids:
+                    raise sample.failed
+                left -= sample.finish is not None
+                yield sample.chunk()
+        finally:
+            self._release(state)
+
+    def _check_accepting(self) -> None:
+        if self.failure is not None:
+            raise ExecutionError(self.failure)
+        if not self._accepting:
+            raise CapacityError("the server is stopping and takes no new requests", retry_after_s=5.0)
+
+    def _register(self, call: Call, obj: GenerateReqInput, incremental: bool) -> CallState:
+        """Enter every sample into the table before anything is awaited or sent: no output can be missed, no rid taken twice.
+
+        Raises RequestError for a rid in use and CapacityError when the queue is full.
+        """
+        token_text = self._token_text if obj.return_text_in_logprobs else _no_text
+        state = CallState(
+            stream=obj.stream, is_list=call.is_list, incremental=incremental and obj.stream, token_text=token_text
+        )
+        now = self._clock()
+        for prompt in call.prompts:
+            own = []
+            for j in range(prompt.sampling.n):
+                rid = f"{prompt.rid}/{j}" if prompt.sampling.n > 1 else prompt.rid
+                own.append(ReqState(rid, prompt.rid, len(state.samples) + j, j == 0, state, now))
+            state.samples += own
+            if len(own) > 1:
+                state.name(prompt.rid, own)
+        if call.rid not in state.names and call.is_list:
+            state.name(call.rid, state.samples)
+        rids = [sample.rid for sample in state.samples]
+        taken = [rid for rid in (*rids, *state.names) if rid in self.rid_to_state or rid in self._names]
+        if taken or len({*rids, *state.names}) != len(rids) + len(state.names):
+            shown = taken[0] if taken else call.rid
+            raise RequestError(f"rid {shown[:100]!r} is in use by another request", "rid")
+        limit = self.args.max_queued_requests
+        if self._num_queued + len(rids) > limit:
+            raise CapacityError(
+                f"the queue is full: {self._num_queued} samples wait, {len(rids)} more were asked for, the limit is {limit}"
+            )
+        self._num_queued += len(rids)
+        self.rid_to_state.update(zip(rids, state.samples, strict=True))
+        self._names.update(dict.fromkeys(state.names, state))
+        self._calls.add(state)
+        self._idle.clear()
+        return state
+
+    async def _prepare(
+        self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
+    ) -> list[TokenizedGenerateReqInput]:
+        """Tokenize and check every prompt: nothing is sent unless all are good. Raises RequestError."""
+        texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
+        encoded = iter(await self._batch_tokenizer.encode(texts) if texts else ())
+        samples = iter(state.samples)
+        requests: list[TokenizedGenerateReqInput] = []
+        for index, prompt in enumerate(call.prompts):
+            if prompt.text is not None:
+                ids = next(encoded)
+            elif prompt.input_ids is not None:
+                ids = prompt.input_ids
+            else:
+                ids = [0] * len(prompt.input_embeds or ())
+            words = prompt.sampling.bad_words
+            bad_word_ids = await self._bad_word_ids(words) if words else []
+            try:
+                sampling = self._resolve(prompt, len(ids), bad_word_ids, default_max_new_tokens)
+                logprobs = self._logprob_spec(prompt, len(ids))
+            except RequestError as error:
+                if len(call.prompts) > 1:
+                    raise RequestError(f"prompt {index}: {error.message}", error.param, error.code) from None
+                raise
+            own = list(itertools.islice(samples, prompt.sampling.n))
+            requests += self._samples(prompt, ids, sampling, logprobs, own, obj)
+        return requests
+
+    def _resolve(
+        self, prompt: Prompt, num_tokens: int, bad_word_ids: list[list[int]], default_max_new_tokens: int
+    ) -> ResolvedSamplingParams:
+        """Checked parameters of a prompt of `num_tokens` tokens, which is checked against the context first."""
+        name = "text" if prompt.text is not None else "input_ids" if prompt.input_ids is not None else "input_embeds"
+        context = self.ready.context_length
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty", name)
+        room = context - num_tokens
+        if room < 0 or (room == 0 and prompt.sampling.max_new_tokens != 0):
+            left = "" if room < 0 else "no room for output: "
+            raise RequestError(
+                f"the prompt is too long: {left}it has {num_tokens} tokens and the context is {context} tokens",
+                name,
+                "context_length_exceeded",
+            )
+        if num_tokens > self.ready.max_total_tokens:
+            raise RequestError(
+                f"the prompt is too long: it has {num_tokens} tokens and the KV cache holds {self.ready.max_total_tokens}",
+                name,
+                "context_length_exceeded",
+            )
+        return prompt.sampling.resolve(
+            defaults=self._defaults,
+            vocab_size=self.ready.vocab_size,
+            default_max_new_tokens=default_max_new_tokens,
+            room_tokens=room,
+            bad_word_ids=bad_word_ids,
+            seed=self.args.random_seed & MAX_SEED,
+            max_n=self.args.max_n,
+        )
+
+    @staticmethod
+    def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
+        if not prompt.return_logprob:
+            return None
+        start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
+        if start > num_tokens:
+            raise RequestError(
+                f"logprob_start_len is {start}, but the prompt has {num_tokens} tokens", "logprob_start_len"
+            )
+        if start < num_tokens and prompt.input_embeds is not None:
+            raise RequestError("logprob_start_len: embeddings of a prompt have no logprobs", "logprob_start_len")
+        return LogprobSpec(start, prompt.top_logprobs_num, prompt.token_ids_logprob)
+
+    async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
+        """Token sequences that spell the words, at the start of a text and after a space."""
+        spellings = list(dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}")))
+        sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
+        return [list(ids) for ids in sequences if ids]
+
+    def _samples(
+        self,
+        prompt: Prompt,
+        ids: list[int],
+        sampling: ResolvedSamplingParams,
+        logprobs: LogprobSpec | None,
+        own: list[ReqState],
+        obj: GenerateReqInput,
+    ) -> list[TokenizedGenerateReqInput]:
+        """What the scheduler gets for each sample of a prompt."""
+        packed = pack_int32(ids)
+        embeds = pack_float32(itertools.chain.from_iterable(prompt.input_embeds)) if prompt.input_embeds else b""
+        timeout_s = self.args.request_timeout_s
+        requests = []
+        for j, sample in enumerate(own):
+            sample.num_prompt_tokens = len(ids)
+            sample.first_prompt_id = ids[0]
+            sample.wants_hidden_states = prompt.return_hidden_states
+            if logprobs is not None:
+                sample.wants_logprobs = True
+                sample.prompt_start = logprobs.prompt_start
+                sample.top_num = logprobs.top_num
+                sample.picked_ids = logprobs.token_ids
+            requests.append(
+                TokenizedGenerateReqInput(
+                    rid=sample.rid,
+                    input_ids=packed,
+                    sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_SEED) if j else sampling,
+                    stream=obj.stream,
+                    logprobs=logprobs,
+                    return_hidden_states=prompt.return_hidden_states,
+                    input_embeds=embeds,
+                    custom_logit_processor=prompt.custom_logit_processor,
+                    namespace=prompt.namespace,
+                    priority=obj.priority or 0,
+                    group=prompt.rid if len(own) > 1 else "",
+                    created_s=sample.created_s,
+                    deadline_s=sample.created_s + timeout_s if timeout_s > 0 else 0.0,
+                )
+            )
+        return requests
+
+    def _send(self, state: CallState, requests: list[TokenizedGenerateReqInput]) -> None:
+        """Send the samples in one message; those aborted meanwhile end here."""
+        if state.error is not None:
+            raise state.error
+        now = self._clock()
+        wanted = []
+        for sample, request in zip(state.samples, requests, strict=True):
+            if sample.abort_asked:
+                self._end(sample, FinishReason("abort", message="aborted"), now)
+            else:
+                sample.sent_s = now
+                wanted.append(request)
+        if len(wanted) == 1:
+            self._to_scheduler.send(wanted[0])
+        elif wanted:
+            self._to_scheduler.send(BatchTokenizedGenerateReqInput(tuple(wanted)))
+
+    async def _gather(
+        self, state: CallState, is_disconnected: IsDisconnected | None
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        for _ in state.samples:
+            await self._next(state, is_disconnected)
+        # A list with nothing but failures is answered as one: there is nothing to tell apart.
+        failures = [sample.failed for sample in state.samples if sample.failed is not None and not sample.output_ids]
+        if len(failures) == len(state.samples):
+            raise failures[0]
+        chunks = [sample.chunk() for sample in state.samples]
+        return chunks if state.is_list else chunks[0]
+
+    async def _next(self, state: CallState, is_disconnected: IsDisconnected | None) -> ReqState:
+        """The next sample with something new. Raises RequestError when the client has gone away."""
+        while True:
+            sample = await state.next_news(None if is_disconnected is None else DISCONNECT_POLL_S)
+            if sample is not None:
+                return sample
+            if is_disconnected is not None and await is_disconnected():
+                raise RequestError("the client closed the connection", code="client_disconnected")
+
+    def _release(self, state: CallState) -> None:
+        """The waiter has left: abort what is unfinished. A sample that was sent keeps its rid until its last output has come."""
+        state.abandoned = True
+        self._calls.discard(state)
+        sent = []
+        for sample in state.unfinished:
+            if self.failure is None and sample.sent_s:
+                sent.append(sample.rid)
+            else:
+                self._forget(sample)
+        if sent:
+            self._to_scheduler.send(AbortReq(tuple(sent), message="the client went away"))
+        self._note_idle()
+
+    def _forget(self, sample: ReqState) -> None:
+        """Take a sample out of the table; its rid may be used again."""
+        if self.rid_to_state.get(sample.rid) is not sample:
+            return
+        del self.rid_to_state[sample.rid]
+        self._leave_queue(sample)
+        for name in sample.call.forget_names(sample):
+            del self._names[name]
+
+    def _leave_queue(self, sample: ReqState) -> None:
+        """It has its first token, or has ended."""
+        self._num_queued -= sample.queued
+        sample.queued = False
+
+    def _note_idle(self) -> None:
+        if not self._calls and not self.rid_to_state:
+            self._idle.set()
+
+    # -- outputs of the engine
+
+    def start(self) -> None:
+        """Begin taking outputs, in the running event loop. Later calls do nothing."""
+        if self._handle_task is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop_thread = threading.get_ident()
+            self._handle_task = self._loop.create_task(self.handle_loop())
+
+    async def handle_loop(self) -> None:
+        """Take messages until cancelled. If it breaks, every waiter gets an error."""
+        try:
+            while True:
+                with self._watchdog.disabled():
+                    message = await self._from_engine.arecv()
+                self._watchdog.feed()
+                self._dispatcher(message)
+        except Exception:
+            logger.exception("the loop that takes outputs failed")
+            self.fail_all("internal error")
+            raise
+
+    def _on_outputs(self, batch: BatchStrOut) -> None:
+        now = self._clock()
+        for row in batch.rows:
+            sample = self.rid_to_state.get(row.rid)
+            if sample is None:
+                self.num_unknown_outputs += 1
+                continue
+            try:
+                self._apply(sample, row, now)
+            except Exception:
+                logger.exception("an output of rid %s could not be taken", sample.rid)
+                self._to_scheduler.send(AbortReq((sample.rid,), message="internal error"))
+                self._end(sample, FinishReason("abort", message="internal error", status_code=500), now)
+
+    def _apply(self, sample: ReqState, row: StrOut, now_s: float) -> None:
+        """Take one output into account."""
+        if sample.call.abandoned:
+            if row.finish is not None:
+                self._end(sample, row.finish, now_s)
+            return
+        had_tokens, last_s = len(sample.output_ids), sample.last_token_s
+        sample.apply(row, now_s, self.ready.hidden_size)
+        new_tokens = len(sample.output_ids) - had_tokens
+        if new_tokens:
+            self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
+        if row.finish is not None:
+            self._end(sample, row.finish, now_s)
+
+    def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
+        self.metrics.generation_tokens.inc(new_tokens)
+        if had_tokens:
+            for _ in range(new_tokens):
+                self.metrics.inter_token_latency_s.observe(elapsed_s / new_tokens)
+            return
+        self._leave_queue(sample)
+        self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
+
+    def _end(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
+        """The sample's one end: out of the table, counted, logged, its waiter woken."""
+        self._forget(sample)
+        sample.end(finish, now_s)
+        metrics = self.metrics
+        metrics.count_end(finish.type)
+        metrics.e2e_latency_s.observe(now_s - sample.created_s)
+        metrics.generation_length.observe(len(sample.output_ids))
+        metrics.prompt_length.observe(sample.num_prompt_tokens)
+        if sample.first_token_s:
+            metrics.queue_time_s.observe(sample.stats.queue_time_s)
+        if sample.first_of_prompt:
+            metrics.prompt_tokens.inc(sample.num_prompt_tokens)
+            metrics.cached_tokens.inc(sample.stats.cached_tokens)
+        if self.args.log_requests:
+            self._log(sample)
+        self._note_idle()
+
+    def _log(self, sample: ReqState) -> None:
+        assert sample.finish is not None
+        text = f" text={sample.text[:LOGGED_TEXT_CHARACTERS]!r}" if self.args.log_requests_level else ""
+        logger.info(
+            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs%s",
+            sample.rid,
+            sample.finish.type,
+            sample.num_prompt_tokens,
+            sample.stats.cached_tokens,
+            len(sample.output_ids),
+            sample.stats.queue_time_s,
+            max(0.0, sample.first_token_s - sample.created_s),
+            sample.finished_s - sample.created_s,
+            text,
+        )
+
+    def _on_heartbeat(self, message: Heartbeat) -> None:
+        self._heartbeats[message.process] = self._clock()
+
+    def heartbeat_age_s(self, process: str) -> float | None:
+        """Seconds since a process was last heard, None when it never was. From any thread."""
+        last_s = self._heartbeats.get(process)
+        return None if last_s is None else self._clock() - last_s
+
+    # -- control
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Abort the sample `rid`, all samples of the call or prompt named `rid`, or everything. An unknown rid is harmless.
+
+        The waiters get what there is, with finish reason abort. Nothing leaves the table here: each sample's end does that.
+        """
+        if abort_all:
+            samples: Iterable[ReqState] = self.rid_to_state.values()
+        elif rid in self.rid_to_state:
+            samples = [self.rid_to_state[rid]]
+        else:
+            samples = self._names[rid].names[rid] if rid in self._names else []
+        sent = []
+        for sample in samples:
+            if sample.finish is None:
+                sample.abort_asked = True
+                if sample.sent_s:
+                    sent.append(sample.rid)
+        if abort_all:
+            self._to_scheduler.send(AbortReq(abort_all=True))
+        elif sent:
+            self._to_scheduler.send(AbortReq(tuple(sent)))
+
+    async def flush_cache(self) -> FlushCacheReply:
+        """Empty the prefix cache; the reply says whether it was. Raises ExecutionError."""
+        self._check_control()
+        replies = await self._flushes.call(lambda i: self._to_scheduler.send(FlushCacheReq(i)), CONTROL_TIMEOUT_S)
+        return replies[0]
+
+    async def internal_state(self) -> InternalState:
+        """Counters and pool accounting of the scheduler. Raises ExecutionError."""
+        self._check_control()
+        replies = await self._states.call(lambda i: self._to_scheduler.send(InternalStateReq(i)), CONTROL_TIMEOUT_S)
+        return replies[0].state
+
+    async def get_load(self) -> dict[str, int]:
+        """Samples and tokens that run and wait. Raises ExecutionError."""
+        state = await self.internal_state()
+        pool = state.pool
+        return {
+            "num_running_reqs": state.num_running,
+            "num_waiting_reqs": max(state.num_waiting, self._num_queued),
+            "num_waiting_tokens": state.waiting_tokens,
+            "num_used_tokens": pool.total_tokens - pool.free_tokens - pool.evictable_tokens,
+            "max_total_tokens": pool.total_tokens,
+        }
+
+    async def health(self, generate: bool = False) -> bool:
+        """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
+        if self.failure is not None:
+            return False
+        self.start()
+        now = self._clock()
+        if any(now - last_s > HEARTBEAT_LIMIT_S for last_s in self._heartbeats.values()):
+            return False
+        if not generate:
+            return True
+        try:
+            replies = await self._healths.call(lambda i: self._to_scheduler.send(HealthCheckReq(i)), HEALTH_TIMEOUT_S)
+            return replies[0].busy or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
+        except (HeadraceError, TimeoutError):
+            return False
+
+    async def _generate_one(self) -> bool:
+        probe = GenerateReqInput(
+            input_ids=[0],
+            rid=f"{HEALTH_RID_PREFIX}{next(self._health_ids)}",
+            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        )
+        async for answer in self.generate_request(probe):
+            return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
+        return False
+
+    async def inject_fault(self, fault: FaultReq) -> None:
+        """Test hook. Raises NotFoundError unless the server was started with fault injection."""
+        if not self.args.enable_fault_injection:
+            raise NotFoundError("fault injection is not enabled")
+        check_text("rid", fault.rid)
+        if fault.stage != "detokenize":
+            self._to_scheduler.send(fault)
+        elif self._to_detokenizer is not None:
+            self._to_detokenizer.send(fault)
+        else:
+            raise RequestError("the detokenizer cannot be reached", "stage")
+
+    def _check_control(self) -> None:
+        if self.failure is not None:
+            raise ExecutionError(self.failure)
+        self.start()
+
+    # -- the end
+
+    def stop_accepting(self) -> None:
+        """New calls get a CapacityError from now on."""
+        self._accepting = False
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Stop accepting and wait for what runs; after `timeout_s` seconds abort the rest. True when nothing was aborted."""
+        self.stop_accepting()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            self.abort_request(abort_all=True)
+        else:
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), ABORT_WAIT_S)
+        except TimeoutError:
+            logger.warning("%d samples did not end after they were aborted", len(self.rid_to_state))
+        return False
+
+    def fail_all(self, message: str) -> None:
+        """The engine is gone: every waiter gets an ExecutionError, now and from now on. From any thread; idempotent."""
+        loop = self._loop
+        if loop is not None and threading.get_ident() != self._loop_thread:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self.fail_all, message)
+            return
+        if self.failure is not None:
+            return
+        self.failure = message
+        error = ExecutionError(message)
+        for state in self._calls:
+            state.fail(error)
+        for communicator in (self._flushes, self._states, self._healths):
+            communicator.fail_all(error)
+        for sample in list(self.rid_to_state.values()):
+            if sample.call.abandoned:
+                self._forget(sample)
+        self._note_idle()
+
+    async def close(self) -> None:
+        """Stop the loop and the threads; waiters get an error. Idempotent."""
+        self.fail_all("the server has stopped")
+        if self._handle_task is not None and not self._handle_task.done():
+            self._handle_task.cancel()
+            await asyncio.gather(self._handle_task, return_exceptions=True)
+        self._batch_tokenizer.close()
+
+    def _decode_token(self, token_id: int) -> str | None:
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def processor_names(option: str) -> frozenset[str]:
+    """Names defined by --custom-logit-processors (`name=module:callable,...`)."""
+    return frozenset(item.partition("=")[0].strip() for item in option.split(",") if item.strip())
+
+
+def _no_text(_token_id: int) -> str | None:
+    return None

@@ -1,0 +1,39 @@
+"""Kernels: one function per op, backed by native code or torch, chosen by device and instruction set."""
+
+from headrace.kernels.ops import (
+    argmax,
+    embedding,
+    gather_kv,
+    gelu_tanh_mul,
+    linear,
+    pack_linear,
+    paged_attention,
+    rms_norm,
+    rotary,
+    silu_mul,
+    write_kv,
+)
+from headrace.kernels.packing import PAGE_SIZE, PackedLinear, kv_cache_shapes
+from headrace.kernels.registry import OpReport, num_threads, prefer, report, set_num_threads
+
+__all__ = [
+    "PAGE_SIZE",
+    "OpReport",
+    "PackedLinear",
+    "argmax",
+    "embedding",
+    "gather_kv",
+    "gelu_tanh_mul",
+    "kv_cache_shapes",
+    "linear",
+    "num_threads",
+    "pack_linear",
+    "paged_attention",
+    "prefer",
+    "report",
+    "rms_norm",
+    "rotary",
+    "set_num_threads",
+    "silu_mul",
+    "write_kv",
+]

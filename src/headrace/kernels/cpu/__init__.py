@@ -1,0 +1,68 @@
+"""Loads the native CPU kernels, `headrace.kernels.cpu._native`.
+
+Owns the choice of instruction set and the reason when there is none. Importing this package never fails: a missing or broken
+extension is a reason, reported by `why_not`. Runs in any thread of a process that computes.
+"""
+
+import os
+from importlib import import_module
+from types import ModuleType
+
+from headrace.errors import ConfigError
+from headrace.kernels.cpu.threads import default_num_threads
+from headrace.log import get_logger
+
+ISA_VARIABLE = "HEADRACE_CPU_ISA"
+"""Environment variable that overrides the instruction set: baseline, avx2 or avx512."""
+
+_logger = get_logger(__name__)
+_loaded: ModuleType | None = None
+_reason = ""
+
+
+def load() -> ModuleType | None:
+    """The extension (typed by `_native.pyi`), its instruction set and threads set up; None when it does not load (see `why_not`).
+
+    ConfigError when HEADRACE_CPU_ISA names an instruction set that this build or this processor lacks.
+    """
+    global _loaded, _reason
+    if _loaded is not None or _reason:
+        return _loaded
+    try:
+        module = import_module("headrace.kernels.cpu._native")
+    except ImportError as error:
+        _reason = f"the native extension does not load: {error}"
+        _logger.warning("%s; torch runs every op instead, several times slower", _reason)
+        return None
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    if wanted:
+        try:
+            module.select_isa(wanted)
+        except ValueError as error:
+            raise ConfigError(f"{ISA_VARIABLE}={wanted}: {error}") from error
+    module.set_num_threads(default_num_threads())
+    _loaded = module
+    return module
+
+
+def why_not() -> str:
+    """Why `load` gives None, or "" when it does not."""
+    load()
+    return _reason
+
+
+def isas() -> list[tuple[str, str]]:
+    """(instruction set, reason why not or "") of this build, best first; empty when the extension does not load."""
+    native = load()
+    return [] if native is None else [(isa, native.why_not_isa(isa)) for isa in native.compiled_isas()]
+
+
+def select_isa(isa: str) -> None:
+    """Run on `isa` from now on, in the whole process. ConfigError names what the build or the processor lacks."""
+    native = load()
+    if native is None:
+        raise ConfigError(f"instruction set {isa}: {_reason}")
+    try:
+        native.select_isa(isa)
+    except ValueError as error:
+        raise ConfigError(f"instruction set {isa}: {error}") from error

@@ -1,0 +1,101 @@
+"""Kernels in csrc/cpu. Addresses are tensor.data_ptr(), sizes and strides count elements; no size is checked here.
+
+Indices inside tensors (slots, positions, ids, pages) are: ValueError.
+"""
+
+def linear(
+    x: int,
+    x_stride: int,
+    weight: int,
+    weight_is_bf16: bool,
+    bias: int,
+    y: int,
+    y_stride: int,
+    rows: int,
+    n: int,
+    k: int,
+    accumulate: bool,
+) -> None: ...
+def paged_attention(
+    q: int,
+    q_stride: int,
+    out: int,
+    k_cache: int,
+    v_cache: int,
+    cache_is_bf16: bool,
+    num_pages: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_table: int,
+    max_pages: int,
+    seq_lens: int,
+    q_starts: int,
+    num_seqs: int,
+    num_tokens: int,
+    num_q_heads: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None: ...
+def write_kv(
+    k: int,
+    k_stride: int,
+    v: int,
+    v_stride: int,
+    k_cache: int,
+    v_cache: int,
+    cache_is_bf16: bool,
+    num_pages: int,
+    num_kv_heads: int,
+    head_dim: int,
+    slots: int,
+    tokens: int,
+) -> None: ...
+def gather_kv(
+    k: int,
+    v: int,
+    k_cache: int,
+    v_cache: int,
+    cache_is_bf16: bool,
+    num_pages: int,
+    num_kv_heads: int,
+    head_dim: int,
+    slots: int,
+    tokens: int,
+) -> None: ...
+def rms_norm(x: int, x_stride: int, residual: int, weight: int, out: int, rows: int, size: int, eps: float) -> None: ...
+def rotary(
+    q: int,
+    q_stride: int,
+    num_q_heads: int,
+    k: int,
+    k_stride: int,
+    num_kv_heads: int,
+    positions: int,
+    cos: int,
+    sin: int,
+    tokens: int,
+    head_dim: int,
+    rotary_dim: int,
+    max_positions: int,
+) -> None: ...
+def silu_mul(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def gelu_tanh_mul(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def embedding(
+    table: int,
+    table_is_bf16: bool,
+    ids: int,
+    ids_are_int64: bool,
+    out: int,
+    tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    scale: float,
+) -> None: ...
+def argmax(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def compiled_isas() -> list[str]: ...
+def why_not_isa(isa: str) -> str: ...
+def select_isa(isa: str) -> None: ...
+def isa() -> str: ...
+def set_num_threads(n: int) -> None: ...
+def num_threads() -> int: ...

@@ -1,0 +1,310 @@
+"""The ops of `headrace.kernels.ops` on the native CPU kernels: check sizes and dtypes, pass addresses.
+
+Import only after `headrace.kernels.cpu.load` has given the extension. Activations are float32 and may be rows of a wider
+tensor; whatever is written is float32 and contiguous. Every function returns when the kernel is done; the GIL is released
+meanwhile.
+"""
+
+import torch
+
+from headrace.kernels.cpu import _native
+from headrace.kernels.packing import PAGE_SIZE, PackedLinear, check_linear, pack_native
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    """See `headrace.kernels.ops.pack_linear`."""
+    check_linear(weight, bias)
+    return pack_native(weight, bias)
+
+
+def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
+    """See `headrace.kernels.ops.linear`."""
+    rows, x_stride = _rows("linear: x", x, packed.k)
+    if out is None:
+        if accumulate:
+            raise ValueError("linear: accumulate needs out")
+        out = torch.empty(rows, packed.n)
+        y_stride = packed.n
+    else:
+        out_rows, y_stride = _rows("linear: out", out, packed.n)
+        if out_rows != rows:
+            raise ValueError(f"linear: out has {out_rows} rows, x has {rows}")
+    _native.linear(
+        x.data_ptr(),
+        x_stride,
+        packed.data.data_ptr(),
+        packed.layout == "native_bf16",
+        0 if packed.bias is None else packed.bias.data_ptr(),
+        out.data_ptr(),
+        y_stride,
+        rows,
+        packed.n,
+        packed.k,
+        accumulate,
+    )
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
+    """See `headrace.kernels.ops.rms_norm`."""
+    size = weight.numel()
+    rows, x_stride = _rows("rms_norm: x", x, size)
+    _flat("rms_norm: weight", weight, torch.float32)
+    if residual is not None:
+        _flat("rms_norm: residual", residual, torch.float32)
+        if tuple(residual.shape) != tuple(x.shape):
+            raise ValueError(f"rms_norm: residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
+    out = torch.empty(rows, size)
+    _native.rms_norm(
+        x.data_ptr(),
+        x_stride,
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+        eps,
+    )
+    return out
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """See `headrace.kernels.ops.rotary`."""
+    tokens, num_q_heads, head_dim, q_stride = _heads("rotary: q", q)
+    k_tokens, num_kv_heads, k_head_dim, k_stride = _heads("rotary: k", k)
+    _int32("rotary: positions", positions, tokens)
+    _flat("rotary: cos", cos, torch.float32)
+    _flat("rotary: sin", sin, torch.float32)
+    max_positions, half = cos.shape
+    if k_tokens != tokens or k_head_dim != head_dim:
+        raise ValueError(f"rotary: q is {tuple(q.shape)}, k is {tuple(k.shape)}")
+    if cos.shape != sin.shape or 2 * half > head_dim:
+        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit head_dim {head_dim}")
+    _native.rotary(
+        q.data_ptr(),
+        q_stride,
+        num_q_heads,
+        k.data_ptr(),
+        k_stride,
+        num_kv_heads,
+        positions.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        tokens,
+        head_dim,
+        2 * half,
+        max_positions,
+    )
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.silu_mul`."""
+    rows, stride, size = _gated("silu_mul", x)
+    out = torch.empty(rows, size)
+    _native.silu_mul(x.data_ptr(), stride, out.data_ptr(), rows, size)
+    return out
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu_tanh_mul`."""
+    rows, stride, size = _gated("gelu_tanh_mul", x)
+    out = torch.empty(rows, size)
+    _native.gelu_tanh_mul(x.data_ptr(), stride, out.data_ptr(), rows, size)
+    return out
+
+
+def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+    """See `headrace.kernels.ops.embedding`."""
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
+        raise ValueError(f"embedding: ids must be contiguous int32 or int64 [n], got {ids.dtype} {tuple(ids.shape)}")
+    if table.dim() != 2 or table.dtype not in (torch.bfloat16, torch.float32) or not table.is_contiguous():
+        raise ValueError(
+            f"embedding: table must be contiguous bfloat16 or float32 [n, size], got {table.dtype} {tuple(table.shape)}"
+        )
+    vocab_size, hidden_size = table.shape
+    tokens = ids.numel()
+    out = torch.empty(tokens, hidden_size)
+    _native.embedding(
+        table.data_ptr(),
+        table.dtype == torch.bfloat16,
+        ids.data_ptr(),
+        ids.dtype == torch.int64,
+        out.data_ptr(),
+        tokens,
+        vocab_size,
+        hidden_size,
+        scale,
+    )
+    return out
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_starts: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.paged_attention`."""
+    tokens, num_q_heads, head_dim, q_stride = _heads("paged_attention: q", q)
+    is_bf16, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"paged_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
+    if page_table.dim() != 2 or page_table.dtype != torch.int32 or not page_table.is_contiguous():
+        raise ValueError(
+            f"paged_attention: page_table must be contiguous int32 [num_seqs, max_pages], "
+            f"got {page_table.dtype} {tuple(page_table.shape)}"
+        )
+    num_seqs, max_pages = page_table.shape
+    _int32("paged_attention: seq_lens", seq_lens, num_seqs)
+    _int32("paged_attention: q_starts", q_starts, num_seqs + 1)
+    if window < 0 or softcap < 0:
+        raise ValueError(f"paged_attention: window {window} and softcap {softcap} must not be negative")
+    out = torch.empty(tokens, num_q_heads, head_dim)
+    _native.paged_attention(
+        q.data_ptr(),
+        q_stride,
+        out.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        is_bf16,
+        num_pages,
+        num_kv_heads,
+        head_dim,
+        page_table.data_ptr(),
+        max_pages,
+        seq_lens.data_ptr(),
+        q_starts.data_ptr(),
+        num_seqs,
+        tokens,
+        num_q_heads,
+        scale,
+        window,
+        softcap,
+    )
+    return out
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """See `headrace.kernels.ops.write_kv`."""
+    tokens, num_kv_heads, head_dim, k_stride = _heads("write_kv: k", k)
+    v_tokens, v_heads, v_head_dim, v_stride = _heads("write_kv: v", v)
+    is_bf16, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
+    if (v_tokens, v_heads, v_head_dim) != (tokens, num_kv_heads, head_dim) or cache_heads != num_kv_heads:
+        raise ValueError(
+            f"write_kv: k {tuple(k.shape)}, v {tuple(v.shape)} and {cache_heads} KV heads of the cache differ"
+        )
+    _int32("write_kv: slots", slots, tokens)
+    _native.write_kv(
+        k.data_ptr(),
+        k_stride,
+        v.data_ptr(),
+        v_stride,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        is_bf16,
+        num_pages,
+        num_kv_heads,
+        head_dim,
+        slots.data_ptr(),
+        tokens,
+    )
+
+
+def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.ops.gather_kv`."""
+    head_dim = v_cache.shape[-1]
+    is_bf16, num_pages, num_kv_heads = _cache("gather_kv", k_cache, v_cache, head_dim)
+    tokens = slots.numel()
+    _int32("gather_kv: slots", slots, tokens)
+    k = torch.empty(tokens, num_kv_heads, head_dim)
+    v = torch.empty(tokens, num_kv_heads, head_dim)
+    _native.gather_kv(
+        k.data_ptr(),
+        v.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        is_bf16,
+        num_pages,
+        num_kv_heads,
+        head_dim,
+        slots.data_ptr(),
+        tokens,
+    )
+    return k, v
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.argmax`."""
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"argmax: x must be [rows, size >= 1], got {tuple(x.shape)}")
+    rows, stride = _rows("argmax: x", x, x.shape[1])
+    out = torch.empty(rows, dtype=torch.int64)
+    _native.argmax(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
+    return out
+
+
+def _rows(what: str, x: torch.Tensor, size: int) -> tuple[int, int]:
+    """(rows, stride between rows) of a float32 [rows, size] whose rows are contiguous."""
+    if x.dim() != 2 or x.shape[1] != size or x.dtype != torch.float32 or (size > 1 and x.stride(1) != 1):
+        raise ValueError(
+            f"{what} must be float32 [rows, {size}] with contiguous rows, "
+            f"got {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+        )
+    return x.shape[0], x.stride(0)
+
+
+def _gated(op: str, x: torch.Tensor) -> tuple[int, int, int]:
+    """(rows, stride, size) of a float32 [rows, 2 * size]."""
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"{op}: x must be [rows, 2 * size], got {tuple(x.shape)}")
+    return *_rows(f"{op}: x", x, x.shape[1]), x.shape[1] // 2
+
+
+def _heads(what: str, x: torch.Tensor) -> tuple[int, int, int, int]:
+    """(tokens, heads, head_dim, stride between tokens) of a float32 [tokens, heads, head_dim] with contiguous tokens."""
+    if x.dim() == 3 and x.dtype == torch.float32:
+        tokens, heads, head_dim = x.shape
+        stride = x.stride()
+        if (stride[2] == 1 or head_dim == 1) and (stride[1] == head_dim or heads == 1):
+            return tokens, heads, head_dim, stride[0]
+    raise ValueError(
+        f"{what} must be float32 [tokens, heads, head_dim] with contiguous heads, "
+        f"got {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+    )
+
+
+def _flat(what: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or not x.is_contiguous():
+        raise ValueError(f"{what} must be contiguous {dtype}, got {x.dtype} with strides {x.stride()}")
+
+
+def _int32(what: str, x: torch.Tensor, size: int) -> None:
+    if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous():
+        raise ValueError(f"{what} must be contiguous int32 [{size}], got {x.dtype} {tuple(x.shape)}")
+
+
+def _cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[bool, int, int]:
+    """(is bfloat16, num_pages, num_kv_heads) of a pair of caches laid out as `packing.kv_cache_shapes` says."""
+    is_bf16 = k_cache.dtype == torch.bfloat16
+    if v_cache.dim() == 4 and (is_bf16 or k_cache.dtype == torch.float32) and v_cache.dtype == k_cache.dtype:
+        num_pages, num_kv_heads = v_cache.shape[:2]
+        tail = (head_dim // 2, PAGE_SIZE, 2) if is_bf16 else (head_dim, PAGE_SIZE)
+        if (
+            tuple(k_cache.shape) == (num_pages, num_kv_heads, *tail)
+            and tuple(v_cache.shape[2:]) == (PAGE_SIZE, head_dim)
+            and head_dim % 16 == 0
+            and k_cache.is_contiguous()
+            and v_cache.is_contiguous()
+        ):
+            return is_bf16, num_pages, num_kv_heads
+    raise ValueError(
+        f"{op}: caches must be contiguous, bfloat16 or float32, laid out by kv_cache_shapes for head_dim {head_dim} "
+        f"(a multiple of 16), got K {k_cache.dtype} {tuple(k_cache.shape)}, V {v_cache.dtype} {tuple(v_cache.shape)}"
+    )

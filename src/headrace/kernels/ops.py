@@ -1,0 +1,118 @@
+"""The ops that layers call: torch tensors in and out, whatever runs them.
+
+Owns the meaning of each op. Does not own the choice (`registry`) nor the code that computes (`cpu.native_ops`,
+`torch_fallback`). On CPU activations are float32; elsewhere they keep the dtype of the input. Sizes are checked: ValueError.
+Zero rows are fine everywhere. Called by the thread that runs the model.
+
+On CPU `linear`, `rms_norm` and `paged_attention` are batch-invariant: the bits of a row depend on that row (for attention: its
+position and what it sees), never on the other rows, the chunking or the number of threads.
+"""
+
+from typing import cast
+
+import torch
+
+from headrace.kernels.packing import PackedLinear
+from headrace.kernels.registry import for_layout, select
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """Prepare a weight [n, k] (bfloat16, float16 or float32) and a bias [n] for `linear`; once, when the model is loaded.
+
+    The native layout is a copy: the caller may drop `weight`.
+    """
+    return cast(PackedLinear, select("pack_linear", weight.device.type)(weight, bias))
+
+
+def linear(
+    x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None = None, *, accumulate: bool = False
+) -> torch.Tensor:
+    """x [rows, k] @ weight^T (+ bias) -> [rows, n]; into `out` when given, whose rows may be slices of wider ones.
+
+    accumulate: add to what `out` holds. out must not overlap x.
+    """
+    return cast(torch.Tensor, for_layout(packed.layout)(x, packed, out, accumulate))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last of [rows, size] -> [rows, size].
+
+    residual [rows, size]: becomes residual + x in place, and that is normalised. Gemma's (1 + weight) is the caller's to prepare.
+    """
+    return cast(torch.Tensor, select("rms_norm", x.device.type)(x, weight, eps, residual))
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate q [tokens, num_q_heads, head_dim] and k [tokens, num_kv_heads, head_dim] in place, halves convention (GPT-NeoX).
+
+    positions: int32[tokens]. cos, sin: float32[max_positions, rotary_dim / 2]; elements beyond rotary_dim stay. q and k may be
+    slices of one projection.
+    """
+    select("rotary", q.device.type)(q, k, positions, cos, sin)
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(x[:, :size]) * x[:, size:] for x [rows, 2 * size] -> [rows, size]."""
+    return cast(torch.Tensor, select("silu_mul", x.device.type)(x))
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(x[:, :size]) * x[:, size:], gelu in its tanh form, for x [rows, 2 * size] -> [rows, size]."""
+    return cast(torch.Tensor, select("gelu_tanh_mul", x.device.type)(x))
+
+
+def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """table[ids] * scale: ids int32 or int64 [tokens], table bfloat16 or float32 [vocab_size, size] -> [tokens, size].
+
+    ValueError for an id outside the table (on CPU).
+    """
+    return cast(torch.Tensor, select("embedding", table.device.type)(ids, table, scale))
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store k, v [tokens, num_kv_heads, head_dim] in the caches of one layer (`packing.kv_cache_shapes`), rounded to their dtype.
+
+    slots: int32[tokens], page * 16 + offset; a negative slot is skipped. A slot must not occur twice. ValueError for a slot
+    beyond the cache (on CPU), and then nothing is written.
+    """
+    select("write_kv", k.device.type)(k, v, k_cache, v_cache, slots)
+
+
+def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """k, v float32[tokens, num_kv_heads, head_dim] of int32 slots: what `write_kv` stored."""
+    return cast(tuple[torch.Tensor, torch.Tensor], select("gather_kv", v_cache.device.type)(k_cache, v_cache, slots))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_starts: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention over the paged KV cache, decode and extend alike -> [tokens, num_q_heads, head_dim].
+
+    q: [tokens, num_q_heads, head_dim]; num_q_heads is a multiple of num_kv_heads, head_dim of 16.
+    page_table: int32[num_seqs, max_pages]. seq_lens: int32[num_seqs], keys of each sequence after this step.
+    q_starts: int32[num_seqs + 1]: rows q_starts[i] .. q_starts[i + 1] are the last positions of sequence i; none is fine.
+    window: a row at position p sees keys p - window + 1 .. p; 0 sees all. Pages wholly before the window of a sequence's first
+    row are not read. softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+    """
+    return cast(
+        torch.Tensor,
+        select("paged_attention", q.device.type)(
+            q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap
+        ),
+    )
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """int64[rows]: index of the largest of each row of float32 [rows, size], the lowest on ties, -1 when the row holds a NaN."""
+    return cast(torch.Tensor, select("argmax", x.device.type)(x))

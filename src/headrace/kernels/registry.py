@@ -1,0 +1,144 @@
+"""Which implementation runs an op: op name -> implementations, best first, chosen by device.
+
+Owns the choice and its reasons (`report`, for `headrace doctor`). Does not own the ops. Choices are made at first use, kept, and
+the same in every thread of the process.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from headrace.kernels import cpu
+from headrace.kernels.cpu.threads import default_num_threads
+
+Op = Callable[..., Any]
+
+OPS = (
+    "pack_linear",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "gelu_tanh_mul",
+    "embedding",
+    "write_kv",
+    "gather_kv",
+    "paged_attention",
+    "argmax",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One provider of all the ops.
+
+    name: what reports say. module: where a function of each op's name lives; imported only when it is chosen.
+    why_not: "" when it can run on a device type ("cpu", "cuda", ...), otherwise the reason.
+    """
+
+    name: str
+    module: str
+    why_not: Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class OpReport:
+    """What runs an op on CPU: "native (avx512)" or "torch", and why not something faster ("" when nothing is)."""
+
+    op: str
+    implementation: str
+    reason: str
+
+
+def _native_why_not(device_type: str) -> str:
+    return cpu.why_not() if device_type == "cpu" else f"the native kernels run on CPU, not on {device_type}"
+
+
+IMPLEMENTATIONS = (
+    Implementation("native", "headrace.kernels.cpu.native_ops", _native_why_not),
+    Implementation("torch", "headrace.kernels.torch_fallback", lambda device_type: ""),
+)
+
+_chosen: dict[tuple[str, str], Op] = {}
+_preferred: str | None = None
+
+
+def select(op: str, device_type: str) -> Op:
+    """The function that runs `op` on tensors of this device type."""
+    function = _chosen.get((op, device_type))
+    if function is None:
+        function = _chosen[op, device_type] = _function(_choose(device_type)[0], op)
+    return function
+
+
+@contextmanager
+def prefer(name: str) -> Iterator[None]:
+    """Within the block the implementation `name` runs every op that it can run; for tests and comparisons, not for serving.
+
+    ValueError when there is none of that name. Weights packed inside stay with the implementation that packed them.
+    """
+    global _preferred
+    if name not in [implementation.name for implementation in IMPLEMENTATIONS]:
+        raise ValueError(f"no kernel implementation is called {name!r}")
+    before, _preferred = _preferred, name
+    _chosen.clear()
+    try:
+        yield
+    finally:
+        _preferred = before
+        _chosen.clear()
+
+
+def for_layout(layout: str) -> Op:
+    """The `linear` that reads weights of this layout."""
+    return _function(IMPLEMENTATIONS[1] if layout == "torch" else IMPLEMENTATIONS[0], "linear")
+
+
+def report() -> list[OpReport]:
+    """What runs each op on CPU, and why not something faster."""
+    implementation, reason = _choose("cpu")
+    native = cpu.load()
+    name = f"native ({native.isa()})" if implementation.name == "native" and native is not None else implementation.name
+    return [OpReport(op, name, reason) for op in OPS]
+
+
+def set_num_threads(n: int) -> None:
+    """Threads of the CPU kernels, the calling one included, and of torch's own ops. ValueError for n < 1."""
+    if n < 1:
+        raise ValueError(f"kernels need at least 1 thread, got {n}")
+    torch.set_num_threads(n)
+    native = cpu.load()
+    if native is not None:
+        native.set_num_threads(n)
+
+
+def num_threads() -> int:
+    """Threads of the CPU kernels; what this process may use unless `set_num_threads` said otherwise."""
+    native = cpu.load()
+    return default_num_threads() if native is None else int(native.num_threads())
+
+
+def _choose(device_type: str) -> tuple[Implementation, str]:
+    """The first implementation that can run (the preferred one if it can), and why the ones before it do not."""
+    reasons: list[str] = []
+    for implementation in IMPLEMENTATIONS:
+        reason = implementation.why_not(device_type)
+        if not reason and _preferred not in (None, implementation.name) and _can_run(_preferred, device_type):
+            reason = f"{_preferred} is preferred"
+        if not reason:
+            return implementation, "; ".join(reasons)
+        reasons.append(f"{implementation.name}: {reason}")
+    raise AssertionError(f"no implementation runs on {device_type}: {reasons}")
+
+
+def _can_run(name: str | None, device_type: str) -> bool:
+    return any(i.name == name and not i.why_not(device_type) for i in IMPLEMENTATIONS)
+
+
+def _function(implementation: Implementation, op: str) -> Op:
+    function: Op = getattr(import_module(implementation.module), op)
+    return function

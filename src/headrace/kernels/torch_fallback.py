@@ -1,0 +1,230 @@
+"""The ops of `headrace.kernels.ops` in plain torch: for machines without the native kernels, and for other devices.
+
+Same meaning, same checks of indices by torch itself. On CPU `linear` and `paged_attention` compute in tiles of a fixed shape,
+so that a row's bits do not depend on the rows beside it; on other devices they are whole-tensor calls. Runs where it is called.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.packing import PAGE_SIZE, PackedLinear, check_linear, pack_torch
+
+TILE_ROWS = 16
+KEY_BLOCK = 256
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    """See `headrace.kernels.ops.pack_linear`."""
+    check_linear(weight, bias)
+    return pack_torch(weight, bias)
+
+
+def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
+    """See `headrace.kernels.ops.linear`. On CPU always GEMMs of 16 rows, the last padded with zeros."""
+    if x.dim() != 2 or x.shape[1] != packed.k:
+        raise ValueError(f"linear: x must be [rows, {packed.k}], got {tuple(x.shape)}")
+    if accumulate and out is None:
+        raise ValueError("linear: accumulate needs out")
+    if out is not None and tuple(out.shape) != (x.shape[0], packed.n):
+        raise ValueError(f"linear: out must be {(x.shape[0], packed.n)}, got {tuple(out.shape)}")
+    if x.device.type == "cpu":
+        y = _in_row_tiles(x, packed.data)
+        if packed.bias is not None:
+            y += packed.bias
+    else:
+        bias = None if packed.bias is None else packed.bias.to(x.dtype)
+        y = F.linear(x, packed.data.to(x.dtype), bias)
+    if out is None:
+        return y
+    return out.add_(y) if accumulate else out.copy_(y)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
+    """See `headrace.kernels.ops.rms_norm`. The reduction runs in float32."""
+    if residual is not None:
+        residual += x
+        x = residual
+    wide = x.float()
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * inverse * weight.float()).to(x.dtype)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """See `headrace.kernels.ops.rotary`."""
+    half = cos.shape[1]
+    if cos.shape != sin.shape or 2 * half > q.shape[-1]:
+        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit head_dim {q.shape[-1]}")
+    index = positions.long()
+    c, s = cos[index].unsqueeze(1), sin[index].unsqueeze(1)
+    for x in (q, k):
+        a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+        x[..., :half], x[..., half : 2 * half] = (a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype)
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.silu_mul`."""
+    gate, up = _halves("silu_mul", x)
+    return F.silu(gate) * up
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu_tanh_mul`."""
+    gate, up = _halves("gelu_tanh_mul", x)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+    """See `headrace.kernels.ops.embedding`. float32 on CPU, the table's dtype elsewhere."""
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.shape[0]:
+        raise ValueError(f"embedding: id {int(ids.min())} or {int(ids.max())} is not in [0, {table.shape[0]})")
+    rows = F.embedding(ids.long(), table)
+    if rows.device.type == "cpu":
+        rows = rows.float()
+    return rows if scale == 1.0 else rows * scale
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """See `headrace.kernels.ops.write_kv`."""
+    written = slots >= 0
+    if not bool(written.all()):
+        k, v, slots = k[written], v[written], slots[written]
+    _check_slots("write_kv", slots, v_cache)
+    pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
+    v_cache[pages, :, offsets] = v.to(v_cache.dtype)
+    if k_cache.dim() == 5:
+        k_cache[pages, :, :, offsets] = k.to(k_cache.dtype).unflatten(-1, (-1, 2))
+    else:
+        k_cache[pages, :, :, offsets] = k.to(k_cache.dtype)
+
+
+def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.ops.gather_kv`."""
+    _check_slots("gather_kv", slots, v_cache)
+    pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
+    k = k_cache[pages, :, :, offsets]
+    return (k.flatten(-2) if k_cache.dim() == 5 else k).float(), v_cache[pages, :, offsets].float()
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_starts: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.paged_attention`.
+
+    Per sequence, tiles of 16 rows of one KV head against blocks of 256 keys aligned at position 0, with an online softmax.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = q_starts.tolist()
+    if starts[0] != 0 or starts[-1] != q.shape[0]:
+        raise ValueError(f"paged_attention: q_starts must run from 0 to {q.shape[0]}, got {starts[0]} to {starts[-1]}")
+    for sequence, length in enumerate(seq_lens.tolist()):
+        begin, end = starts[sequence], starts[sequence + 1]
+        if begin == end:
+            continue
+        first_position = length - (end - begin)
+        if first_position < 0 or length > page_table.shape[1] * PAGE_SIZE:
+            raise ValueError(
+                f"paged_attention: sequence {sequence}: {end - begin} query rows, {length} keys, "
+                f"{page_table.shape[1]} pages of the table"
+            )
+        # What lies before the first row's window may have been given away: it is neither read nor trusted.
+        first_block = (max(0, first_position - window + 1) if window else 0) // KEY_BLOCK
+        positions = torch.arange(first_block * KEY_BLOCK, length, device=q.device)
+        if window:
+            positions = positions.clamp(min=max(0, first_position - window + 1))
+        slots = page_table[sequence, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        k, v = gather_kv(k_cache, v_cache, slots)
+        out[begin:end] = _attend(
+            q[begin:end].float() * scale, k, v, first_position, first_block * KEY_BLOCK, window, softcap
+        ).to(q.dtype)
+    return out
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.argmax`."""
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"argmax: x must be [rows, size >= 1], got {tuple(x.shape)}")
+    # torch does not say which of several maxima argmax gives: take the lowest index that equals the maximum.
+    is_top = x == x.max(dim=-1, keepdim=True).values
+    index = torch.arange(x.shape[1], device=x.device).expand_as(x)
+    lowest = torch.where(is_top, index, x.shape[1]).min(dim=-1).values
+    return torch.where(x.isnan().any(dim=-1), -1, lowest)
+
+
+def _in_row_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [rows, k] @ weight [n, k]^T as GEMMs of TILE_ROWS rows."""
+    rows = x.shape[0]
+    y = torch.empty(rows, weight.shape[0])
+    tile = torch.zeros(TILE_ROWS, x.shape[1])
+    for start in range(0, rows, TILE_ROWS):
+        count = min(TILE_ROWS, rows - start)
+        tile[:count] = x[start : start + count]
+        tile[count:] = 0.0
+        y[start : start + count] = F.linear(tile, weight)[:count]
+    return y
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_position: int, first_key: int, window: int, softcap: float
+) -> torch.Tensor:
+    """q [rows, heads, head_dim], scaled; k, v [keys, kv_heads, head_dim] from position first_key -> [rows, heads, head_dim]."""
+    rows, heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = heads // num_kv_heads
+    keys = k.shape[0]
+    padding = (0, 0, 0, 0, 0, -keys % KEY_BLOCK)
+    k_blocks = F.pad(k, padding).transpose(0, 1).contiguous()
+    v_blocks = F.pad(v, padding).transpose(0, 1).contiguous()
+    # [kv_heads, rows * group, head_dim], cut into tiles of TILE_ROWS, the last padded.
+    grouped = q.reshape(rows, num_kv_heads, group, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+    num_rows = grouped.shape[1]
+    tiled = F.pad(grouped, (0, 0, 0, -num_rows % TILE_ROWS))
+    position = first_position + torch.arange(tiled.shape[1], device=q.device) // group
+    out = torch.empty_like(tiled)
+    for start in range(0, tiled.shape[1], TILE_ROWS):
+        tile = tiled[:, start : start + TILE_ROWS].contiguous()
+        tile_position = position[start : start + TILE_ROWS]
+        top = torch.full((num_kv_heads, TILE_ROWS, 1), -torch.inf, device=q.device)
+        total = torch.zeros(num_kv_heads, TILE_ROWS, 1, device=q.device)
+        values = torch.zeros_like(tile)
+        for block in range(0, min(keys, int(tile_position[-1]) + 1 - first_key), KEY_BLOCK):
+            scores = torch.bmm(tile, k_blocks[:, block : block + KEY_BLOCK].transpose(1, 2))
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            key = first_key + torch.arange(block, block + KEY_BLOCK, device=q.device)
+            distance = tile_position[:, None] - key
+            seen = distance >= 0
+            if window:
+                seen &= distance < window
+            scores = scores.masked_fill(~seen, -torch.inf)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            shift = new_top.masked_fill(new_top == -torch.inf, 0.0)
+            weights = torch.exp(scores - shift)
+            factor = torch.exp(top - shift)
+            total = total * factor + weights.sum(-1, keepdim=True)
+            values = values * factor + torch.bmm(weights, v_blocks[:, block : block + KEY_BLOCK])
+            top = new_top
+        out[:, start : start + TILE_ROWS] = values / total
+    return out[:, :num_rows].reshape(num_kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, heads, head_dim)
+
+
+def _halves(op: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"{op}: x must be [rows, 2 * size], got {tuple(x.shape)}")
+    size = x.shape[1] // 2
+    return x[:, :size], x[:, size:]
+
+
+def _check_slots(op: str, slots: torch.Tensor, v_cache: torch.Tensor) -> None:
+    limit = v_cache.shape[0] * PAGE_SIZE
+    if slots.device.type == "cpu" and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < limit:
+        raise ValueError(f"{op}: slot {int(slots.min())} or {int(slots.max())} is not in [0, {limit})")

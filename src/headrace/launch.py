@@ -1,0 +1,515 @@
+"""The composition root: makes the parts of an engine and connects them.
+
+`launch_engine` starts the scheduler and the detokenizer (child processes, or threads with --single-process) and gives the
+TokenizerManager that talks to them; `launch_server` puts the HTTP app in front. `run_scheduler` and `run_detokenizer` are the
+bodies of the children. torch is imported only inside `run_scheduler`: with child processes the main process never needs it.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace import log
+from headrace.cache.allocator import PageAllocator
+from headrace.cache.base import PrefixCache
+from headrace.cache.chunk_cache import ChunkCache
+from headrace.cache.radix_cache import RadixCache
+from headrace.checkpoint.model_config import ModelConfig, load_model_config
+from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.source import open_checkpoint
+from headrace.child import ChildProcess
+from headrace.config.resolve import override_model
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ExecutionError, RequestError
+from headrace.frontend.chat_templates import ChatTemplate, chat_template_of, read_template_argument
+from headrace.frontend.detokenizer_manager import DetokenizerManager
+from headrace.frontend.supervisor import Supervisor
+from headrace.frontend.tokenizer_manager import TokenizerManager
+from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.messages.channel import Channels, IpcDir, LocalChannels, Ports, Sender, ZmqChannels
+from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
+from headrace.messages.packing import unpack_int32
+from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.metrics.catalog import Metrics
+from headrace.metrics.watchdog import Watchdog
+from headrace.sampling.params import GenerationDefaults
+from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.state import SchedulerConfig
+from headrace.text.incremental import IncrementalDecoder
+from headrace.text.stop import StopMatcher
+
+logger = log.get_logger(__name__)
+
+HEARTBEAT_S = 0.5
+STOP_CHILD_S = 3.0
+
+OnReady = Callable[[ReadyInfo | None], None]
+OnProgress = Callable[[int, int], None]
+
+
+# -- the model's files
+
+
+def read_model_config(args: ServerArgs) -> ModelConfig:
+    """What the checkpoint says of itself, with the user's overrides; reads no weights."""
+    path = resolve_model(args.model_path)
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    config = open_checkpoint(path).config if is_gguf else load_model_config(path)
+    return override_model(config, args.json_model_override_args)
+
+
+def open_tokenizer(args: ServerArgs) -> Tokenizer:
+    """The tokenizer of the model, or the one of --tokenizer-path."""
+    return load_tokenizer(Path(args.tokenizer_path) if args.tokenizer_path else resolve_model(args.model_path))
+
+
+def open_chat_template(args: ServerArgs, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of --chat-template or the model's own; None when there is none."""
+    override = read_template_argument(args.chat_template) if args.chat_template else None
+    try:
+        return chat_template_of(tokenizer, override)
+    except RequestError:
+        return None
+
+
+def served_name(args: ServerArgs) -> str:
+    """The model's name for clients; never a path."""
+    if args.served_model_name:
+        return args.served_model_name
+    path = Path(args.model_path)
+    return path.stem if path.suffix == ".gguf" else path.name or "model"
+
+
+# -- the bodies of the scheduler and the detokenizer
+
+
+def run_scheduler(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
+    """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`."""
+    from headrace.execution.build import build_worker
+
+    receiver = channels.receiver("to_scheduler")
+    to_tokenizer = channels.sender("to_tokenizer")
+    model = read_model_config(args)
+    tokenizer = open_tokenizer(args)
+    worker, ready = build_worker(args, on_progress)
+    cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size)
+    allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
+    watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=_die_of_watchdog)
+    scheduler = Scheduler(
+        scheduler_config(args, model, ready),
+        KVManager(allocator, cache, ready.max_running_requests),
+        worker,
+        receiver,
+        channels.sender("to_detokenizer"),
+        to_tokenizer,
+        lambda request: _stop_checker(tokenizer, request),
+        on_turn=watchdog.feed,
+    )
+    watchdog.start()
+    on_ready(ready)
+    with _heartbeats(to_tokenizer, "scheduler", enabled=not args.single_process):
+        scheduler.run()
+    watchdog.stop()
+
+
+def scheduler_config(args: ServerArgs, model: ModelConfig, ready: ReadyInfo) -> SchedulerConfig:
+    """The scheduler's limits."""
+    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else ready.context_length
+    return SchedulerConfig(
+        policy=args.schedule_policy,
+        chunk_tokens=chunk,
+        step_tokens=max(args.max_prefill_tokens, chunk, ready.max_running_requests),
+        max_running=ready.max_running_requests,
+        max_queued=args.max_queued_requests,
+        max_steps_in_flight=1 if args.disable_overlap_schedule else 2,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        vocab_size=ready.vocab_size,
+        stream_interval=args.stream_interval,
+        priority_ageing_s=args.priority_ageing_s,
+        conservativeness=args.schedule_conservativeness,
+        decode_log_interval=args.decode_log_interval,
+        accept_faults=args.enable_fault_injection,
+    )
+
+
+def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
+    """Turn ids into text until a ShutdownReq."""
+    receiver = channels.receiver("to_detokenizer")
+    watchdog = Watchdog("detokenizer", args.soft_watchdog_timeout_s)
+    manager = DetokenizerManager(
+        open_tokenizer(args),
+        channels.sender("to_tokenizer"),
+        channels.sender("to_scheduler"),
+        enable_faults=args.enable_fault_injection,
+        watchdog=watchdog,
+    )
+    watchdog.start()
+    on_ready(None)
+    manager.run(receiver, heartbeats=not args.single_process)
+    watchdog.stop()
+
+
+def _stop_checker(tokenizer: Tokenizer, request: TokenizedGenerateReqInput) -> StopMatcher:
+    sampling = request.sampling
+    decoder = IncrementalDecoder(
+        tokenizer,
+        skip_special_tokens=sampling.skip_special_tokens,
+        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        context_ids=unpack_int32(request.input_ids[-32:]) if not request.input_embeds else (),
+    )
+    return StopMatcher(sampling.stop, sampling.stop_regex, decoder)
+
+
+def _die_of_watchdog() -> None:
+    """A step that never ends cannot be interrupted: the process goes, and its parent answers every waiter."""
+    os._exit(3)
+
+
+@contextlib.contextmanager
+def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[None]:
+    """Signs of life from a thread, while the loop may be deep in a step."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(HEARTBEAT_S):
+            to_tokenizer.send(Heartbeat(process))
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    if enabled:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if enabled:
+            thread.join()
+
+
+# -- the engine
+
+
+class Parts:
+    """The scheduler and the detokenizer of a running engine, as children or as threads."""
+
+    def __init__(self, channels: Channels) -> None:
+        self.channels = channels
+        self._to_scheduler = channels.sender("to_scheduler")
+        self._to_detokenizer = channels.sender("to_detokenizer")
+
+    def ask_to_leave(self) -> None:
+        """Both loops end after the message they are at."""
+        self._to_scheduler.send(ShutdownReq())
+        self._to_detokenizer.send(ShutdownReq())
+
+
+class ChildParts(Parts):
+    """Child processes, watched by a thread."""
+
+    def __init__(self, args: ServerArgs, ports: Ports) -> None:
+        super().__init__(ZmqChannels(ports))
+        # The scheduler imports torch and loads the weights: it goes first.
+        self.children = [ChildProcess("scheduler", args, ports), ChildProcess("detokenizer", args, ports)]
+        self._supervisor: Supervisor | None = None
+        self._stopped = False
+
+    def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
+        """Until both can serve. Raises why one cannot; then none is left."""
+        try:
+            info = self.children[0].wait_ready(on_progress, should_stop)
+            self.children[1].wait_ready(should_stop=should_stop)
+        except BaseException:
+            self.kill()
+            raise
+        assert info is not None
+        return info
+
+    def watch(self, manager: TokenizerManager, on_death: Callable[[str], None]) -> None:
+        """Call `on_death(message)` from a thread when a child dies before `stop`."""
+        self._supervisor = Supervisor(self.children, on_death, manager.heartbeat_age_s)
+        self._supervisor.start()
+
+    def stop(self) -> None:
+        """End the children: asked first, killed after a few seconds. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        self.ask_to_leave()
+        deadline = time.monotonic() + STOP_CHILD_S
+        for child in self.children:
+            child.stop(max(0.0, deadline - time.monotonic()))
+        self.channels.close()
+
+    def kill(self) -> None:
+        """End the children now."""
+        self._stopped = True
+        for child in self.children:
+            child.kill()
+        self.channels.close()
+
+
+class ThreadParts(Parts):
+    """Threads of this process (--single-process)."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        super().__init__(LocalChannels())
+        self._args = args
+        self._threads: list[threading.Thread] = []
+        self._stopped = False
+        self._ready: ReadyInfo | None = None
+        self._started = threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._on_death: Callable[[str], None] = lambda message: None
+
+    def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
+        """Start both threads and wait until they can serve. Raises why one cannot."""
+        for name, run in (("scheduler", run_scheduler), ("detokenizer", run_detokenizer)):
+            thread = threading.Thread(target=self._guard, args=(name, run, on_progress), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        for _ in self._threads:
+            self._started.acquire()
+        if self._error is not None:
+            self.stop()
+            raise self._error
+        assert self._ready is not None
+        return self._ready
+
+    def _guard(
+        self, name: str, run: Callable[[ServerArgs, Channels, OnReady, OnProgress], None], on_progress: OnProgress
+    ) -> None:
+        started = False
+
+        def on_ready(info: ReadyInfo | None) -> None:
+            nonlocal started
+            self._ready = info or self._ready
+            started = True
+            self._started.release()
+
+        try:
+            run(self._args, self.channels, on_ready, on_progress)
+        except BaseException as error:
+            if not started:
+                self._error = error
+                self._started.release()
+                return
+            logger.exception("the %s thread died", name)
+            self._on_death(f"the {name} died; the request was lost")
+
+    def watch(self, manager: TokenizerManager, on_death: Callable[[str], None]) -> None:
+        """Call `on_death(message)` when a thread dies."""
+        self._on_death = on_death
+
+    def stop(self) -> None:
+        """End both threads. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self.ask_to_leave()
+        for thread in self._threads:
+            thread.join(STOP_CHILD_S)
+        self.channels.close()
+
+    kill = stop
+
+
+@dataclass(slots=True)
+class RunningEngine:
+    """A started engine. The TokenizerManager belongs to the event loop that first uses it.
+
+    on_death: set by the owner; called from a thread, after every waiter has been answered, when a part died.
+    """
+
+    args: ServerArgs
+    tokenizer_manager: TokenizerManager
+    ready: ReadyInfo
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    model: ModelConfig
+    metrics: Metrics
+    parts: ChildParts | ThreadParts
+    resources: contextlib.ExitStack
+    on_death: Callable[[], None] = lambda: None
+
+    def shutdown(self) -> None:
+        """End the parts. Close the TokenizerManager on its loop before. Idempotent."""
+        self.parts.stop()
+        self.resources.close()
+
+
+def launch_engine(
+    args: ServerArgs,
+    on_progress: OnProgress = lambda done, total: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunningEngine:
+    """Start an engine and wait until it can serve. Raises ConfigError, ModelError, or ExecutionError.
+
+    on_progress: bytes of the checkpoint loaded so far and in all. should_stop: asked while waiting; True gives up.
+    """
+    with contextlib.ExitStack() as resources:
+        parts: ChildParts | ThreadParts
+        if args.single_process:
+            parts = ThreadParts(args)
+        else:
+            resolve_model(args.model_path)  # joins or refuses before two children would
+            parts = ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir())))
+        try:
+            from_engine = parts.channels.receiver("to_tokenizer")
+            tokenizer = open_tokenizer(args)
+            template = open_chat_template(args, tokenizer)
+            model = read_model_config(args)
+            ready = parts.wait_ready(on_progress, should_stop)
+        except BaseException:
+            parts.kill()
+            raise
+        defaults = model.sampling_defaults
+        metrics = Metrics(served_name(args))
+        watchdog = Watchdog("tokenizer manager", args.soft_watchdog_timeout_s)
+        manager = TokenizerManager(
+            args,
+            ready,
+            tokenizer,
+            parts.channels.sender("to_scheduler"),
+            from_engine,
+            defaults=GenerationDefaults(
+                temperature=defaults.temperature,
+                top_p=defaults.top_p,
+                top_k=defaults.top_k,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
+            ),
+            metrics=metrics,
+            to_detokenizer=parts.channels.sender("to_detokenizer"),
+            watchdog=watchdog,
+        )
+        engine = RunningEngine(args, manager, ready, tokenizer, template, model, metrics, parts, resources.pop_all())
+
+        def died(message: str) -> None:
+            manager.fail_all(message)
+            engine.on_death()
+
+        parts.watch(manager, died)
+        return engine
+
+
+# -- the server
+
+
+def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = None) -> int:
+    """Serve over HTTP until told to stop. Returns the exit code: 0 after a drain, 1 when a part of the engine died.
+
+    on_started: called with the URL once requests are accepted; default: the start-up summary on stderr.
+    """
+    log.configure(args.log_level, "main")
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    started_s = time.monotonic()
+    with _loading_bar() as on_progress:
+        try:
+            engine = launch_engine(args, on_progress, stopping.is_set)
+        except ExecutionError:
+            if stopping.is_set():
+                return 0
+            raise
+    try:
+        announce = on_started or (lambda url: _print_summary(engine, url, time.monotonic() - started_s))
+        return asyncio.run(_serve(engine, announce, stopping))
+    finally:
+        engine.shutdown()
+
+
+async def _serve(engine: RunningEngine, on_started: Callable[[str], None], stopping: threading.Event) -> int:
+    from headrace.server.app import create_app
+    from headrace.server.context import ServedModel, ServerStatus
+    from headrace.server.listener import Server
+
+    args, manager = engine.args, engine.tokenizer_manager
+    status = ServerStatus()
+    model = ServedModel(
+        name=served_name(args),
+        context_length=engine.ready.context_length,
+        tokenizer=engine.tokenizer,
+        chat_template=engine.chat_template,
+        ready=engine.ready,
+        model_type=engine.model.model_type,
+    )
+    server = Server(create_app(manager, args, model, engine.metrics, status), args)
+    loop = asyncio.get_running_loop()
+    exit_code = 0
+    num_signals = 0
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def drain() -> None:
+        await manager.drain(args.drain_timeout_s)
+        server.shutdown()
+
+    def on_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            logger.info("stopping: running requests have %.0f s; a second signal ends them now", args.drain_timeout_s)
+            status.draining = True
+            tasks.add(loop.create_task(drain()))
+        else:
+            server.shutdown(force=True)
+
+    def on_death() -> None:
+        nonlocal exit_code
+        exit_code = 1
+        status.draining = True
+        # Waiters have been answered; their replies are written before the server goes.
+        loop.call_soon_threadsafe(server.shutdown)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    engine.on_death = on_death
+    manager.start()
+    if not args.skip_server_warmup:
+        await manager.health(generate=True)
+    if stopping.is_set():
+        return 0
+    await server.serve(lambda: on_started(server.url))
+    for task in tasks:
+        task.cancel()
+    await manager.close()
+    return exit_code
+
+
+@contextlib.contextmanager
+def _loading_bar() -> Iterator[OnProgress]:
+    """A progress bar on stderr while the weights load; nothing when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("weights", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
+    ready = engine.ready
+    gib = 2**30
+    rows = (
+        ("model", f"{served_name(engine.args)} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB)"),
+        ("precision", f"{ready.dtype} weights, {ready.kv_cache_dtype} KV, on {ready.device}"),
+        ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
+        ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
+        ("attention", ready.attention_backend),
+        ("URL", url),
+    )
+    lines = [f"Headrace is ready after {seconds:.1f} s", *(f"  {name:<10} {value}" for name, value in rows)]
+    print("\n".join(lines), file=sys.stderr, flush=True)

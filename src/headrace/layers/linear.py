@@ -1,0 +1,86 @@
+"""Linear layers: one product for all projections that share an input.
+
+Owns the fusing of Hugging Face projections (q, k, v; gate, up) and their packing for the kernels. Does not own the product
+(`headrace.kernels`). Runs in the thread that runs the model.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from headrace import kernels
+from headrace.kernels import PackedLinear
+from headrace.layers.weight import Placement, Weight
+
+
+class Linear:
+    """y = x @ W^T + b, where W stacks the weights of one or more projections of the same input.
+
+    outputs: size of each projection by its Hugging Face name, in the order of y's columns. The stack is packed when its last part
+    has been loaded, so a model is usable once every weight has been.
+    """
+
+    def __init__(self, in_size: int, outputs: Mapping[str, int], placement: Placement, *, bias: bool = False) -> None:
+        self.in_size = in_size
+        self.outputs = dict(outputs)
+        self._bias = bias
+        self._placement = placement
+        ends = list(accumulate(self.outputs.values()))
+        self._columns = {name: slice(end - size, end) for end, (name, size) in zip(ends, outputs.items(), strict=True)}
+        self._parts: dict[str, torch.Tensor] = {}
+        self._packed: PackedLinear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_size] -> [rows, sum(outputs)]."""
+        return kernels.linear(x, self._packed)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """`<prefix><projection>.weight`, and `.bias` where there is one."""
+        for name, size in self.outputs.items():
+            yield Weight(
+                f"{prefix}{name}.weight",
+                (size, self.in_size),
+                partial(self._load, f"{name}.weight"),
+                partial(self._read_weight, name),
+                itemsize=self._placement.weight_dtype.itemsize,
+            )
+            if self._bias:
+                yield Weight(
+                    f"{prefix}{name}.bias",
+                    (size,),
+                    partial(self._load, f"{name}.bias"),
+                    partial(self._read_bias, name),
+                    init="zeros",
+                    itemsize=self._placement.weight_dtype.itemsize,
+                )
+
+    def _load(self, part: str, tensor: torch.Tensor) -> None:
+        self._parts[part] = self._placement.place(tensor)
+        if len(self._parts) < len(self.outputs) * (2 if self._bias else 1):
+            return
+        weight = _stack([self._parts[f"{name}.weight"] for name in self.outputs])
+        bias = _stack([self._parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
+        self._parts.clear()
+        self._packed = kernels.pack_linear(weight, bias)
+
+    def _read_weight(self, name: str) -> torch.Tensor:
+        return unpack_weight(self._packed)[self._columns[name]].to(self._placement.weight_dtype)
+
+    def _read_bias(self, name: str) -> torch.Tensor:
+        assert self._packed.bias is not None, name
+        return self._packed.bias[self._columns[name]].to(self._placement.weight_dtype)
+
+
+def unpack_weight(packed: PackedLinear) -> torch.Tensor:
+    """The weight [n, k] that was packed (the layouts are those of `PackedLinear`)."""
+    if packed.layout == "torch":
+        return packed.data
+    if packed.layout == "native_bf16":
+        return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
+    return packed.data.permute(0, 2, 1).reshape(-1, packed.k)[: packed.n]
+
+
+def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

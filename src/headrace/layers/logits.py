@@ -1,0 +1,36 @@
+"""From the last hidden state to logits. Runs in the thread that runs the model."""
+
+from collections.abc import Iterator
+
+import torch
+
+from headrace.layers.linear import Linear
+from headrace.layers.weight import Weight
+
+
+class LogitsHead:
+    """Output projection and final soft cap.
+
+    soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0.0 = as they are. tied: the weight is the embedding's, which
+    loads it, so this layer asks for none.
+    """
+
+    def __init__(self, projection: Linear, *, soft_cap: float = 0.0, tied: bool = False) -> None:
+        self._projection = projection
+        self._soft_cap = soft_cap
+        self._tied = tied
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> float32[rows, vocab_size]."""
+        logits = self._projection(hidden).float()
+        if self._soft_cap:
+            # Row by row: torch's vectorised tanh rounds the last elements of a call differently, and a row's bits must not depend
+            # on how many rows there are.
+            for row in logits:
+                row.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """`<prefix>lm_head.weight`, unless it is tied."""
+        if not self._tied:
+            yield from self._projection.weights(prefix)

@@ -1,0 +1,114 @@
+"""Rotary position embedding: the tables, for every kind of frequency scaling.
+
+Owns the frequencies. Does not own the rotation (`headrace.kernels.rotary`, halves convention). Tables are made once, when the model
+is built, and do not change: a key in the cache stays valid whatever joins it later.
+
+Sources: J. Su et al., "RoFormer" (2021); linear interpolation: S. Chen et al. (2023); NTK-aware scaling and YaRN: B. Peng et al.,
+"YaRN" (2023); llama3: the Llama 3.1 release; LongRoPE: Y. Ding et al. (2024).
+"""
+
+import math
+
+import torch
+
+from headrace import kernels
+from headrace.checkpoint.model_config import RopeConfig
+from headrace.layers.weight import Placement
+
+
+class Rotary:
+    """cos and sin of every position, float32[max_positions, rotary_dim / 2], where rotary_dim <= head_dim."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, trained_positions: int, placement: Placement) -> None:
+        """trained_positions: `max_position_embeddings` of the model."""
+        rotary_dim = int(head_dim * rope.partial_rotary_factor)
+        frequencies, attention_factor = inverse_frequencies(
+            rope, rotary_dim, trained_positions, placement.max_positions
+        )
+        positions = torch.arange(placement.max_positions, dtype=torch.float32)
+        angles = positions[:, None] * frequencies[None, :]
+        self._cos = (angles.cos() * attention_factor).to(placement.device)
+        self._sin = (angles.sin() * attention_factor).to(placement.device)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rotate q [tokens, num_q_heads, head_dim] and k [tokens, num_kv_heads, head_dim] in place; positions int32[tokens]."""
+        kernels.rotary(q, k, positions, self._cos, self._sin)
+
+
+def inverse_frequencies(
+    rope: RopeConfig, rotary_dim: int, trained_positions: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    """float32[rotary_dim / 2] radians per position, and the factor on cos and sin.
+
+    `dynamic` and `longrope` depend on the length of a sequence in their papers; here on `max_positions`, the longest one served, so
+    that a key does not depend on what follows it. Up to the trained length both are the plain frequencies.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    scaling = rope.scaling
+    if rope.rope_type == "dynamic":
+        stretch = max(max_positions, trained_positions) / trained_positions
+        base = rope.theta * (scaling["factor"] * stretch - (scaling["factor"] - 1)) ** (rotary_dim / (rotary_dim - 2))
+        return 1.0 / base**exponents, 1.0
+    plain = 1.0 / rope.theta**exponents
+    if rope.rope_type == "linear":
+        return plain / scaling["factor"], 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(plain, rope.theta, rotary_dim, scaling)
+    if rope.rope_type == "longrope":
+        return _longrope(plain, scaling, trained_positions, max_positions)
+    return plain, 1.0
+
+
+def _llama3(plain: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:
+    """Slow waves are stretched by `factor`, fast ones kept, those between blended."""
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = original * plain / (2 * math.pi)  # over the original context
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * plain / scaling["factor"] + keep * plain
+
+
+def _yarn(plain: torch.Tensor, theta: float, rotary_dim: int, scaling: dict[str, float]) -> tuple[torch.Tensor, float]:
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+
+    def dimension(turns: float) -> float:
+        """Index of the frequency that makes so many turns over the original context."""
+        return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    frequencies = plain / factor * stretched + plain * (1 - stretched)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+    return frequencies, attention_factor
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(
+    plain: torch.Tensor, scaling: dict[str, object], trained_positions: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    original = scaling["original_max_position_embeddings"]
+    assert isinstance(original, int | float), original
+    divisors = torch.tensor(scaling["long_factor" if max_positions > original else "short_factor"], dtype=torch.float32)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        factor = scaling.get("factor") or trained_positions / original
+        assert isinstance(factor, int | float), factor
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    assert isinstance(attention_factor, int | float), attention_factor
+    return plain / divisors, attention_factor

@@ -1,0 +1,428 @@
+"""One-way channels between the tokenizer manager, the scheduler and the detokenizer.
+
+Owns the wire: sockets, frames, the private directory of the socket files. Does not own what the messages mean.
+Two forms with one face: ZMQ PUSH/PULL over `ipc://` between processes (`ZmqChannels`), and queues within one process
+(`LocalChannels`), so that the whole pipeline also runs in threads of one process. Each channel has one receiver and any number
+of senders. A frame is msgpack of one typed struct, nothing else: bytes that do not decode to a known message are dropped and counted.
+"""
+
+import asyncio
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+import msgspec
+import zmq
+
+from headrace.errors import ConfigError
+from headrace.log import get_logger
+from headrace.messages.control import (
+    AbortReq,
+    FaultReq,
+    FlushCacheReply,
+    FlushCacheReq,
+    HealthCheckReply,
+    HealthCheckReq,
+    Heartbeat,
+    InternalStateReply,
+    InternalStateReq,
+    SchedulerStats,
+    ShutdownReq,
+)
+from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
+from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+
+logger = get_logger(__name__)
+
+Message = (
+    TokenizedGenerateReqInput
+    | BatchTokenizedGenerateReqInput
+    | BatchTokenIDOut
+    | BatchStrOut
+    | AbortReq
+    | FlushCacheReq
+    | FlushCacheReply
+    | InternalStateReq
+    | InternalStateReply
+    | HealthCheckReq
+    | HealthCheckReply
+    | SchedulerStats
+    | Heartbeat
+    | ShutdownReq
+    | FaultReq
+)
+"""Everything that may cross a channel. A new message is added here and nowhere else."""
+
+ChannelName = Literal["to_scheduler", "to_detokenizer", "to_tokenizer"]
+
+_IPC_PATH_LIMIT = 107
+"""Longest path of a Unix socket (sun_path of Linux, without the final NUL)."""
+
+
+class Sender(Protocol):
+    """The writing end. Safe to use from several threads; never waits for the receiver."""
+
+    def send(self, message: Message) -> None:
+        """Hand over one message. Messages of one sender arrive in order."""
+
+    def close(self) -> None:
+        """Release the end. Messages not yet taken may be lost. Idempotent."""
+
+
+class Receiver(Protocol):
+    """The reading end, used by one thread (or one event loop) only.
+
+    dropped_frames: frames so far that were not a known message.
+    """
+
+    dropped_frames: int
+
+    def recv_nowait(self) -> Message | None:
+        """The next message, or None when there is none now."""
+
+    def recv(self, timeout_s: float) -> Message | None:
+        """The next message, or None after `timeout_s` seconds without one."""
+
+    async def arecv(self) -> Message:
+        """The next message. One waiter at a time."""
+
+    def close(self) -> None:
+        """Release the end. Idempotent."""
+
+
+class Channels(Protocol):
+    """Makes the ends of the named channels."""
+
+    def sender(self, name: ChannelName) -> Sender:
+        """A new writing end."""
+
+    def receiver(self, name: ChannelName) -> Receiver:
+        """The reading end; one per channel."""
+
+    def close(self) -> None:
+        """Close every end made here. Idempotent."""
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """Addresses of the channels, given to child processes."""
+
+    to_scheduler: str
+    to_detokenizer: str
+    to_tokenizer: str
+
+    @classmethod
+    def in_directory(cls, directory: Path) -> Self:
+        """Socket files of `directory`. Raises ConfigError when its path is too long for a Unix socket."""
+        longest = directory / "to_detokenizer"
+        if len(os.fsencode(longest)) > _IPC_PATH_LIMIT:
+            raise ConfigError(
+                "the temporary directory's path is too long for a Unix socket; set TMPDIR to a shorter one"
+            )
+        return cls(*(f"ipc://{directory / name}" for name in cls.__struct_fields__))
+
+
+class MessageCodec:
+    """Messages to frames and back."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Message)
+
+    def encode(self, message: Message) -> bytes:
+        """One frame."""
+        return self._encoder.encode(message)
+
+    def decode(self, frame: bytes) -> Message | None:
+        """The message of `frame`, or None when it is none."""
+        try:
+            message: Message = self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
+            return None
+        return message
+
+
+class ZmqSender:
+    """PUSH socket. Unlimited high-water mark: a send never waits; the front end bounds what is in the system."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+        self._codec = MessageCodec()
+        # A ZMQ socket is not thread-safe, and heartbeats come from a thread of their own.
+        self._lock = threading.Lock()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def send(self, message: Message) -> None:
+        """See `Sender`. After `close` it does nothing."""
+        frame = self._codec.encode(message)
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(frame, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """See `Sender`."""
+        with self._lock:
+            self._socket.close()
+
+
+class ZmqReceiver:
+    """PULL socket that binds the channel's address.
+
+    The async side watches the socket's file descriptor with the loop's own selector. That descriptor is edge-triggered
+    (zmq_getsockopt(3), ZMQ_FD), so each wake-up takes everything there is.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+        self.dropped_frames = 0
+        self._codec = MessageCodec()
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._taken: deque[Message] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fd = -1
+        self._waiter: asyncio.Future[None] | None = None
+
+    def recv_nowait(self) -> Message | None:
+        """See `Receiver`."""
+        if self._taken:
+            return self._taken.popleft()
+        return self._take()
+
+    def recv(self, timeout_s: float) -> Message | None:
+        """See `Receiver`."""
+        deadline_s = time.monotonic() + timeout_s
+        while (message := self.recv_nowait()) is None:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not self._socket.poll(max(1, int(left_s * 1000)), zmq.POLLIN):
+                return self.recv_nowait()
+        return message
+
+    async def arecv(self) -> Message:
+        """See `Receiver`."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._fd = int(self._socket.get(zmq.FD))
+            self._loop.add_reader(self._fd, self._drain)
+            self._drain()
+        while not self._taken:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._taken.popleft()
+
+    def close(self) -> None:
+        """See `Receiver`. With the async side in use: call it on that loop or after the loop has stopped."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self._loop = None
+        self._socket.close()
+
+    def _take(self) -> Message | None:
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            message = self._codec.decode(frame)
+            if message is not None:
+                return message
+            self.dropped_frames += 1
+            logger.warning("dropped a malformed frame of %d bytes (%d so far)", len(frame), self.dropped_frames)
+
+    def _drain(self) -> None:
+        while (message := self._take()) is not None:
+            self._taken.append(message)
+        if self._taken and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class ZmqChannels:
+    """The channels of `ports` between processes. Each process makes its own."""
+
+    def __init__(self, ports: Ports) -> None:
+        self.ports = ports
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._ends: list[ZmqSender | ZmqReceiver] = []
+
+    def sender(self, name: ChannelName) -> ZmqSender:
+        """See `Channels`."""
+        end = ZmqSender(self._context, self._address(name))
+        self._ends.append(end)
+        return end
+
+    def receiver(self, name: ChannelName) -> ZmqReceiver:
+        """See `Channels`."""
+        end = ZmqReceiver(self._context, self._address(name))
+        self._ends.append(end)
+        return end
+
+    def close(self) -> None:
+        """See `Channels`."""
+        for end in self._ends:
+            end.close()
+        self._ends.clear()
+        self._context.term()
+
+    def _address(self, name: ChannelName) -> str:
+        return {
+            "to_scheduler": self.ports.to_scheduler,
+            "to_detokenizer": self.ports.to_detokenizer,
+            "to_tokenizer": self.ports.to_tokenizer,
+        }[name]
+
+
+class LocalQueue:
+    """Both ends of a channel within one process. Messages are handed over as they are: they are frozen."""
+
+    def __init__(self) -> None:
+        self.dropped_frames = 0
+        self._messages: deque[Message] = deque()
+        self._changed = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def send(self, message: Message) -> None:
+        """See `Sender`. After `close` it does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._messages.append(message)
+            self._changed.notify()
+            # call_soon_threadsafe under the lock: the loop cannot be released by `close` in between.
+            if self._loop is not None and self._waiter is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._wake, self._waiter)
+                self._waiter = None
+
+    def recv_nowait(self) -> Message | None:
+        """See `Receiver`."""
+        with self._changed:
+            return self._messages.popleft() if self._messages else None
+
+    def recv(self, timeout_s: float) -> Message | None:
+        """See `Receiver`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._closed, timeout_s)
+            return self._messages.popleft() if self._messages else None
+
+    async def arecv(self) -> Message:
+        """See `Receiver`."""
+        while True:
+            with self._changed:
+                if self._messages:
+                    return self._messages.popleft()
+                self._loop = asyncio.get_running_loop()
+                waiter = self._waiter = self._loop.create_future()
+            await waiter
+
+    def close(self) -> None:
+        """See `Sender`."""
+        with self._changed:
+            self._closed = True
+            self._messages.clear()
+            self._loop = None
+            self._changed.notify_all()
+
+    @staticmethod
+    def _wake(waiter: "asyncio.Future[None]") -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+class LocalChannels:
+    """The channels within one process. Share one object between the parts."""
+
+    def __init__(self) -> None:
+        self._queues: dict[ChannelName, LocalQueue] = {
+            "to_scheduler": LocalQueue(),
+            "to_detokenizer": LocalQueue(),
+            "to_tokenizer": LocalQueue(),
+        }
+
+    def sender(self, name: ChannelName) -> LocalQueue:
+        """See `Channels`."""
+        return self._queues[name]
+
+    def receiver(self, name: ChannelName) -> LocalQueue:
+        """See `Channels`."""
+        return self._queues[name]
+
+    def close(self) -> None:
+        """See `Channels`."""
+        for queue in self._queues.values():
+            queue.close()
+
+
+class IpcDir:
+    """A private directory (mode 0700) for socket files, removed when the context ends.
+
+    A process that is killed leaves its directory behind; the next one removes it. The owner holds a lock on the file `lock`
+    within, which the kernel releases when the owner dies, whatever way.
+    """
+
+    _PREFIX = "headrace-ipc-"
+
+    def __init__(self) -> None:
+        self._owner = -1
+        self._lock_fd = -1
+        self.path = Path()
+
+    def __enter__(self) -> Path:
+        """Create it. Raises ConfigError when there is no room for a temporary directory."""
+        try:
+            parent = Path(tempfile.gettempdir())
+            _remove_abandoned(parent, self._PREFIX)
+            self.path = Path(tempfile.mkdtemp(prefix=self._PREFIX, dir=parent))
+            self._lock_fd = os.open(self.path / "lock.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            (self.path / "lock.new").rename(self.path / "lock")
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"cannot create a temporary directory: {error.strerror}; set TMPDIR") from error
+        self._owner = os.getpid()
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove it, unless this process is a fork of the owner. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+        if self._owner == os.getpid():
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._owner = -1
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove directories whose owner has died: ours by uid, and nobody holds their lock."""
+    for path in parent.glob(f"{prefix}*"):
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            # Gone meanwhile, or its owner is only just creating it.
+            continue
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock_fd)

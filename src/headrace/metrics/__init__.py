@@ -1,0 +1,1 @@
+"""What the server counts and measures, how it is exported, and watchdogs over its loops."""

@@ -1,0 +1,86 @@
+"""Notices a loop that stands still.
+
+Owns the timing and one thread per running watchdog. Does not know what the loop does: the loop calls `feed` once per turn. A hard
+watchdog ends the process (its `on_timeout`), a soft one only says so in the log.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from headrace.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class Watchdog:
+    """Reports when `feed` has not been called for `timeout_s` seconds while enabled. timeout_s 0 = never.
+
+    on_timeout: called once per stall, from the thread that checks. After it the watchdog waits for the next `feed`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        on_timeout: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_stalls = 0
+        self._name = name
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._clock = clock
+        self._fed_s = clock()
+        self._watching = True
+        self._reported = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def feed(self) -> None:
+        """The loop has turned."""
+        self._fed_s = self._clock()
+        self._reported = False
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Within it the loop may take as long as it likes, for example to wait for work."""
+        self._watching = False
+        try:
+            yield
+        finally:
+            self.feed()
+            self._watching = True
+
+    def check(self) -> bool:
+        """True when the loop stands still. The first time of a stall it is logged and `on_timeout` called."""
+        if self._timeout_s <= 0 or not self._watching:
+            return False
+        still_s = self._clock() - self._fed_s
+        if still_s <= self._timeout_s:
+            return False
+        if not self._reported:
+            self._reported = True
+            self.num_stalls += 1
+            logger.warning("%s: no progress for %.1f s (limit %.1f s)", self._name, still_s, self._timeout_s)
+            self._on_timeout()
+        return True
+
+    def start(self) -> None:
+        """Check from a thread of its own, several times per timeout. Nothing when the timeout is 0."""
+        if self._timeout_s <= 0 or self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._run, name=f"watchdog {self._name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._timeout_s / 4):
+            self.check()

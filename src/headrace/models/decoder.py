@@ -1,0 +1,195 @@
+"""The decoder that most families are: blocks of attention and a gated feed-forward layer around one residual stream.
+
+Owns the blocks and the order of their parts. What families change is in `BlockOptions`; each family's file fills it in. Runs in
+the thread that runs the model.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec
+from headrace.checkpoint.model_config import ModelConfig, RopeConfig
+from headrace.layers.embedding import Embedding
+from headrace.layers.linear import Linear
+from headrace.layers.logits import LogitsHead
+from headrace.layers.mlp import GatedMlp
+from headrace.layers.moe import SparseMoe
+from headrace.layers.norm import RMSNorm
+from headrace.layers.rotary import Rotary
+from headrace.layers.weight import Placement, Weight
+
+Mlp = GatedMlp | SparseMoe
+MlpFactory = Callable[[ModelConfig, int, Placement], Mlp]
+
+
+def gated_mlp(config: ModelConfig, layer: int, placement: Placement) -> Mlp:
+    """The dense feed-forward layer of decoder layer `layer`."""
+    return GatedMlp(config.hidden_size, config.intermediate_size, config.hidden_act, placement, bias=config.mlp_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOptions:
+    """What differs between families.
+
+    qkv_bias, out_bias: biases of attention's projections. qk_norm: q and k are normalised per head before the rotation.
+    sandwich_norms: attention's and the feed-forward layer's outputs are normalised too, before they join the residual (Gemma).
+    norm_offset: 1.0 where norms are stored minus one. embed_scale: factor on token embeddings.
+    mlp, mlp_name: makes the feed-forward layer; its Hugging Face name.
+    """
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
+    mlp: MlpFactory = gated_mlp
+    mlp_name: str = "mlp"
+
+
+class Attention:
+    """Projections, head norms, rotation, paged attention, output projection."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
+    ) -> None:
+        self._q_size = config.num_q_heads * config.head_dim
+        self._kv_size = config.num_kv_heads * config.head_dim
+        slides = config.layer_types[layer] == "sliding_attention" and config.sliding_window is not None
+        self._spec = AttentionLayerSpec(
+            layer_id=layer,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            sliding_window=(config.sliding_window or 0) if slides else 0,
+            soft_cap=config.attn_logit_softcapping or 0.0,
+        )
+        sizes = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
+        self._qkv = Linear(config.hidden_size, sizes, placement, bias=options.qkv_bias)
+        self._out = Linear(self._q_size, {"o_proj": config.hidden_size}, placement, bias=options.out_bias)
+        self._rotary = rotary
+        self._head_norms: tuple[RMSNorm, RMSNorm] | None = None
+        if options.qk_norm:
+            q_norm, k_norm = (
+                RMSNorm(config.head_dim, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
+                for _ in range(2)
+            )
+            self._head_norms = (q_norm, k_norm)
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape."""
+        spec = self._spec
+        qkv = self._qkv(x)
+        q, k, v = qkv.split((self._q_size, self._kv_size, self._kv_size), dim=1)
+        q = q.unflatten(1, (spec.num_q_heads, spec.head_dim))
+        k = k.unflatten(1, (spec.num_kv_heads, spec.head_dim))
+        v = v.unflatten(1, (spec.num_kv_heads, spec.head_dim))
+        if self._head_norms is not None:
+            q, k = self._head_norms[0].heads(q), self._head_norms[1].heads(k)
+        self._rotary(q, k, positions)
+        return self._out(attention.forward(q, k, v, spec))
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """`<prefix>.q_proj`, `.k_proj`, `.v_proj`, `.o_proj`, and `.q_norm`, `.k_norm` where there are."""
+        yield from self._qkv.weights(f"{prefix}.")
+        yield from self._out.weights(f"{prefix}.")
+        if self._head_norms is not None:
+            yield from self._head_norms[0].weights(f"{prefix}.q_norm")
+            yield from self._head_norms[1].weights(f"{prefix}.k_norm")
+
+
+class Block:
+    """One decoder layer. `residual` is the stream; what a part adds to it joins at the next norm, in the same kernel."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
+    ) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
+
+        self._attention_norm = norm()
+        self._attention = Attention(config, layer, options, rotary, placement)
+        self._mlp_norm = norm()
+        self._mlp = options.mlp(config, layer, placement)
+        self._mlp_name = options.mlp_name
+        self._after: tuple[RMSNorm, RMSNorm] | None = (norm(), norm()) if options.sandwich_norms else None
+
+    def __call__(
+        self, added: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """added: what the layer before adds to `residual` [num_tokens, hidden_size] (None at the first). Returns what this one adds."""
+        x = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
+        x = self._attention(x, positions, attention)
+        if self._after is not None:
+            x = self._after[0](x)
+        x = self._mlp(self._mlp_norm(x, residual))
+        return x if self._after is None else self._after[1](x)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """The layer's tensors; sandwich norms have Gemma's names."""
+        yield from self._attention_norm.weights(f"{prefix}.input_layernorm")
+        yield from self._attention.weights(f"{prefix}.self_attn")
+        if self._after is None:
+            yield from self._mlp_norm.weights(f"{prefix}.post_attention_layernorm")
+        else:
+            yield from self._after[0].weights(f"{prefix}.post_attention_layernorm")
+            yield from self._mlp_norm.weights(f"{prefix}.pre_feedforward_layernorm")
+            yield from self._after[1].weights(f"{prefix}.post_feedforward_layernorm")
+        yield from self._mlp.weights(f"{prefix}.{self._mlp_name}")
+
+
+class DecoderLM:
+    """Embedding, blocks, final norm, logits: a `CausalLM`."""
+
+    def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
+        ropes: dict[str, Rotary] = {}
+
+        def rotary(rope: RopeConfig) -> Rotary:
+            # Layers with the same parameters share their tables.
+            key = repr(rope)
+            if key not in ropes:
+                ropes[key] = Rotary(rope, config.head_dim, config.max_position_embeddings, placement)
+            return ropes[key]
+
+        head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
+        tied = config.tie_word_embeddings
+        self._embedding = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            placement,
+            scale=options.embed_scale,
+            tied=head if tied else None,
+        )
+        self._blocks = [
+            Block(config, layer, options, rotary(config.rope_for(layer)), placement)
+            for layer in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
+        self._head = LogitsHead(head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied)
+
+    def weights(self) -> Iterator[Weight]:
+        """See `CausalLM.weights`."""
+        yield from self._embedding.weights("model.embed_tokens")
+        for index, block in enumerate(self._blocks):
+            yield from block.weights(f"model.layers.{index}")
+        yield from self._norm.weights("model.norm")
+        yield from self._head.weights("")
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.embed`."""
+        return self._embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """See `CausalLM.forward`."""
+        residual, added = hidden, None
+        for block in self._blocks:
+            added = block(added, residual, positions, attention)
+        assert added is not None
+        return self._norm(added, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.logits`."""
+        return self._head(hidden)

@@ -1,0 +1,96 @@
+"""What a model is to the runner, and which class serves which architecture.
+
+Owns `CausalLM` (the protocol), `ModelSpec` and the registry by Hugging Face `model_type`. A family file makes its specs; this
+module lists the family files. Used by the thread that loads the model.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal, Protocol
+
+import torch
+
+from headrace.attention.base import AttentionBackend, KvShape
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.errors import ModelError
+from headrace.layers.weight import Placement, Weight
+
+ModelImpl = Literal["auto", "headrace", "transformers"]
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model over paged attention."""
+
+    def weights(self) -> Iterator[Weight]:
+        """Every tensor it wants from a checkpoint, each once."""
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids int[num_tokens] -> what the first layer takes, [num_tokens, hidden_size], a fresh tensor."""
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """Run all layers over `hidden` [num_tokens, hidden_size], which it may overwrite.
+
+        positions: int32[num_tokens]. attention: prepared for this step. Returns the hidden states after the final norm, same shape.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size], after the final norm -> float32[rows, vocab_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One family: how to build it and what it does not do.
+
+    model_types: Hugging Face names served. unsupported: reasons why a config of these types cannot be served; empty when it can.
+    ignored: parts of names of tensors that checkpoints of the family may carry and the model does not need.
+    check: run once the weights are loaded; raises ModelError when the model does not work after all.
+    rename: the model's name of a checkpoint's tensor, for checkpoints that spell it in another way.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    build: Callable[[ModelConfig, Placement], CausalLM]
+    unsupported: Callable[[ModelConfig], list[str]] = lambda config: []
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    rename: Callable[[ModelConfig, str], str] = lambda config, name: name
+    check: Callable[[CausalLM], None] = lambda model: None
+
+
+# One line a family: the module holds SPEC.
+_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3")
+
+
+def native_specs() -> dict[str, ModelSpec]:
+    """Our own implementations by Hugging Face model_type."""
+    specs = [import_module(f"headrace.models.{family}").SPEC for family in _FAMILIES]
+    return {model_type: spec for spec in specs for model_type in spec.model_types}
+
+
+def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
+    """The spec that serves `config`: ours where there is one (auto), else the transformers one with our attention.
+
+    Raises ModelError when `impl` is headrace and we have none, or when nothing can serve it.
+    """
+    from headrace.models.transformers_backend import SPEC as FALLBACK
+
+    if config.quantization is not None:
+        method = config.quantization.get("quant_method", "unknown")
+        raise ModelError(f"quantised checkpoints are not supported yet (quant_method {method})")
+    reasons = [f"model_type {config.model_type} has no implementation of ours"]
+    spec = native_specs().get(config.model_type)
+    if spec is not None:
+        reasons = spec.unsupported(config)
+    if impl != "transformers" and spec is not None and not reasons:
+        return spec
+    if impl == "headrace":
+        raise ModelError("; ".join(reasons) + ". --model-impl transformers may serve it")
+    unsupported = FALLBACK.unsupported(config)
+    if unsupported:
+        raise ModelError("; ".join([*reasons, *unsupported]))
+    return FALLBACK
+
+
+def kv_shape(config: ModelConfig, dtype: torch.dtype) -> KvShape:
+    """The KV cache that a model of this config fills."""
+    return KvShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)

@@ -1,0 +1,309 @@
+"""Any other causal language model: the transformers implementation with our attention and our linear layers.
+
+Owns the plug into transformers' attention interface, through which a model hands us q, k and v of each layer. All tokens of a step go
+through the model as one sequence of batch size 1; positions tell them apart. Architectures whose attention does not go through the
+interface, or does something that our attention does not, are refused. transformers is imported when a model is built. Runs in the
+thread that runs the model.
+
+Attention and linear layers are batch-invariant here too, but what transformers computes between them is plain torch: the last bits
+of a row may depend on the rows beside it.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.errors import ModelError
+from headrace.layers.linear import Linear
+from headrace.layers.weight import Placement, Weight
+from headrace.models.spec import CausalLM, ModelSpec
+
+_INTERFACE = "headrace"
+
+
+class _Step:
+    """What the attention function, which transformers calls, needs to know of the step. Every module of the model holds it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.attention: AttentionBackend
+        self.layers_called: list[int] = []
+
+
+class _LinearModule(nn.Module):
+    """Stands in for an `nn.Linear`, over our packed linear layer."""
+
+    def __init__(self, linear: Linear, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = linear
+        self.in_features = linear.in_size
+        self.out_features = sum(linear.outputs.values())
+        # Some models read the dtype of a projection's weight; none of them computes with this one.
+        self.weight = torch.empty(0, dtype=compute_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        y = self.linear(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class _Passthrough(nn.Module):
+    """Stands in for the layers where only the head is wanted: what goes in comes out as the last hidden state."""
+
+    def forward(self, inputs_embeds: torch.Tensor, **unused: object) -> Any:
+        """inputs_embeds [1, rows, hidden_size]."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class TransformersLM:
+    """A `CausalLM` over a transformers model."""
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        self._placement = placement
+        self._step = _Step(config)
+        self._model = _make(config, placement)
+        self._tied_head: Linear | None = None
+        self._linears: dict[str, Linear] = {}
+        self._replace_linears(bool(config.tie_word_embeddings))
+        for module in self._model.modules():
+            module.headrace_step = self._step
+        self._layers = self._model.base_model
+        # The same model with its layers short-circuited: whatever it does to logits (scales, soft caps) stays its own.
+        self._head = copy.copy(self._model)
+        self._head._modules = {**self._model._modules, self._model.base_model_prefix: _Passthrough()}
+
+    def weights(self) -> Iterator[Weight]:
+        """See `CausalLM.weights`. Matrices of linear layers are packed; everything else is kept in the compute dtype."""
+        for name, linear in self._linears.items():
+            if linear is not self._tied_head:
+                yield from linear.weights(name.removesuffix(name.rpartition(".")[2]))
+        embedding = self._model.get_input_embeddings()
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            load = functools.partial(_copy_into, tensor.data)
+            if isinstance(embedding, nn.Embedding) and tensor is embedding.weight and self._tied_head is not None:
+                load = functools.partial(_load_tied, tensor.data, self._tied_head)
+            init: Literal["normal", "ones", "zeros"] = "normal"
+            if tensor.ndim == 1:
+                init = "zeros" if name.endswith("bias") else "ones"
+            yield Weight(name, tuple(tensor.shape), load, functools.partial(_detached, tensor), init, tensor.element_size())
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.embed`."""
+        embedded: torch.Tensor = self._model.get_input_embeddings()(token_ids)
+        return embedded
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """See `CausalLM.forward`."""
+        self._step.attention = attention
+        self._step.layers_called = []
+        out = self._layers(
+            inputs_embeds=hidden.unsqueeze(0), position_ids=positions.long().unsqueeze(0), use_cache=False
+        )
+        states: torch.Tensor = out.last_hidden_state.squeeze(0)
+        return states
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.logits`."""
+        logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        return logits.squeeze(0).float()
+
+    def check(self) -> None:
+        """Run two tokens through a recording attention. Raises ModelError unless every layer attends through us, once, as configured."""
+        config = self._step.config
+        try:
+            with torch.inference_mode():
+                hidden = self.embed(torch.zeros(2, dtype=torch.int64, device=self._placement.device))
+                hidden = self.forward(hidden, torch.arange(2, device=self._placement.device), _Recorder())
+                self.logits(hidden)
+        except (TypeError, AttributeError, KeyError, RuntimeError, NotImplementedError) as error:
+            raise ModelError(
+                f"model type {config.model_type} does not run through the transformers backend: {error}"
+            ) from error
+        if sorted(self._step.layers_called) != list(range(config.num_layers)):
+            raise ModelError(
+                f"model type {config.model_type} cannot be served: of its {config.num_layers} layers only "
+                f"{len(set(self._step.layers_called))} attend through transformers' attention interface"
+            )
+
+    def _replace_linears(self, tied: bool) -> None:
+        head = self._model.get_output_embeddings()
+        for name, module in list(self._model.named_modules()):
+            if type(module) is not nn.Linear:
+                continue
+            parent, _, leaf = name.rpartition(".")
+            has_bias = module.bias is not None
+            linear = Linear(module.in_features, {leaf: module.out_features}, self._placement, bias=has_bias)
+            if module is head and tied:
+                if has_bias:
+                    raise ModelError(
+                        "an output projection that is tied to the embedding and has a bias is not supported"
+                    )
+                self._tied_head = linear
+            setattr(self._model.get_submodule(parent), leaf, _LinearModule(linear, self._placement.compute_dtype))
+            self._linears[name] = linear
+        if tied and self._tied_head is None:
+            raise ModelError("a model that ties its output projection to the embedding has no plain output projection")
+
+
+class _Recorder:
+    """An attention backend that stores nothing and attends to nothing."""
+
+    name = "recorder"
+
+    def make_kv_pool(self, *unused: object) -> Any:
+        """Never called."""
+        raise AssertionError("a recorder has no pool")
+
+    def prepare(self, rows: object) -> None:
+        """Nothing to do."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
+        """Zeros [num_tokens, num_q_heads * head_dim]."""
+        return q.new_zeros(q.shape[0], layer.num_q_heads * layer.head_dim)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """The function behind transformers' attention interface: q [1, heads, num_tokens, head_dim], k and v likewise.
+
+    Returns [1, num_tokens, heads, head_dim] and no weights. Raises ModelError for what our attention does not do.
+    """
+    step = module.headrace_step
+    assert isinstance(step, _Step), type(step)
+    config, layer = step.config, module.layer_idx
+    assert isinstance(layer, int), layer
+    expected = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+    for tensor, heads in zip((query, key, value), expected, strict=True):
+        if tensor.shape[0] != 1 or tensor.shape[1] != heads or tensor.shape[3] != config.head_dim:
+            raise ModelError(
+                f"layer {layer} attends with {tensor.shape[1]} heads of {tensor.shape[3]}, "
+                f"but config.json says {heads} of {config.head_dim}"
+            )
+    extra = [name for name in ("s_aux", "position_bias", "alibi", "head_mask") if kwargs.get(name) is not None]
+    if extra or attention_mask is not None or kwargs.get("is_causal") is False:
+        raise ModelError(f"layer {layer} wants attention that is not plain and causal: {', '.join(extra) or 'a mask'}")
+    if sliding_window is None and layer < len(config.layer_types) and config.layer_types[layer] == "sliding_attention":
+        sliding_window = config.sliding_window
+    spec = AttentionLayerSpec(
+        layer_id=layer,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5 if scaling is None else float(scaling),
+        sliding_window=sliding_window or 0,
+        soft_cap=softcap or 0.0,
+    )
+    step.layers_called.append(layer)
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    out = step.attention.forward(q, k, v, spec)
+    return out.view(1, q.shape[0], config.num_q_heads, config.head_dim), None
+
+
+def build(config: ModelConfig, placement: Placement) -> CausalLM:
+    """Raises ModelError when transformers does not know the architecture or it cannot be served."""
+    return TransformersLM(config, placement)
+
+
+def _make(config: ModelConfig, placement: Placement) -> Any:
+    """The transformers model, weights not filled in."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    rope = config.rope
+    limit = rope.scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+    if rope.rope_type in ("dynamic", "longrope") and placement.max_positions > limit:
+        raise ModelError(
+            f"rope type {rope.rope_type} changes keys already cached when a sequence passes {limit} tokens; "
+            f"serve it with --context-length {limit}"
+        )
+    ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
+    raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "architectures", "auto_map")}
+    try:
+        hf_config = AutoConfig.for_model(config.model_type, **raw)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                hf_config, attn_implementation=_INTERFACE, dtype=placement.compute_dtype
+            )
+    except (ValueError, KeyError, ImportError, TypeError) as error:
+        raise ModelError(f"transformers cannot build model type {config.model_type}: {error}") from error
+    wanted = inspect.signature(model.base_model.forward).parameters
+    missing = [name for name in ("inputs_embeds", "position_ids") if name not in wanted]
+    if missing:
+        raise ModelError(f"model type {config.model_type} cannot be served: it takes no {' and no '.join(missing)}")
+    return model.to(placement.device).eval().requires_grad_(False)
+
+
+@functools.cache
+def _renamings(model_type: str) -> list[Any]:
+    """transformers' rules from names in checkpoints to names in today's modules."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    keys = (model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
+    rules = [rule for key in keys for rule in get_checkpoint_conversion_mapping(key) or []]
+    return [rule for rule in rules if isinstance(rule, WeightRenaming)]
+
+
+def _rename(config: ModelConfig, name: str) -> str:
+    for rule in _renamings(config.model_type):
+        name = rule.rename_source_key(name)[0]
+    return name
+
+
+def _check(model: CausalLM) -> None:
+    assert isinstance(model, TransformersLM), type(model)
+    model.check()
+
+
+def _unsupported(config: ModelConfig) -> list[str]:
+    """What can be said from the config alone."""
+    if "chunked_attention" in config.layer_types:
+        return ["attention in chunks is not supported"]
+    if config.raw.get("auto_map"):
+        return ["it brings its own code, which is not run"]
+    return []
+
+
+def _copy_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    target.copy_(tensor)
+
+
+def _load_tied(target: torch.Tensor, head: Linear, tensor: torch.Tensor) -> None:
+    target.copy_(tensor)
+    for weight in head.weights(""):
+        weight.load(tensor)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+SPEC = ModelSpec(
+    "transformers",
+    (),
+    build,
+    unsupported=_unsupported,
+    ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    rename=_rename,
+    check=_check,
+)

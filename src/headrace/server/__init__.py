@@ -1,0 +1,1 @@
+"""The HTTP surface: routes, authentication, OpenAI and native protocols, server-sent events."""

@@ -1,0 +1,180 @@
+"""The HTTP application: the route table, the middleware around it, start and warm-up.
+
+A new endpoint is a handler in this room and a row in `route_table`, which also says who may call it. Handlers are raw ASGI
+endpoints: requests are decoded by msgspec, and streams are written as bytes. Runs in the event loop of the main process.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+import headrace
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+from headrace.log import get_logger
+from headrace.messages.requests import GenerateReqInput
+from headrace.metrics.catalog import Metrics
+from headrace.sampling.params import SamplingParams
+from headrace.server.auth import AccessTable, AuthMiddleware
+from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
+from headrace.server.control import AbortBody, ControlAPI, FaultBody
+from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
+from headrace.server.native import NativeAPI
+from headrace.server.openai.chat import ChatServing, chat_prompt_ids
+from headrace.server.openai.completions import CompletionServing
+from headrace.server.openai.models import ModelsAPI
+from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
+from headrace.server.openapi import OpenApi
+from headrace.server.routes import RouteSpec
+
+log = get_logger(__name__)
+
+
+def route_table(context: ServingContext) -> list[RouteSpec]:
+    """Every route with its access; the busiest first, because they are tried in order."""
+    native, control = NativeAPI(context), ControlAPI(context)
+    chat, completions = ChatServing(context), CompletionServing(context)
+    models, tokens = ModelsAPI(context), TokenizeAPI(context)
+    get, post = ("GET",), ("POST",)
+    # fmt: off
+    table = [
+        RouteSpec("/v1/chat/completions", post, "user", chat.handle_request, "Chat completion", ChatCompletionRequest),
+        RouteSpec("/v1/completions", post, "user", completions.handle_request, "Text completion", CompletionRequest),
+        RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput),
+        RouteSpec("/health", get, "public", control.health, "Liveness"),
+        RouteSpec("/ready", get, "public", control.ready, "New requests are welcome"),
+        RouteSpec("/ping", get, "public", control.ping, "The HTTP loop turns"),
+        RouteSpec("/health_generate", get, "public", control.health_generate, "A token can be made"),
+        RouteSpec("/tokenize", post, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody),
+        RouteSpec("/detokenize", post, "user", tokens.detokenize, "Token ids to text", DetokenizeBody),
+        RouteSpec("/v1/models", get, "user", models.list_models, "Served models"),
+        RouteSpec("/v1/models/{id:path}", get, "user", models.get_model, "One model"),
+        RouteSpec("/model_info", get, "user", control.model_info, "The served model"),
+        RouteSpec("/get_model_info", get, "user", control.model_info, "Alias of /model_info"),
+        RouteSpec("/server_info", get, "user", control.server_info, "Options, memory plan and state"),
+        RouteSpec("/get_server_info", get, "user", control.server_info, "Alias of /server_info"),
+        RouteSpec("/v1/loads", get, "user", control.loads, "Load of each replica"),
+        RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
+        RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
+        RouteSpec("/flush_cache", ("GET", "POST"), "admin", control.flush_cache, "Empty the prefix cache"),
+        RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
+    ]
+    # fmt: on
+    if context.metrics is not None:
+        table.append(RouteSpec("/metrics", get, "public", control.metrics, "Prometheus metrics"))
+    if context.args.enable_fault_injection:
+        fault = RouteSpec("/inject_fault", post, "admin", control.inject_fault, "Test hook", FaultBody, in_schema=False)
+        table.append(fault)
+    if not context.args.disable_openapi:
+        openapi = OpenApi(table)
+        table.append(RouteSpec("/openapi.json", get, "user", openapi.openapi_json, "This API", in_schema=False))
+        table.append(RouteSpec("/docs", get, "user", openapi.docs, "The routes on one page", in_schema=False))
+    return table
+
+
+def create_app(
+    frontend: RequestFrontend,
+    args: ServerArgs,
+    model: ServedModel,
+    metrics: Metrics | None = None,
+    status: ServerStatus | None = None,
+) -> FastAPI:
+    """The application that serves `model` through `frontend`.
+
+    status: shared with who stops the server, to tell it that no new requests are welcome. `app.state.context` is the
+    handlers' context. Raises ConfigError for unknown warm-ups.
+    """
+    status = status if status is not None else ServerStatus()
+    context = ServingContext(frontend, model, args, status, None if args.disable_metrics else metrics)
+    warmups = chosen_warmups(args)
+    table = route_table(context)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            for name in warmups:
+                await WARMUPS[name](context)
+        except Exception as exc:
+            app.state.startup_error = exc
+            raise
+        status.started = True
+        try:
+            yield
+        finally:
+            status.started = False
+            context.text_threads.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(
+        title="Headrace",
+        version=headrace.__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _routing_error},
+    )
+    app.state.context = context
+    app.state.startup_error = None
+    for spec in table:
+        endpoint = Endpoint(spec.handler, args.max_body_bytes)
+        app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
+    # The last one added is the outermost: CORS answers preflights without a key, and its headers are on error replies too.
+    access = AccessTable((spec.path, spec.access) for spec in table)
+    app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key)
+    app.add_middleware(ErrorBoundary)
+    origins = [origin.strip() for origin in args.allow_origins.split(",") if origin.strip()]
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+async def _routing_error(request: Request, exc: Exception) -> Response:
+    """No such route, or not with this method, in the shape of every other error."""
+    assert isinstance(exc, HTTPException), "registered for this type"
+    if exc.status_code == 405:
+        error = ApiError(
+            f"{request.method[:20]} is not allowed here", "invalid_request_error", None, "method_not_allowed"
+        )
+    else:
+        error = ApiError("there is no such route", "not_found_error", None, "route_not_found")
+    return Response(error_body(error), exc.status_code, exc.headers, "application/json")
+
+
+async def _warm_generate(context: ServingContext) -> None:
+    await _one_token(context, GenerateReqInput(text="Hello", sampling_params=_ONE_TOKEN))
+
+
+async def _warm_chat(context: ServingContext) -> None:
+    chat = ChatCompletionRequest(
+        model=context.model.name, messages=[ChatMessage(role="user", content="Hello")], temperature=0.0
+    )
+    ids = await context.in_text_thread(lambda: chat_prompt_ids(context, chat))
+    await _one_token(context, GenerateReqInput(input_ids=list(ids), sampling_params=_ONE_TOKEN))
+
+
+async def _one_token(context: ServingContext, request: GenerateReqInput) -> None:
+    async with aclosing(context.frontend.generate_request(request)) as outputs:
+        await anext(outputs)
+
+
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
+
+WARMUPS: dict[str, Callable[[ServingContext], Awaitable[None]]] = {"generate": _warm_generate, "chat": _warm_chat}
+"""Routines that `--warmups` may name."""
+
+
+def chosen_warmups(args: ServerArgs) -> list[str]:
+    """Names to run before the server is ready: `generate` unless skipped, then `--warmups`. Raises ConfigError."""
+    named = [name.strip() for name in args.warmups.split(",") if name.strip()]
+    for name in named:
+        if name not in WARMUPS:
+            raise ConfigError(f"--warmups: {name!r} is not one of {', '.join(WARMUPS)}")
+    first = [] if args.skip_server_warmup else ["generate"]
+    return list(dict.fromkeys(first + named))

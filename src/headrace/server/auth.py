@@ -1,0 +1,85 @@
+"""Who may call what: decided on the path of the request, before routing, denied unless a route says otherwise.
+
+Every route is declared `public`, `user` or `admin`. With an api key, `user` routes need that key or the admin key. With an
+admin key, `admin` routes need it; without one the api key guards them as well. Runs in the event loop of the main process.
+"""
+
+import hmac
+from collections.abc import Iterable
+from typing import Literal
+
+from headrace.errors import AuthError, NotFoundError
+from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
+
+Access = Literal["public", "user", "admin"]
+
+
+class AccessTable:
+    """The decision for each path. A path is matched exactly, or by the prefix before a trailing `{parameter}`."""
+
+    def __init__(self, routes: Iterable[tuple[str, Access]]) -> None:
+        self.exact: dict[str, Access] = {}
+        self.prefixes: list[tuple[str, Access]] = []
+        for path, access in routes:
+            head, brace, rest = path.partition("{")
+            if not brace:
+                self.exact[path] = access
+            else:
+                assert rest.find("}") == len(rest) - 1, f"only a trailing parameter can be declared: {path}"
+                self.prefixes.append((head, access))
+
+    def access(self, path: str) -> Access | None:
+        """The declared access of `path`; None = not declared, so nobody may."""
+        found = self.exact.get(path)
+        if found is None:
+            found = next((access for prefix, access in self.prefixes if path.startswith(prefix)), None)
+        return found
+
+
+class AuthMiddleware:
+    """Refuses what the keys do not allow; tells the handlers whether the caller is an admin."""
+
+    def __init__(self, app: ASGIApp, table: AccessTable, api_key: str | None, admin_api_key: str | None) -> None:
+        self.app = app
+        self.table = table
+        self.api_key = api_key.encode() if api_key else None
+        self.admin_key = admin_api_key.encode() if admin_api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer 401, or 404 for a path that is not declared."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        key = bearer_token(scope)
+        is_admin = self._is_admin(key)
+        access = self.table.access(scope["path"])
+        if access != "public" and not is_admin and (access == "admin" or not self._is_user(key)):
+            guarded_by = "an admin key" if access == "admin" and self.admin_key is not None else "an api key"
+            reason = "the key is not accepted" if key is not None else "no key was sent"
+            message = f"this route needs {guarded_by} (Authorization: Bearer <key>): {reason}"
+            await send_error(send, AuthError(message, code="invalid_api_key"))
+        elif access is None:
+            await send_error(send, NotFoundError("there is no such route", code="route_not_found"))
+        else:
+            scope["headrace.is_admin"] = is_admin
+            await self.app(scope, receive, send)
+
+    def _is_user(self, key: bytes | None) -> bool:
+        return self.api_key is None or (key is not None and hmac.compare_digest(key, self.api_key))
+
+    def _is_admin(self, key: bytes | None) -> bool:
+        if self.admin_key is not None:
+            return key is not None and hmac.compare_digest(key, self.admin_key)
+        return self._is_user(key)
+
+
+def bearer_token(scope: Scope) -> bytes | None:
+    """The token of the one Authorization header with the Bearer scheme (any case), as sent; None without one."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) != 1:
+        return None
+    scheme, _, token = values[0].strip().partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" and token.strip() else None

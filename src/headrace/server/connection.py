@@ -1,0 +1,188 @@
+"""One HTTP connection: uvicorn's protocol with the limits that it lacks.
+
+Owns the time a request may take to arrive, the size of its headers, the number of connections, and the client that does not
+read. Does not look at bodies or routes. Runs in the event loop of the main process.
+
+```
+ connected ──first byte──> headers ──> body ──> response ──> idle (keep-alive, timed by uvicorn) ──first byte──> headers
+     └────── HEADER_TIMEOUT_S ──┘       └ BODY_TIMEOUT_S          └ WRITE_STALL_S while the send buffer stays full
+```
+"""
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.server.http import ApiError, error_body
+
+HEADER_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 30.0
+WRITE_STALL_S = 20.0
+"""A client that leaves the send buffer full for so long is cut off; its request is then aborted as for any disconnect."""
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 128
+MAX_URL_BYTES = 16 << 10
+MAX_CONNECTIONS = 10_000
+
+_PHRASES = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    414: b"URI Too Long",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+def max_connections() -> int:
+    """How many connections may be open: bounded, with descriptors left over for everything else."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = min(256, files // 4)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files - spare)
+
+
+class _Refused(Exception):
+    """The request breaks a limit."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection that cannot be held open, filled or left unread for long."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_connections = max_connections()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._receiving = False  # between the first byte of a request and its last
+        self._in_headers = True
+        self._header_bytes = 0
+        self._num_headers = 0
+        self._refusal = (400, "the request is not valid HTTP")
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connected; one too many is told so and closed."""
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            self._refuse(503, "too many connections, try again later", b"retry-after: 1\r\n")
+        else:
+            self._expect(HEADER_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone: no timer may act on it."""
+        self._cancel_deadline()
+        self._cancel_stall()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests. The time for the headers starts with their first byte."""
+        if self.parser is None or self.transport.is_closing():
+            return
+        if not self._receiving and self._deadline is None:
+            self._expect(HEADER_TIMEOUT_S)
+        super().data_received(data)
+        if self._receiving and self._in_headers and self.parser is not None and not self.transport.is_closing():
+            # The parser keeps a header to itself until it has all of it, so unfinished ones are counted by the bytes read.
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+
+    def pause_writing(self) -> None:
+        """The send buffer is full: the client reads slower than tokens come."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(WRITE_STALL_S, self._abort_stalled)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._cancel_stall()
+        super().resume_writing()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._receiving = True
+        self._in_headers = True
+        self._header_bytes = 0
+        self._num_headers = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request target."""
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refusal = (414, f"the URL is longer than {MAX_URL_BYTES} bytes")
+            raise _Refused
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One complete header."""
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value)
+        if self._num_headers > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
+            limit = f"{MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes"
+            self._refusal = (431, f"more headers than the limit of {limit}")
+            raise _Refused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The body follows."""
+        self._in_headers = False
+        self._expect(BODY_TIMEOUT_S)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self._receiving = False
+        self._cancel_deadline()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or breaks a limit, and close."""
+        self._refuse(*self._refusal)
+
+    # Timers.
+
+    def _expect(self, seconds: float) -> None:
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(seconds, self._late, seconds)
+
+    def _late(self, seconds: float) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused:
+            # It is us who do not read (an earlier request of the connection is being answered).
+            self._expect(seconds)
+            return
+        self._refuse(408, f"the request did not arrive within {seconds:g} s")
+
+    def _abort_stalled(self) -> None:
+        self._stall = None
+        self.transport.abort()
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _cancel_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
+        """Answer unless an answer is under way, and close."""
+        self._cancel_deadline()
+        self._unset_keepalive_if_required()
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            kind = "overloaded_error" if status == 503 else "invalid_request_error"
+            body = error_body(ApiError(message, kind, None, None))
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
+                % (status, _PHRASES[status], len(body), headers, body)
+            )
+        self.transport.close()

@@ -1,0 +1,118 @@
+"""What the handlers are given: the way to the engine, the served model and the server's options.
+
+Runs in the event loop of the main process.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import NotFoundError, RequestError
+from headrace.frontend.chat_templates import ChatTemplate
+from headrace.frontend.tokenizers import Tokenizer
+from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
+from headrace.messages.requests import GenerateReqInput
+from headrace.metrics.catalog import Metrics
+
+T = TypeVar("T")
+
+Output = dict[str, Any]
+"""One output of `generate_request`: {text, output_ids, meta_info[, index]} (SPEC H1)."""
+
+TEXT_WORK_LIMIT_S = 10.0
+"""Rendering and tokenizing one request may take so long; then the request is refused."""
+
+
+class RequestFrontend(Protocol):
+    """What the server needs of the TokenizerManager."""
+
+    def generate_request(
+        self, obj: GenerateReqInput, *, default_max_new_tokens: int = ..., incremental: bool | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Outputs of one call. Without `stream` exactly one item: an Output, or a list of them in prompt-major order.
+
+        default_max_new_tokens: where the request does not say; never more than the context has room for.
+        incremental: outputs of a stream hold what is new since the last one (the last of a sample: all ids and logprobs); None
+        = as the server was told. Closing the generator early aborts what is unfinished.
+        Raises RequestError, CapacityError, ExecutionError.
+        """
+        ...
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Abort the samples of `rid`, or all; an unknown rid is harmless."""
+        ...
+
+    async def flush_cache(self) -> FlushCacheReply:
+        """Empty the prefix cache unless requests run."""
+        ...
+
+    async def internal_state(self) -> InternalState:
+        """Counters and pool accounting of the scheduler."""
+        ...
+
+    async def health(self, generate: bool = False) -> bool:
+        """The engine is alive; with `generate`, it has also just made a token."""
+        ...
+
+    async def inject_fault(self, fault: FaultReq) -> None:
+        """Test hook."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model as clients see it. `chat_template` is None when it has none."""
+
+    name: str
+    context_length: int
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    ready: ReadyInfo
+    model_type: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(slots=True)
+class ServerStatus:
+    """Whether the server takes requests. `draining` is set by the process that is about to stop it."""
+
+    started: bool = False
+    draining: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """New requests are welcome."""
+        return self.started and not self.draining
+
+
+@dataclass(slots=True)
+class ServingContext:
+    """Shared by all handlers. `metrics` None = no /metrics."""
+
+    frontend: RequestFrontend
+    model: ServedModel
+    args: ServerArgs
+    status: ServerStatus
+    metrics: Metrics | None = None
+    text_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-text")
+    )
+
+    def check_model(self, name: str) -> None:
+        """Raises NotFoundError unless `name` is the served model."""
+        if name != self.model.name:
+            shown = name if len(name) <= 100 else name[:100] + "..."
+            message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
+            raise NotFoundError(message, "model", "model_not_found")
+
+    async def in_text_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` (rendering, tokenizing) off the event loop. Raises RequestError after `TEXT_WORK_LIMIT_S`."""
+        future: Awaitable[T] = asyncio.get_running_loop().run_in_executor(self.text_threads, work)
+        try:
+            return await asyncio.wait_for(future, TEXT_WORK_LIMIT_S)
+        except TimeoutError:
+            raise RequestError(f"preparing the prompt took longer than {TEXT_WORK_LIMIT_S:g} s") from None

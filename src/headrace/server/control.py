@@ -1,0 +1,169 @@
+"""Health, information and control routes (SPEC H2, H3).
+
+Runs in the event loop of the main process. Who may call them is declared in app.py.
+"""
+
+import dataclasses
+import os
+from pathlib import PurePath
+
+import msgspec
+
+import headrace
+from headrace.errors import AuthError, RequestError
+from headrace.messages.control import FaultReq, InternalState
+from headrace.metrics.export import CONTENT_TYPE, render
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange, send_response
+
+_SECRETS = frozenset({"api_key", "admin_api_key"})
+_PATHS = frozenset({"model_path", "tokenizer_path", "chat_template", "custom_logit_processors"})
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to abort: the samples of one request, or everything."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class FaultBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A fault to inject, see `FaultReq`."""
+
+    stage: str
+    kind: str
+    rid: str
+    at_token: int = 0
+    seconds: float = 0.0
+
+
+_ABORT = msgspec.json.Decoder(AbortBody)
+_FAULT = msgspec.json.Decoder(FaultBody)
+
+
+class ControlAPI:
+    """Handlers that ask or steer the server itself."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def health(self, exchange: Exchange) -> None:
+        """Cheap liveness: 200 while the engine's processes live, else 503."""
+        await self._answer_health(exchange, await self.context.frontend.health(generate=False))
+
+    async def health_generate(self, exchange: Exchange) -> None:
+        """200 when a token could be made just now (or running requests prove it), else 503."""
+        async with exchange.until_client_leaves():
+            alive = await self.context.frontend.health(generate=True)
+        await self._answer_health(exchange, alive)
+
+    async def ready(self, exchange: Exchange) -> None:
+        """200 when new requests are welcome: started, not draining, alive."""
+        alive = self.context.status.ready and await self.context.frontend.health(generate=False)
+        await self._answer_health(exchange, alive)
+
+    async def ping(self, exchange: Exchange) -> None:
+        """200 while the HTTP loop turns."""
+        await exchange.reply_json({"status": "ok"})
+
+    async def _answer_health(self, exchange: Exchange, alive: bool) -> None:
+        if alive:
+            await exchange.reply_json({"status": "ok"})
+        else:
+            await exchange.reply_json({"status": "unavailable"}, 503, [(b"retry-after", b"1")])
+
+    async def model_info(self, exchange: Exchange) -> None:
+        """The served model: name, kind, sizes."""
+        model = self.context.model
+        await exchange.reply_json(
+            {
+                "model_path": model.name,
+                "served_model_name": model.name,
+                "model_type": model.model_type,
+                "model_class": model.ready.model_class,
+                "is_generation": True,
+                "has_chat_template": model.chat_template is not None,
+                "context_length": model.context_length,
+                "vocab_size": model.ready.vocab_size,
+                "hidden_size": model.ready.hidden_size,
+                "dtype": model.ready.dtype,
+                "weight_version": "default",
+            }
+        )
+
+    async def server_info(self, exchange: Exchange) -> None:
+        """Options (without keys, and files by name only), the memory plan, and the state of now."""
+        args = {f.name: getattr(self.context.args, f.name) for f in dataclasses.fields(self.context.args)}
+        shown = {name: value for name, value in args.items() if name not in _SECRETS}
+        shown.update({name: _without_folders(args[name]) for name in _PATHS})
+        state = await self.context.frontend.internal_state()
+        info = {
+            name: value
+            for name, value in msgspec.structs.asdict(self.context.model.ready).items()
+            if name != "decisions"
+        }
+        await exchange.reply_json({"version": headrace.__version__, "args": shown, "engine": info, "state": state})
+
+    async def loads(self, exchange: Exchange) -> None:
+        """Load of each replica, for routers: requests, tokens, throughput."""
+        await exchange.reply_json({"loads": [_load(await self.context.frontend.internal_state())]})
+
+    async def internal_state(self, exchange: Exchange) -> None:
+        """Counters and pool accounting of the scheduler, as they are."""
+        await exchange.reply_json(await self.context.frontend.internal_state())
+
+    async def flush_cache(self, exchange: Exchange) -> None:
+        """Empty the prefix cache; 409 with the reason when requests run or wait."""
+        reply = await self.context.frontend.flush_cache()
+        await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)
+
+    async def abort_request(self, exchange: Exchange) -> None:
+        """Abort a request by its rid, or all of them (which needs the admin key)."""
+        body = await exchange.read_json(_ABORT)
+        if body.abort_all:
+            if not exchange.is_admin:
+                raise AuthError("abort_all needs the admin key", "abort_all", "invalid_api_key")
+            self.context.frontend.abort_request(abort_all=True)
+        elif body.rid:
+            self.context.frontend.abort_request(body.rid)
+        else:
+            raise RequestError("name the request to abort by rid, or set abort_all", "rid")
+        await exchange.reply_json({"success": True, "message": "asked to abort"})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """The Prometheus text."""
+        assert self.context.metrics is not None, "the route exists only with metrics"
+        await send_response(exchange.send, 200, render(self.context.metrics), CONTENT_TYPE.encode())
+
+    async def inject_fault(self, exchange: Exchange) -> None:
+        """Test hook; the route exists only under --enable-fault-injection."""
+        body = await exchange.read_json(_FAULT)
+        try:
+            fault = msgspec.convert(msgspec.structs.asdict(body), FaultReq, from_attributes=True)
+        except msgspec.ValidationError as exc:
+            raise RequestError(f"not a fault this server can inject: {exc}") from None
+        await self.context.frontend.inject_fault(fault)
+        await exchange.reply_json({"success": True, "message": "injected"})
+
+
+def _without_folders(value: str | None) -> str | None:
+    """A path as its last part: where files lie is nobody's business."""
+    if value is None or os.sep not in value:
+        return value
+    return PurePath(value).name
+
+
+def _load(state: InternalState) -> dict[str, object]:
+    pool = state.pool
+    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": state.num_running,
+        "num_waiting_reqs": state.num_waiting,
+        "num_waiting_tokens": state.waiting_tokens,
+        "num_used_tokens": used,
+        "max_total_tokens": pool.total_tokens,
+        "token_usage": used / pool.total_tokens if pool.total_tokens else 0.0,
+        "cache_hit_rate": state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0,
+        "gen_throughput": state.gen_throughput,
+    }

@@ -1,0 +1,283 @@
+"""One HTTP exchange over raw ASGI: body in with limits, JSON out, one mapping from errors to replies, clients that leave.
+
+Owns what every route shares. Does not own routes, keys (auth.py) or the socket (connection.py).
+Runs in the event loop of the main process.
+"""
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError, TooLargeError
+from headrace.log import get_logger
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+T = TypeVar("T")
+
+log = get_logger(__name__)
+encode_json = msgspec.json.Encoder().encode
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
+_MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
+_AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """The `error` object of every failing reply, in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
+    """The status, extra headers and body that answer `exc`.
+
+    Messages of RequestError, CapacityError and ExecutionError are meant for clients. Anything else is our own fault: it is
+    logged here, once, and the client learns only that.
+    """
+    if isinstance(exc, RequestError):
+        headers = [(b"www-authenticate", b"Bearer")] if exc.status_code == 401 else []
+        return exc.status_code, headers, ApiError(exc.message, exc.error_type, exc.param, exc.code)
+    if isinstance(exc, CapacityError):
+        seconds = max(1, math.ceil(min(exc.retry_after_s, 3600.0)))
+        error = ApiError(exc.message, exc.error_type, None, None)
+        return exc.status_code, [(b"retry-after", str(seconds).encode())], error
+    if isinstance(exc, ExecutionError):
+        return exc.status_code, [], ApiError(exc.message, exc.error_type, None, None)
+    log.error("unhandled exception while answering a request", exc_info=exc)
+    return 500, [], ApiError("internal error", HeadraceError.error_type, None, None)
+
+
+def error_body(error: ApiError) -> bytes:
+    """`{"error": {...}}` as JSON."""
+    return encode_json({"error": error})
+
+
+async def send_response(
+    send: Send, status: int, body: bytes, content_type: bytes, headers: Headers | None = None
+) -> None:
+    """One complete reply."""
+    fields = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *(headers or [])]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, value: object, status: int = 200, headers: Headers | None = None) -> None:
+    """One complete JSON reply; not-a-number and infinities become null."""
+    await send_response(send, status, encode_json(value), b"application/json", headers)
+
+
+async def send_error(send: Send, exc: BaseException) -> None:
+    """The reply for `exc`, see `describe_error`."""
+    status, headers, error = describe_error(exc)
+    await send_response(send, status, error_body(error), b"application/json", headers)
+
+
+def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    """`body` as the decoder's type; strict: no coercion, no unknown fields, no NaN, integers within 64 bits.
+
+    Raises RequestError naming the field at fault.
+    """
+    try:
+        value = decoder.decode(body)
+        if _LONG_NUMBER.search(body):
+            _refuse_wide_integers(msgspec.json.decode(body))
+    except msgspec.ValidationError as exc:
+        raise _field_error(str(exc)) from None
+    except msgspec.DecodeError as exc:
+        raise RequestError(f"the body is not valid JSON: {exc}", code="invalid_json") from None
+    except UnicodeDecodeError as exc:
+        raise RequestError(f"the body is not valid UTF-8: {exc.reason}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+    return value
+
+
+def _field_error(text: str) -> RequestError:
+    """A RequestError for a message of msgspec, with the field spelled as the client wrote it."""
+    path = found[1] if (found := _AT_FIELD.search(text)) else ""
+    reason = _AT_FIELD.sub("", text)
+    if field := _UNKNOWN_FIELD.search(reason):
+        name = _join(path, field[1])
+        return RequestError(f"unknown field {_shorten(name)!r}", _shorten(name), "unknown_field")
+    if field := _MISSING_FIELD.search(reason):
+        name = _join(path, field[1])
+        return RequestError(f"missing field {name!r}", name, "missing_field")
+    reason = reason[:1].lower() + reason[1:]
+    where = _shorten(path)
+    return RequestError(f"{where}: {reason}" if where else f"the body is not as expected: {reason}", where or None)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= 100 else name[:100] + "..."
+
+
+def _refuse_wide_integers(value: object) -> None:
+    """Integers beyond 64 bits cannot cross to the other processes; no field means one."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, int):
+            if not -(2**63) <= item < 2**63:
+                raise RequestError("an integer of the body does not fit in 64 bits", code="invalid_json")
+        elif isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+
+
+class Exchange:
+    """One request and its reply."""
+
+    __slots__ = ("max_body_bytes", "receive", "scope", "send")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.max_body_bytes = max_body_bytes
+
+    @property
+    def is_admin(self) -> bool:
+        """The caller may use the control routes (set by auth.py)."""
+        return bool(self.scope["headrace.is_admin"])
+
+    def path_param(self, name: str) -> str:
+        """A parameter of the route's path."""
+        return str(self.scope["path_params"][name])
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header called `name` (lower case)."""
+        return next((value for key, value in self.scope["headers"] if key == name), None)
+
+    async def read_json(self, decoder: "msgspec.json.Decoder[T]") -> T:
+        """The body decoded, see `decode_json`. Raises RequestError, TooLargeError, ClientGone."""
+        content_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
+        if content_type != b"application/json":
+            raise RequestError("send the body as JSON with the header Content-Type: application/json")
+        return decode_json(await self.read_body(), decoder)
+
+    async def read_body(self) -> bytes:
+        """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives."""
+        encoding = (self.header(b"content-encoding") or b"identity").strip().lower()
+        if encoding != b"identity":
+            raise RequestError("compressed bodies are not supported: send the body without Content-Encoding")
+        limit = self.max_body_bytes
+        declared = self.header(b"content-length")
+        if declared is not None and declared.isdigit() and int(declared[:19]) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def reply_json(self, value: object, status: int = 200, headers: Headers | None = None) -> None:
+        """One complete JSON reply."""
+        await send_json(self.send, value, status, headers)
+
+    @asynccontextmanager
+    async def until_client_leaves(self) -> AsyncIterator[None]:
+        """Cancel the body of this block when the client closes the connection, then raise ClientGone.
+
+        Call it after the request body has been read: it takes over `receive`. Works as asyncio.timeout does: the one
+        cancellation it asked for is taken back, others go through.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "an exchange runs in a task"
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gone and task.uncancel() == 0:
+                raise ClientGone from None
+            raise
+        finally:
+            watcher.cancel()
+
+
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"the body is larger than the limit of {limit} bytes", code="body_too_large")
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Endpoint:
+    """A handler as an ASGI application, to be put into a route as it is."""
+
+    def __init__(self, handler: Handler, max_body_bytes: int) -> None:
+        self.handler = handler
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self.handler(Exchange(scope, receive, send, self.max_body_bytes))
+
+
+class ErrorBoundary:
+    """The one place where an exception becomes a reply; once a reply has begun it can only be cut off."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; answer what it raises."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting_send)
+        except ClientGone:
+            return
+        except Exception as exc:
+            if started:
+                log.error("a reply broke off", exc_info=exc)
+            else:
+                await send_error(send, exc)

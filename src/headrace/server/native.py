@@ -1,0 +1,56 @@
+"""The native route: `POST | PUT /generate` (SPEC H1).
+
+Runs in the event loop of the main process. Checking, tokenizing and sampling defaults are the TokenizerManager's.
+"""
+
+from contextlib import aclosing
+
+import msgspec
+
+from headrace.messages.requests import GenerateReqInput
+from headrace.server.context import Output, ServingContext
+from headrace.server.http import ApiError, Exchange, encode_json
+from headrace.server.sse import error_frame, frame, stream_reply
+
+_DECODER = msgspec.json.Decoder(GenerateReqInput)
+
+
+class NativeAPI:
+    """The handler of /generate."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def generate(self, exchange: Exchange) -> None:
+        """One prompt or a batch; streams frames of outputs when the request says so."""
+        request = await exchange.read_json(_DECODER)
+        outputs = self.context.frontend.generate_request(request)
+        if request.stream:
+            await stream_reply(exchange, outputs, render_output, lambda: b"")
+            return
+        async with exchange.until_client_leaves(), aclosing(outputs):
+            result = await anext(outputs)
+        await exchange.reply_json(result)
+
+
+def render_output(output: Output) -> bytes:
+    """The frames of one output: itself, and an error frame when the only sample has failed.
+
+    In a batch (outputs with an index) one failing sample is reported by its finish_reason alone: the others go on.
+    """
+    frames = frame(encode_json(output))
+    if "index" not in output and (error := failure(output)) is not None:
+        frames += error_frame(error)
+    return frames
+
+
+def failure(output: Output) -> ApiError | None:
+    """The error of an output that ended by a fault, not by a client's abort; else None."""
+    reason = output["meta_info"]["finish_reason"]
+    if reason is None or reason["type"] != "abort" or reason.get("status_code", 0) < 400:
+        return None
+    status = reason["status_code"]
+    kind = (
+        "internal_error" if status == 500 else "overloaded_error" if status in (429, 503) else "invalid_request_error"
+    )
+    return ApiError(reason.get("message", "the request was aborted"), kind, None, None)

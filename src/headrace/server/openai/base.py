@@ -1,0 +1,252 @@
+"""What the OpenAI generation routes share: validate, convert, stream or not, count tokens, name errors.
+
+Owns `OpenAIServingBase` and the walk from outputs of the TokenizerManager to choices. The shapes of the replies are the
+subclasses'. Runs in the event loop of the main process.
+"""
+
+import re
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.messages.requests import GenerateReqInput
+from headrace.server.context import Output, ServingContext
+from headrace.server.http import ApiError, Exchange, encode_json
+from headrace.server.native import failure
+from headrace.server.openai.protocol import GenerationRequest
+from headrace.server.sse import error_frame, stream_reply
+
+R = TypeVar("R", bound=GenerationRequest)
+
+LogprobEntry = tuple[float | None, int, str | None]
+"""(logprob, token id, text) as in meta_info."""
+
+_OUR_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "top_logprobs_num": "top_logprobs",
+    "return_logprob": "logprobs",
+}
+_OUR_NAME = re.compile(rf"\b({'|'.join(_OUR_NAMES)}|input_ids)\b")
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """`cached_tokens`: prompt tokens whose KV was found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Token counts of a reply: each prompt once, the tokens of all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+@dataclass(slots=True)
+class UsageCount:
+    """Adds up the last output of every choice. `num_samples` choices share a prompt."""
+
+    num_samples: int
+    report_cached: bool
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, output: Output) -> None:
+        """Count a finished choice."""
+        meta = output["meta_info"]
+        self.completion_tokens += meta["completion_tokens"]
+        if output.get("index", 0) % self.num_samples == 0:
+            self.prompt_tokens += meta["prompt_tokens"]
+            self.cached_tokens += meta["cached_tokens"]
+
+    def total(self) -> Usage:
+        """The counts so far."""
+        details = PromptTokensDetails(self.cached_tokens) if self.report_cached else None
+        return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens, details)
+
+
+@dataclass(slots=True)
+class NewLogprobs:
+    """Logprobs not sent before: tokens, and for each the most likely alternatives (empty when none were asked for)."""
+
+    tokens: list[LogprobEntry]
+    alternatives: list[list[LogprobEntry]]
+
+
+@dataclass(slots=True)
+class ChoiceCursor:
+    """How much of one choice has been sent."""
+
+    started: bool = False
+    logprobs_sent: int = 0
+
+    def new_logprobs(self, meta: dict[str, Any]) -> NewLogprobs:
+        """The output logprobs that this output adds.
+
+        An output holds the new ones only, or, when it is the last, all of them: the number of tokens made tells.
+        """
+        tokens: list[LogprobEntry] = meta.get("output_token_logprobs") or []
+        alternatives: list[list[LogprobEntry]] = meta.get("output_top_logprobs") or []
+        first = max(0, len(tokens) - (meta["completion_tokens"] - self.logprobs_sent))
+        self.logprobs_sent += len(tokens) - first
+        return NewLogprobs(tokens[first:], alternatives[first:])
+
+
+@dataclass(slots=True)
+class Generation(Generic[R]):
+    """A converted request and what its replies need."""
+
+    request: R
+    call: GenerateReqInput
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class OpenAIServingBase(ABC, Generic[R]):
+    """Handler of one generation route."""
+
+    id_prefix: str
+    prompt_field: str
+    default_max_tokens: int
+
+    def __init__(self, context: ServingContext, request_type: type[R]) -> None:
+        self.context = context
+        self.decoder: msgspec.json.Decoder[R] = msgspec.json.Decoder(request_type)
+        self.fingerprint = "fp_headrace"
+
+    async def handle_request(self, exchange: Exchange) -> None:
+        """Answer one request. Errors name the fields as this API spells them."""
+        request = await exchange.read_json(self.decoder)
+        try:
+            self.context.check_model(request.model)
+            request.check_stream_options()
+            self.validate(request)
+            generation = await self.convert(request)
+            if request.stream:
+                await self._stream(exchange, generation)
+            else:
+                await self._reply(exchange, generation)
+        except RequestError as exc:
+            raise self._renamed(exc, request) from None
+
+    @abstractmethod
+    def validate(self, request: R) -> None:
+        """Raises RequestError for what this route does not do."""
+
+    @abstractmethod
+    async def convert(self, request: R) -> Generation[R]:
+        """The request as a call of the engine."""
+
+    @abstractmethod
+    def response(self, generation: Generation[R], outputs: list[Output], usage: Usage) -> object:
+        """The whole reply of a request that does not stream; `outputs` in prompt-major order."""
+
+    @abstractmethod
+    def chunk_writer(self, generation: Generation[R]) -> "ChunkWriter":
+        """What makes the chunks of one stream."""
+
+    def new_id(self, request: R) -> str:
+        """The completion's id, which is also the rid of the call."""
+        return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
+
+    def _outputs(self, generation: Generation[R]) -> AsyncGenerator[Any, None]:
+        return self.context.frontend.generate_request(
+            generation.call, default_max_new_tokens=self.default_max_tokens, incremental=True
+        )
+
+    def _usage_count(self, generation: Generation[R]) -> UsageCount:
+        return UsageCount(generation.request.num_samples, self.context.args.enable_cache_report)
+
+    async def _reply(self, exchange: Exchange, generation: Generation[R]) -> None:
+        async with (
+            exchange.until_client_leaves(),
+            aclosing(self._outputs(generation)) as results,
+        ):
+            result = await anext(results)
+        outputs: list[Output] = result if isinstance(result, list) else [result]
+        count = self._usage_count(generation)
+        for output in outputs:
+            count.add(output)
+        await exchange.reply_json(self.response(generation, outputs, count.total()))
+
+    async def _stream(self, exchange: Exchange, generation: Generation[R]) -> None:
+        writer = self.chunk_writer(generation)
+        count = self._usage_count(generation)
+        cursors: dict[int, ChoiceCursor] = {}
+        failed: list[ApiError] = []
+
+        def render(output: Output) -> bytes:
+            index: int = output.get("index", 0)
+            reason = output["meta_info"]["finish_reason"]
+            if (cursor := cursors.get(index)) is None:
+                cursor = cursors[index] = ChoiceCursor()
+            frames = writer.delta(index, cursor, output)
+            if reason is not None:
+                count.add(output)
+                if error := failure(output):
+                    failed.append(error)
+                frames += writer.finish(index, cursor, reason["type"])
+            return frames
+
+        def tail() -> bytes:
+            usage = writer.usage(count.total()) if generation.request.wants_usage else b""
+            return usage + (error_frame(failed[0]) if failed else b"")
+
+        await stream_reply(exchange, self._outputs(generation), render, tail)
+
+    def _renamed(self, exc: RequestError, request: R) -> RequestError:
+        """The error with our own parameter names replaced by this API's."""
+        names = dict(_OUR_NAMES, input_ids=self.prompt_field, max_new_tokens=request.limit_field)
+        exc.message = _OUR_NAME.sub(lambda found: names[found[0]], exc.message)
+        if exc.param == "text":
+            exc.message = exc.message.replace("text: ", f"{self.prompt_field}: ", 1)
+            exc.param = self.prompt_field
+        exc.param = names.get(exc.param, exc.param) if exc.param is not None else None
+        return exc
+
+
+class ChunkWriter(ABC):
+    """Makes the frames of one stream: bytes that stay the same are made once.
+
+    id, object name, time and model of all chunks: see `head`. With usage asked for, every chunk carries `"usage":null`.
+    """
+
+    def __init__(self, generation: Generation[Any], object_name: str, model: str, fingerprint: str) -> None:
+        head = {
+            "id": generation.id,
+            "object": object_name,
+            "created": generation.created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self.head = b"data: " + encode_json(head)[:-1]
+        self.choice_head = self.head + b',"choices":[{"index":'
+        self.choice_tail = b'}],"usage":null}\n\n' if generation.request.wants_usage else b"}]}\n\n"
+
+    @abstractmethod
+    def delta(self, index: int, cursor: ChoiceCursor, output: Output) -> bytes:
+        """Frames for what `output` adds to a choice; may be empty."""
+
+    @abstractmethod
+    def finish(self, index: int, cursor: ChoiceCursor, reason: str) -> bytes:
+        """The frame that ends a choice."""
+
+    def usage(self, usage: Usage) -> bytes:
+        """The frame with the counts."""
+        return self.head + b',"choices":[],"usage":' + encode_json(usage) + b"}\n\n"
+
+
+def finite_logprob(value: float | None) -> float:
+    """A logprob that JSON and clients can hold: -inf and "none" as the vendor writes them."""
+    return -9999.0 if value is None or value < -9999.0 or value != value else value

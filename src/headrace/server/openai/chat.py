@@ -1,0 +1,232 @@
+"""`POST /v1/chat/completions`.
+
+Owns the checks of messages, the prompt made from them and the chat chunks. Rendering and tokenizing run in a thread; the rest in
+the event loop of the main process.
+"""
+
+from collections.abc import Sequence
+
+from headrace.errors import RequestError
+from headrace.frontend.tokenizers import Tokenizer
+from headrace.messages.requests import GenerateReqInput
+from headrace.server.context import Output, ServingContext
+from headrace.server.http import encode_json
+from headrace.server.openai.base import (
+    ChoiceCursor,
+    ChunkWriter,
+    Generation,
+    LogprobEntry,
+    NewLogprobs,
+    OpenAIServingBase,
+    Usage,
+    finite_logprob,
+)
+from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, ChatMessage, refuse_unsupported
+
+_ROLES = ("system", "developer", "user", "assistant")
+_MESSAGE_FIELDS_NOT_YET = ("audio", "tool_calls", "tool_call_id", "function_call", "refusal")
+
+
+class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
+    """Handler of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    prompt_field = "messages"
+
+    def __init__(self, context: ServingContext) -> None:
+        super().__init__(context, ChatCompletionRequest)
+        # Cut down to what the context has room for.
+        self.default_max_tokens = context.model.context_length
+
+    def validate(self, request: ChatCompletionRequest) -> None:
+        """Raises RequestError for what is not supported, contradictory parameters and bad messages."""
+        refuse_unsupported(request)
+        both = (request.max_tokens, request.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise RequestError("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        if request.top_logprobs is not None:
+            if not request.logprobs:
+                raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+            if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
+                message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
+                raise RequestError(message, "top_logprobs")
+        check_messages(request.messages)
+        if request.continue_final_message and request.messages[-1].role != "assistant":
+            raise RequestError(
+                "continue_final_message needs a last message of the role assistant", "continue_final_message"
+            )
+
+    async def convert(self, request: ChatCompletionRequest) -> Generation[ChatCompletionRequest]:
+        """Render the messages and tokenize the result. Without a limit the output may fill the context."""
+        ids = await self.context.in_text_thread(lambda: chat_prompt_ids(self.context, request))
+        limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        generation_id = self.new_id(request)
+        call = GenerateReqInput(
+            input_ids=list(ids),
+            sampling_params=request.sampling_params(limit),
+            rid=generation_id,
+            stream=bool(request.stream),
+            return_logprob=bool(request.logprobs),
+            top_logprobs_num=request.top_logprobs or 0,
+            return_text_in_logprobs=bool(request.logprobs),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            lora_path=request.lora_path,
+            session_params=request.session_params,
+        )
+        return Generation(request, call, generation_id)
+
+    def response(self, generation: Generation[ChatCompletionRequest], outputs: list[Output], usage: Usage) -> object:
+        """A `chat.completion` object."""
+        return {
+            "id": generation.id,
+            "object": "chat.completion",
+            "created": generation.created,
+            "model": self.context.model.name,
+            "system_fingerprint": self.fingerprint,
+            "choices": [self._choice(generation, index, output) for index, output in enumerate(outputs)],
+            "usage": usage,
+        }
+
+    def _choice(self, generation: Generation[ChatCompletionRequest], index: int, output: Output) -> object:
+        meta = output["meta_info"]
+        logprobs = None
+        if generation.request.logprobs:
+            new = NewLogprobs(meta["output_token_logprobs"], meta.get("output_top_logprobs") or [])
+            logprobs = chat_logprobs(self.context.model.tokenizer, new)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output["text"], "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": meta["finish_reason"]["type"],
+        }
+
+    def chunk_writer(self, generation: Generation[ChatCompletionRequest]) -> "ChatChunks":
+        """See `ChatChunks`."""
+        return ChatChunks(self, generation)
+
+
+class ChatChunks(ChunkWriter):
+    """Chunks of a chat: per choice the role, content deltas, the finish reason (SPEC H9)."""
+
+    def __init__(self, serving: ChatServing, generation: Generation[ChatCompletionRequest]) -> None:
+        super().__init__(generation, "chat.completion.chunk", serving.context.model.name, serving.fingerprint)
+        self.tokenizer = serving.context.model.tokenizer
+        self.wants_logprobs = bool(generation.request.logprobs)
+
+    def delta(self, index: int, cursor: ChoiceCursor, output: Output) -> bytes:
+        """The role before the first delta, then the new text."""
+        frames = b""
+        if not cursor.started:
+            cursor.started = True
+            frames = self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
+        text = output["text"]
+        logprobs = b"null"
+        if self.wants_logprobs:
+            new = cursor.new_logprobs(output["meta_info"])
+            if new.tokens:
+                logprobs = encode_json(chat_logprobs(self.tokenizer, new))
+        if not text and logprobs == b"null":
+            return frames
+        return frames + self._chunk(index, b'{"content":%b}' % encode_json(text), logprobs, b"null")
+
+    def finish(self, index: int, cursor: ChoiceCursor, reason: str) -> bytes:
+        """An empty delta with the reason."""
+        return self._chunk(index, b"{}", b"null", encode_json(reason))
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self.choice_head,
+            index,
+            delta,
+            logprobs,
+            reason,
+            self.choice_tail,
+        )
+
+
+def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs) -> dict[str, object]:
+    """The logprobs object of a chat choice."""
+    content = []
+    for position, entry in enumerate(new.tokens):
+        alternatives = (new.alternatives[position] if position < len(new.alternatives) else None) or []
+        shown = _token(tokenizer, entry)
+        shown["top_logprobs"] = [_token(tokenizer, alternative) for alternative in alternatives]
+        content.append(shown)
+    return {"content": content, "refusal": None}
+
+
+def _token(tokenizer: Tokenizer, entry: LogprobEntry) -> dict[str, object]:
+    value, token_id, text = entry
+    shown = text if text is not None else tokenizer.decode([token_id], False)
+    raw = tokenizer.token_bytes(token_id) if tokenizer.fixed_bytes else shown.encode(errors="replace")
+    return {"token": shown, "logprob": finite_logprob(value), "bytes": list(raw)}
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises RequestError naming the message that this server cannot use."""
+    if not messages:
+        raise RequestError("messages is empty", "messages")
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if message.role in ("tool", "function"):
+            raise RequestError(f"{where}.role: {message.role} messages are not supported yet", f"{where}.role")
+        if message.role not in _ROLES:
+            shown = message.role[:50]
+            raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown!r}", f"{where}.role")
+        for name in _MESSAGE_FIELDS_NOT_YET:
+            if getattr(message, name) not in (None, []):
+                raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}", "unsupported_parameter")
+        if message.reasoning_content is not None and message.role != "assistant":
+            raise RequestError(f"{where}.reasoning_content belongs to the role assistant", f"{where}.reasoning_content")
+        if message.content is None or message.content == []:
+            raise RequestError(f"{where}.content is missing", f"{where}.content")
+        if isinstance(message.content, list):
+            for place, part in enumerate(message.content):
+                if part.type != "text":
+                    shown = part.type[:50]
+                    raise RequestError(
+                        f"{where}.content[{place}]: parts of type {shown!r} are not supported yet, only text",
+                        f"{where}.content[{place}].type",
+                        "unsupported_parameter",
+                    )
+                if part.text is None:
+                    raise RequestError(f"{where}.content[{place}].text is missing", f"{where}.content[{place}].text")
+
+
+def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> list[int]:
+    """Token ids of the rendered messages. Raises RequestError, also when the model has no template."""
+    template = context.model.chat_template
+    if template is None:
+        raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        if "reasoning_effort" not in template.source:
+            raise RequestError(
+                "reasoning_effort: this model's chat template does not use it",
+                "reasoning_effort",
+                "unsupported_parameter",
+            )
+        kwargs["reasoning_effort"] = request.reasoning_effort
+    rendered = template.render(
+        [template_message(message, template.content_parts) for message in request.messages],
+        add_generation_prompt=not request.continue_final_message,
+        continue_final_message=bool(request.continue_final_message),
+        kwargs=kwargs,
+    )
+    return context.model.tokenizer.encode_rendered(rendered)
+
+
+def template_message(message: ChatMessage, keep_parts: bool) -> dict[str, object]:
+    """A message as templates know it: `developer` is `system`; text parts are joined by line ends unless kept."""
+    shown: dict[str, object] = {"role": "system" if message.role == "developer" else message.role}
+    if isinstance(message.content, list):
+        parts = [part.text or "" for part in message.content]
+        shown["content"] = [{"type": "text", "text": text} for text in parts] if keep_parts else "\n".join(parts)
+    else:
+        shown["content"] = message.content
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
+    return shown

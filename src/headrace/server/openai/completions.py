@@ -1,0 +1,261 @@
+"""`POST /v1/completions`.
+
+Owns the legacy logprobs shape, echo and the text chunks. Runs in the event loop of the main process; long work on texts goes
+to a thread.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace.errors import RequestError
+from headrace.frontend.tokenizers import Tokenizer
+from headrace.messages.requests import GenerateReqInput
+from headrace.server.context import Output, ServingContext
+from headrace.server.http import encode_json
+from headrace.server.openai.base import (
+    ChoiceCursor,
+    ChunkWriter,
+    Generation,
+    LogprobEntry,
+    OpenAIServingBase,
+    Usage,
+    finite_logprob,
+)
+from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
+from headrace.text.incremental import IncrementalDecoder
+
+
+class CompletionServing(OpenAIServingBase[CompletionRequest]):
+    """Handler of /v1/completions."""
+
+    id_prefix = "cmpl-"
+    prompt_field = "prompt"
+    default_max_tokens = 16
+
+    def __init__(self, context: ServingContext) -> None:
+        super().__init__(context, CompletionRequest)
+
+    def validate(self, request: CompletionRequest) -> None:
+        """Raises RequestError for suffix, best_of and logprobs beyond what is possible."""
+        if request.suffix:
+            raise RequestError("suffix is not supported", "suffix", "unsupported_parameter")
+        if request.best_of is not None and request.best_of != request.num_samples:
+            message = (
+                f"best_of must equal n ({request.num_samples}): choosing the best of more samples is not supported"
+            )
+            raise RequestError(message, "best_of", "unsupported_parameter")
+        if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+            raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {request.logprobs}", "logprobs")
+
+    async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
+        """Texts stay texts, token ids stay ids; echo with logprobs asks for the prompt's logprobs as well."""
+        text, ids = split_prompt(request.prompt)
+        wants_logprobs = request.logprobs is not None
+        generation_id = self.new_id(request)
+        call = GenerateReqInput(
+            text=text,
+            input_ids=ids,
+            sampling_params=request.sampling_params(request.max_tokens),
+            rid=generation_id,
+            stream=bool(request.stream),
+            return_logprob=wants_logprobs,
+            logprob_start_len=0 if wants_logprobs and request.echo else -1,
+            top_logprobs_num=request.logprobs or 0,
+            return_text_in_logprobs=wants_logprobs,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            lora_path=request.lora_path,
+            session_params=request.session_params,
+        )
+        return Generation(request, call, generation_id)
+
+    def prompt_text(self, generation: Generation[CompletionRequest], index: int) -> str:
+        """What echo puts before the text of choice `index`."""
+        number = index // generation.request.num_samples
+        text, ids = generation.call.text, generation.call.input_ids
+        if isinstance(text, str):
+            return text
+        if text is not None:
+            return text[number]
+        assert ids is not None, "a completion has a prompt"
+        own = ids[number] if isinstance(ids[0], list) else ids
+        assert isinstance(own, list), "the prompt's shape was checked"
+        skip = generation.request.skip_special_tokens is not False
+        return self.context.model.tokenizer.decode([i for i in own if isinstance(i, int)], skip)
+
+    def choice_logprobs(self, generation: Generation[CompletionRequest], length: int = 0) -> "LegacyLogprobs":
+        """For one choice, see `LegacyLogprobs`."""
+        skip = generation.request.skip_special_tokens is not False
+        return LegacyLogprobs(self.context.model.tokenizer, skip, (generation.request.logprobs or 0) > 0, length)
+
+    def response(self, generation: Generation[CompletionRequest], outputs: list[Output], usage: Usage) -> object:
+        """A `text_completion` object."""
+        return {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": generation.created,
+            "model": self.context.model.name,
+            "system_fingerprint": self.fingerprint,
+            "choices": [self._choice(generation, index, output) for index, output in enumerate(outputs)],
+            "usage": usage,
+        }
+
+    def _choice(self, generation: Generation[CompletionRequest], index: int, output: Output) -> object:
+        request, meta = generation.request, output["meta_info"]
+        prompt = self.prompt_text(generation, index) if request.echo else ""
+        logprobs = None
+        if request.logprobs is not None:
+            shape = self.choice_logprobs(generation)
+            if request.echo:
+                shape.add_prompt(meta, len(prompt))
+            shape.add(meta["output_token_logprobs"], meta.get("output_top_logprobs"))
+            logprobs = shape.take(len(prompt) + len(output["text"]))
+        return {
+            "index": index,
+            "text": prompt + output["text"],
+            "logprobs": logprobs,
+            "finish_reason": meta["finish_reason"]["type"],
+        }
+
+    def chunk_writer(self, generation: Generation[CompletionRequest]) -> "CompletionChunks":
+        """See `CompletionChunks`."""
+        return CompletionChunks(self, generation)
+
+
+@dataclass(slots=True)
+class _ChoiceStream:
+    """What a stream remembers of one choice: its logprobs and the length of the text before the next token."""
+
+    logprobs: "LegacyLogprobs | None"
+    length: int
+
+
+class CompletionChunks(ChunkWriter):
+    """Chunks of /v1/completions: text, then one with the finish reason."""
+
+    def __init__(self, serving: CompletionServing, generation: Generation[CompletionRequest]) -> None:
+        super().__init__(generation, "text_completion", serving.context.model.name, serving.fingerprint)
+        self.serving = serving
+        self.generation = generation
+        self.choices: dict[int, _ChoiceStream] = {}
+
+    def delta(self, index: int, cursor: ChoiceCursor, output: Output) -> bytes:
+        """The new text, with echo before the first."""
+        request, meta = self.generation.request, output["meta_info"]
+        text = output["text"]
+        choice = self.choices.get(index)
+        if choice is None:
+            shape = self.serving.choice_logprobs(self.generation) if request.logprobs is not None else None
+            choice = self.choices[index] = _ChoiceStream(shape, 0)
+            if request.echo:
+                prompt = self.serving.prompt_text(self.generation, index)
+                text = prompt + text
+                if shape is not None:
+                    shape.add_prompt(meta, len(prompt))
+        choice.length += len(text)
+        logprobs = b"null"
+        has_logprobs = False
+        if choice.logprobs is not None:
+            new = cursor.new_logprobs(meta)
+            choice.logprobs.add(new.tokens, new.alternatives)
+            has_logprobs = bool(choice.logprobs.tokens)
+            finished = meta["finish_reason"] is not None
+            logprobs = encode_json(choice.logprobs.take(choice.length if finished else None))
+        if not text and not has_logprobs:
+            return b""
+        return self._chunk(index, text, logprobs, b"null")
+
+    def finish(self, index: int, cursor: ChoiceCursor, reason: str) -> bytes:
+        """An empty text with the reason."""
+        return self._chunk(index, "", b"null", encode_json(reason))
+
+    def _chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self.choice_head,
+            index,
+            encode_json(text),
+            logprobs,
+            reason,
+            self.choice_tail,
+        )
+
+
+class LegacyLogprobs:
+    """The logprobs object of the completions route: parallel lists over tokens.
+
+    `text_offset` is where a token's text begins, in characters of the choice's text (with echo, of prompt and text). A token
+    that ends inside a character counts for the character's place.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, with_alternatives: bool, length: int) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._with_alternatives = with_alternatives
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._length = length
+        self.tokens: list[str] = []
+        self._values: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def add_prompt(self, meta: dict[str, object], length: int) -> None:
+        """The prompt's tokens; `length` characters of the choice's text are the prompt."""
+        entries = meta.get("input_token_logprobs") or []
+        tops = meta.get("input_top_logprobs")
+        assert isinstance(entries, list), "logprobs are lists"
+        self.add(entries, tops if isinstance(tops, list) else None, first_is_unknown=True)
+        self._offsets = [min(offset, length) for offset in self._offsets]
+        ids = [token_id for _, token_id, _ in entries]
+        self._decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=self._skip, context_ids=ids)
+        self._length = length
+
+    def add(
+        self,
+        entries: Iterable[LogprobEntry],
+        alternatives: Sequence[Sequence[LogprobEntry] | None] | None,
+        first_is_unknown: bool = False,
+    ) -> None:
+        """Tokens in order."""
+        for position, (value, token_id, text) in enumerate(entries):
+            shown = text if text is not None else self._tokenizer.decode([token_id], False)
+            unknown = first_is_unknown and position == 0 and value is None
+            self.tokens.append(shown)
+            self._values.append(None if unknown else finite_logprob(value))
+            self._offsets.append(self._length)
+            self._length += len(self._decoder.push(token_id))
+            if unknown or not self._with_alternatives:
+                self._tops.append(None)
+                continue
+            top = {shown: finite_logprob(value)}
+            for top_value, top_id, top_text in (alternatives[position] if alternatives else None) or ():
+                top.setdefault(
+                    top_text if top_text is not None else self._tokenizer.decode([top_id], False),
+                    finite_logprob(top_value),
+                )
+            self._tops.append(top)
+
+    def take(self, length: int | None) -> dict[str, object]:
+        """What was added since the last call. `length` of the whole text when it is final: trimmed tokens end there."""
+        result = {
+            "tokens": self.tokens,
+            "token_logprobs": self._values,
+            "top_logprobs": self._tops if self._with_alternatives else None,
+            "text_offset": self._offsets if length is None else [min(offset, length) for offset in self._offsets],
+        }
+        self.tokens, self._values, self._tops, self._offsets = [], [], [], []
+        return result
+
+
+def split_prompt(
+    prompt: str | list[str | int | list[int]],
+) -> tuple[str | list[str] | None, list[int | list[int]] | None]:
+    """`prompt` as (texts, None) or (None, token ids). Raises RequestError for an empty or mixed list."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not prompt:
+        raise RequestError("prompt is empty", "prompt")
+    texts = [item for item in prompt if isinstance(item, str)]
+    ids = [item for item in prompt if not isinstance(item, str)]
+    if texts and ids:
+        raise RequestError("prompt mixes texts and token ids", "prompt")
+    return (texts, None) if texts else (None, ids)

@@ -1,0 +1,215 @@
+"""Request bodies of the OpenAI routes: every field of the vendor's API, and ours on top.
+
+A field is honoured, or refused by name where it asks for something this server does not do; `refuse_unsupported` and
+`NO_EFFECT` say which. Unknown fields are refused by the decoder. Runs in the event loop of the main process.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.messages.requests import SessionParams
+from headrace.sampling.params import SamplingParams
+
+MAX_LOGPROBS = 20
+"""Most alternatives per token on the OpenAI routes, as the vendor's."""
+
+NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
+"""Accepted without effect: labels for the vendor's own bookkeeping, which cannot change a reply."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`include_usage`: one more chunk with the token counts before `[DONE]`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat completions have in common; None = not said."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # Ours.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    lora_path: str | None = None
+    session_params: SessionParams | None = None
+    rid: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """A usage chunk ends the stream."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def limit_field(self) -> str:
+        """The field that bounds the output, as this request spells it."""
+        return "max_tokens"
+
+    @property
+    def num_samples(self) -> int:
+        """Choices per prompt; bounds are checked with the other sampling parameters."""
+        return 1 if self.n is None else self.n
+
+    def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
+        """The sampling part of the request in the runtime's own names."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=self.min_tokens or 0,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            stop_regex=self.stop_regex,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            n=self.num_samples,
+            regex=self.regex,
+            ebnf=self.ebnf,
+            ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
+            no_stop_trim=bool(self.no_stop_trim),
+            logit_bias=self.logit_bias,
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
+            seed=self.seed,
+        )
+
+    def check_stream_options(self) -> None:
+        """Raises RequestError for stream options without a stream, or ones not supported."""
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true", "stream_options")
+        if self.stream_options.include_obfuscation:
+            raise RequestError("include_obfuscation is not supported", "stream_options.include_obfuscation")
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message. Only `text` parts are supported; others are refused by their type."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a chat, any role."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    audio: object | None = None
+    tool_calls: list[object] | None = None
+    tool_call_id: str | None = None
+    function_call: object | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    separate_reasoning: bool | None = None
+    tools: list[object] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[object] | None = None
+    function_call: str | dict[str, object] | None = None
+    response_format: dict[str, object] | None = None
+    modalities: list[str] | None = None
+    audio: object | None = None
+    prediction: object | None = None
+    moderation: object | None = None
+    web_search_options: object | None = None
+    verbosity: str | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_options: object | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def limit_field(self) -> str:
+        """`max_completion_tokens` when that was used."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "parallel_tool_calls": (),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "separate_reasoning": (False,),
+}
+"""Chat fields that are not supported, each with the values that ask for nothing."""
+
+
+def refuse_unsupported(request: ChatCompletionRequest) -> None:
+    """Raises RequestError naming the first field that asks for something this server does not do."""
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise RequestError(f"{name} is not supported yet", name, "unsupported_parameter")

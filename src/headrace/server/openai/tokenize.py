@@ -1,0 +1,91 @@
+"""`POST /tokenize`, `POST /detokenize`. Tokenizing runs in a thread, the rest in the event loop of the main process."""
+
+from typing import cast
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.frontend.prompts import check_token_ids
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+from headrace.server.openai.chat import chat_prompt_ids, check_messages
+from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Exactly one of `prompt` (a text or a list of texts) and `messages` (rendered as for a chat)."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, object] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`tokens`: ids, or a list of lists of ids."""
+
+    tokens: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool = True
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+
+
+class TokenizeAPI:
+    """Handlers between texts and token ids."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
+        body = await exchange.read_json(_TOKENIZE)
+        if body.model is not None:
+            self.context.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give exactly one of prompt and messages", "prompt")
+        if body.messages is not None:
+            check_messages(body.messages)
+        tokens = await self.context.in_text_thread(lambda: self._tokens(body))
+        is_list = isinstance(body.prompt, list)
+        await exchange.reply_json(
+            {
+                "tokens": tokens if is_list else tokens[0],
+                "count": [len(ids) for ids in tokens] if is_list else len(tokens[0]),
+                "max_model_len": self.context.model.context_length,
+            }
+        )
+
+    def _tokens(self, body: TokenizeBody) -> list[list[int]]:
+        if body.messages is not None:
+            chat = ChatCompletionRequest(
+                model=self.context.model.name,
+                messages=body.messages,
+                continue_final_message=body.continue_final_message,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            return [chat_prompt_ids(self.context, chat)]
+        assert body.prompt is not None, "one of prompt and messages is given"
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        return self.context.model.tokenizer.encode_batch(texts, body.add_special_tokens) if texts else []
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """`{text}`; a list when `tokens` was a list of lists."""
+        body = await exchange.read_json(_DETOKENIZE)
+        if body.model is not None:
+            self.context.check_model(body.model)
+        is_list = any(isinstance(item, list) for item in body.tokens)
+        if is_list and not all(isinstance(item, list) for item in body.tokens):
+            raise RequestError("tokens mixes ids and lists of ids", "tokens")
+        rows = cast("list[list[int]]", body.tokens if is_list else [body.tokens])
+        for ids in rows:
+            check_token_ids("tokens", ids, self.context.model.tokenizer.vocab_size)
+        tokenizer = self.context.model.tokenizer
+        texts = await self.context.in_text_thread(
+            lambda: [tokenizer.decode(ids, body.skip_special_tokens) for ids in rows]
+        )
+        await exchange.reply_json({"text": texts if is_list else texts[0]})

@@ -1,0 +1,90 @@
+"""The OpenAPI description and the plain /docs page, made from the route table. Built once, on demand."""
+
+import html
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+import headrace
+from headrace.server.http import ApiError, Exchange, send_response
+from headrace.server.routes import RouteSpec
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """Body of every failing reply."""
+
+    error: ApiError
+
+
+class OpenApi:
+    """Handlers of /openapi.json and /docs."""
+
+    def __init__(self, routes: Sequence[RouteSpec]) -> None:
+        self.routes = [route for route in routes if route.in_schema]
+        self._document: dict[str, Any] | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The OpenAPI 3.1 document."""
+        if self._document is None:
+            self._document = self._build()
+        return self._document
+
+    def _build(self) -> dict[str, Any]:
+        bodies = [route.body for route in self.routes if route.body is not None]
+        schemas, components = msgspec.json.schema_components(
+            [*bodies, ErrorReply], schema_hook=_any_value, ref_template="#/components/schemas/{name}"
+        )
+        by_body = dict(zip(bodies, schemas, strict=False))
+        error = {"description": "error", "content": {"application/json": {"schema": schemas[-1]}}}
+        paths: dict[str, Any] = {}
+        for route in self.routes:
+            path = route.path.replace(":path}", "}")
+            for method in route.methods:
+                operation: dict[str, Any] = {
+                    "summary": route.summary,
+                    "operationId": method.lower() + "".join(c if c.isalnum() else "_" for c in path),
+                    "responses": {"200": {"description": "success"}, "4XX": error, "5XX": error},
+                    "security": [] if route.access == "public" else [{"bearer": []}],
+                }
+                if route.body is not None:
+                    content = {"application/json": {"schema": by_body[route.body]}}
+                    operation["requestBody"] = {"required": True, "content": content}
+                names = re.findall(r"{(\w+)}", path)
+                operation["parameters"] = [
+                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+                ]
+                paths.setdefault(path, {})[method.lower()] = operation
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "Headrace", "version": headrace.__version__},
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            },
+        }
+
+    async def openapi_json(self, exchange: Exchange) -> None:
+        """The document."""
+        await exchange.reply_json(self.document())
+
+    async def docs(self, exchange: Exchange) -> None:
+        """The routes on one page without scripts."""
+        rows = "".join(
+            f"<tr><td>{' '.join(route.methods)}</td><td><code>{html.escape(route.path)}</code></td>"
+            f"<td>{route.access}</td><td>{html.escape(route.summary)}</td></tr>"
+            for route in self.routes
+        )
+        page = (
+            "<!doctype html><meta charset=utf-8><title>Headrace routes</title><h1>Headrace routes</h1>"
+            f'<p>Bodies: <a href="/openapi.json">openapi.json</a></p><table>{rows}</table>'
+        )
+        await send_response(exchange.send, 200, page.encode(), b"text/html; charset=utf-8")
+
+
+def _any_value(kind: type) -> dict[str, Any]:
+    """The schema of `object`: whatever JSON holds."""
+    assert kind is object, f"no schema for {kind}"
+    return {"description": "any JSON value"}

@@ -1,0 +1,55 @@
+"""Server-sent events: framing, and the one loop that turns a generator of outputs into a stream.
+
+Runs in the event loop of the main process. Frames are bytes made by the caller; nothing here knows a protocol.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from headrace.server.http import ApiError, Exchange, Headers, describe_error, error_body
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def frame(payload: bytes) -> bytes:
+    """One event. JSON has no raw line ends, so one `data:` line is enough."""
+    return b"data: " + payload + b"\n\n"
+
+
+def error_frame(error: ApiError) -> bytes:
+    """The event that reports a failure after the reply has begun."""
+    return frame(error_body(error))
+
+
+async def stream_reply(
+    exchange: Exchange,
+    items: AsyncGenerator[T, None],
+    render: Callable[[T], bytes],
+    tail: Callable[[], bytes],
+) -> None:
+    """Stream `items`: `render` makes each one's frames (may be empty), `tail` what follows the last.
+
+    A failure before the first item raises, so that it can be answered with a true status; a later one becomes an error
+    frame. `[DONE]` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
+    """
+    async with exchange.until_client_leaves(), aclosing(items):
+        first = await anext(items, None)
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            if first is not None and (frames := render(first)):
+                await exchange.send({"type": "http.response.body", "body": frames, "more_body": True})
+            async for item in items:
+                if frames := render(item):
+                    await exchange.send({"type": "http.response.body", "body": frames, "more_body": True})
+            end = tail()
+        except Exception as exc:
+            end = error_frame(describe_error(exc)[2])
+        await exchange.send({"type": "http.response.body", "body": end + DONE})

@@ -1,0 +1,1 @@
+"""Text as it grows token by token: incremental decoding and stop matching."""

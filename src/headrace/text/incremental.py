@@ -1,0 +1,113 @@
+"""Token ids that arrive one by one, turned into text as soon as it is certain.
+
+Owns `IncrementalDecoder`, one per request. Does not know the vocabulary (a `TokenText` does) and does not look for stops
+(`stop.py`). Used by whichever process detokenizes; no torch.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+_CONTEXT_TOKENS = 8  # of the prompt: enough to complete a character and to decide a space
+_MAX_HELD_TOKENS = 32  # of a decoder without fixed bytes whose text keeps ending in U+FFFD
+
+
+class TokenText(Protocol):
+    """What decoding needs of a tokenizer; `headrace.frontend.tokenizers.Tokenizer` is one."""
+
+    fixed_bytes: bool
+    strips_first_space: bool
+    special_ids: frozenset[int]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, where `fixed_bytes`."""
+        ...
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """The text of ids."""
+        ...
+
+
+class IncrementalDecoder:
+    """Text of one growing sequence of token ids.
+
+    The pieces that `push` and `flush` give, joined, are `tokenizer.decode` of all ids, however they were split. A character
+    whose bytes have not all come is held back; bytes that can never become one are given as U+FFFD at once.
+
+    Where tokens have fixed bytes the state is at most three bytes. Elsewhere a window of tokens is decoded twice and the
+    difference taken (the "surrogate" and "read" offsets of vLLM and TGI); it holds at most 32 tokens back.
+
+    context_ids: the end of what came before (the prompt). With it the text is the continuation of that text, so a leading
+    space that a decoder would drop at the start of a text is kept, and a character begun in the prompt is completed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenText,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        context_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._spaces = spaces_between_special_tokens
+        context = [index for index in context_ids[-_CONTEXT_TOKENS:] if index not in self._skipped]
+        self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # Tokens of the window [surrogate, ...): those before `read` have been given as text.
+        self._window: list[int] = []
+        self._read = 0
+        self._strip = tokenizer.strips_first_space
+        if tokenizer.fixed_bytes:
+            if context:
+                self._bytes.decode(b"".join(tokenizer.token_bytes(index) for index in context))
+                self._strip = False
+        else:
+            self._window = context
+            self._read = len(context)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain, possibly empty."""
+        if token_id in self._skipped:
+            return ""
+        if not self._tokenizer.fixed_bytes:
+            return self._push_window(token_id)
+        text = self._bytes.decode(self._tokenizer.token_bytes(token_id))
+        return self._without_first_space(text) if self._strip else text
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """As `push`, for several tokens."""
+        return "".join([self.push(index) for index in token_ids])
+
+    def flush(self) -> str:
+        """The text still held, with U+FFFD for a character that never was completed. Call it once, at the end."""
+        if self._tokenizer.fixed_bytes:
+            text = self._bytes.decode(b"", final=True)
+            return self._without_first_space(text) if self._strip else text
+        tail = self._decode(self._window)[len(self._decode(self._window[: self._read])) :]
+        self._read = len(self._window)
+        return tail
+
+    def _without_first_space(self, text: str) -> str:
+        if not text:
+            return text
+        self._strip = False
+        return text.removeprefix(" ")
+
+    def _push_window(self, token_id: int) -> str:
+        self._window.append(token_id)
+        before = self._decode(self._window[: self._read])
+        after = self._decode(self._window)
+        if len(after) <= len(before) or (
+            after.endswith("\ufffd") and len(self._window) - self._read < _MAX_HELD_TOKENS
+        ):
+            return ""
+        # The tokens just given become the context of the next ones; the older context goes.
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, False, self._spaces)

@@ -1,0 +1,63 @@
+"""The presets hold what docs/benchmarking.md says, and always the same prompts."""
+
+import pytest
+
+from headrace.benchmark.workloads import PRESETS, make_workloads, preset_names
+from headrace.errors import ConfigError
+
+TEXT = list(range(50_000))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_requests", "shortest", "longest", "new_tokens", "concurrency"),
+    [
+        ("A", 5, 128, 128, 256, 1),
+        ("B1", 64, 128, 512, 128, 1),
+        ("B8", 64, 128, 512, 128, 8),
+        ("B32", 64, 128, 512, 128, 32),
+        ("C", 64, 1056, 1056, 32, 16),
+        ("Ccold", 64, 1056, 1056, 32, 16),
+        ("D", 5, 2048, 2048, 1, 1),
+    ],
+)
+def test_shapes(name, num_requests, shortest, longest, new_tokens, concurrency):
+    workload = make_workloads(TEXT).workloads[name]
+    lengths = [len(prompt) for prompt in workload.prompts]
+
+    assert len(lengths) == num_requests
+    assert shortest <= min(lengths) <= max(lengths) <= longest
+    assert workload.preset.max_new_tokens == new_tokens
+    assert workload.preset.concurrency == concurrency
+
+
+def test_one_seed_gives_the_same_prompts_and_another_gives_others():
+    assert make_workloads(TEXT, 1).workloads["B8"].prompts == make_workloads(TEXT, 1).workloads["B8"].prompts
+    assert make_workloads(TEXT, 1).workloads["B8"].prompts != make_workloads(TEXT, 2).workloads["B8"].prompts
+
+
+def test_fewer_requests_are_the_first_ones():
+    few = make_workloads(TEXT, max_requests=3).workloads["B8"].prompts
+    assert few == make_workloads(TEXT).workloads["B8"].prompts[:3]
+
+
+def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured():
+    workloads = make_workloads(TEXT).workloads
+    warm, cold = workloads["C"], workloads["Ccold"]
+
+    assert {tuple(prompt[:1024]) for prompt in warm.prompts} == {tuple(warm.priming[0][:1024])}
+    assert warm.priming[0] not in warm.prompts
+    assert cold.priming == []
+    assert cold.prompts[0][:1024] != warm.prompts[0][:1024]
+
+
+def test_other_presets_share_no_beginning():
+    prompts = [p for name in ("A", "B1", "B8", "B32", "D") for p in make_workloads(TEXT).workloads[name].prompts]
+    assert len({tuple(prompt[:8]) for prompt in prompts}) >= len(prompts) - 1  # two random cuts may meet
+
+
+def test_preset_lists():
+    assert preset_names("A, B32,C") == ["A", "B32", "C"]
+    assert preset_names(",".join(PRESETS)) == list(PRESETS)
+    for bad in ("", "A,Z", "b1"):
+        with pytest.raises(ConfigError, match="--presets"):
+            preset_names(bad)

@@ -1,0 +1,134 @@
+"""The GGUF reader against the gguf library, and against broken files."""
+
+import gguf
+import numpy as np
+import pytest
+
+from headrace.checkpoint.gguf import BLOCK_TYPES, GgufFile, dequantize
+from headrace.errors import ModelError
+
+QUANTISED = [block.name for block in BLOCK_TYPES.values() if block.block_values > 1]
+
+
+def write_gguf(path, tensors, metadata=(), arch="llama"):
+    """tensors: name -> float array, or (uint8 rows, type name)."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in dict(metadata).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_float32(key, value)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, tuple):
+            writer.add_tensor(name, tensor[0], raw_dtype=gguf.GGMLQuantizationType[tensor[1]])
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def small(tmp_path):
+    tensors = {"a.weight": np.arange(64, dtype=np.float32).reshape(2, 32), "b.weight": np.ones(32, np.float16)}
+    metadata = {"x.text": "höher", "x.list": ["a", "", "ü"], "x.ints": [1, 2, 3], "x.float": 0.5, "x.flag": True}
+    return write_gguf(tmp_path / "small.gguf", tensors, metadata)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_dequantisation_is_that_of_the_gguf_library_bit_for_bit(name):
+    block = next(block for block in BLOCK_TYPES.values() if block.name == name)
+    raw = np.random.default_rng(7).integers(0, 256, (5, block.block_bytes * 3), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        want = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+
+    got = dequantize(raw, name)
+
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+def test_half_types_become_the_same_numbers():
+    values = np.array([[0.5, -1.25, 3e-5, 40000.0]], np.float32)
+    bfloat = (values.view(np.uint32) >> 16).astype(np.uint16)
+
+    assert dequantize(values.astype(np.float16).view(np.uint8), "F16").tolist() == values.astype(np.float16).tolist()
+    assert (dequantize(bfloat.view(np.uint8), "BF16").view(np.uint32) == values.view(np.uint32) & 0xFFFF0000).all()
+
+
+def test_metadata_and_tensors_are_read_back(small):
+    file = GgufFile(small)
+
+    assert file.get("general.architecture") == "llama"
+    assert (file.get("x.text"), file.get("x.list"), file.get("x.ints")) == ("höher", ["a", "", "ü"], [1, 2, 3])
+    assert (file.get("x.float"), file.get("x.flag"), file.get("absent", 7)) == (0.5, True, 7)
+    assert list(file.tensors) == ["a.weight", "b.weight"]
+    assert file.tensors["a.weight"].shape == (2, 32)
+    assert file.dequantize("a.weight").tolist() == np.arange(64.0).reshape(2, 32).tolist()
+    assert file.raw("b.weight").shape == (1, 64)
+
+
+def test_every_truncation_is_refused(small, tmp_path):
+    whole = small.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in {*range(0, 300, 7), len(whole) - 40, len(whole) - 65, *range(300, len(whole) - 65, 61)}:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            GgufFile(cut)
+
+
+def test_a_truncated_tensor_is_named(small, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(small.read_bytes()[:-64])
+
+    with pytest.raises(ModelError, match=r"b\.weight.*truncated"):
+        GgufFile(cut)
+
+
+def test_flipped_header_bits_never_crash(small, tmp_path):
+    whole = bytearray(small.read_bytes())
+    broken = tmp_path / "broken.gguf"
+    for at in range(len(whole) - 320):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        broken.write_bytes(flipped)
+        try:
+            file = GgufFile(broken)
+            for key in file.metadata_keys():
+                file.get(key)
+            for name in file.tensors:
+                file.dequantize(name)
+        except ModelError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "empty"),
+        (b"GGUF\x01\x00\x00\x00" + bytes(16), "version 1"),
+        (b"GGUF\x00\x00\x00\x03" + bytes(16), "big-endian"),
+        (b"PK\x03\x04" + bytes(60), "starts with"),
+        (b"GGUF\x03\x00\x00\x00" + b"\xff" * 16, "claims"),
+    ],
+)
+def test_what_is_no_gguf_is_refused_with_the_reason(tmp_path, content, why):
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelError, match=why):
+        GgufFile(path)
+
+
+def test_an_unsupported_block_type_is_refused_by_name(tmp_path):
+    path = write_gguf(tmp_path / "iq.gguf", {"w.weight": (np.zeros((1, 18), np.uint8), "IQ4_NL")})
+
+    with pytest.raises(ModelError, match=r"w\.weight has type IQ4_NL"):
+        GgufFile(path)

@@ -1,0 +1,207 @@
+"""The terminal chat with a scripted source, and over HTTP with a scripted server."""
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from rich.console import Console
+
+from headrace.cli.chat import ChatSampling, Piece, ServerChat, new_pieces, run_chat
+from headrace.errors import ConfigError, RequestError
+
+
+class Script:
+    """Replies with what it was given, and remembers what it was asked."""
+
+    name = "script"
+
+    def __init__(self, *replies):
+        self.replies = list(replies)
+        self.asked = []
+        self.closed = 0
+
+    def reply(self, messages):
+        self.asked.append([dict(message) for message in messages])
+        reply = self.replies.pop(0)
+        if isinstance(reply, RequestError):
+            raise reply
+        try:
+            for count, word in enumerate(reply, 1):
+                if word is KeyboardInterrupt:
+                    raise KeyboardInterrupt
+                yield Piece(word, count)
+        finally:
+            self.closed += 1
+
+
+def talk(monkeypatch, source, *lines, system=None):
+    """What a chat prints for piped input."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    out = io.StringIO()
+    run_chat(source, Console(file=out, width=100), system)
+    return out.getvalue()
+
+
+def test_the_conversation_is_remembered(monkeypatch):
+    source = Script(["He", "llo"], ["Bye"])
+
+    printed = talk(monkeypatch, source, "hi", "", "and now?", system="be brief")
+
+    assert printed == "Hello\nBye\n"
+    assert source.asked[1] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "and now?"},
+    ]
+
+
+def test_clear_keeps_the_system_message_and_system_begins_again(monkeypatch):
+    source = Script(["a"], ["b"], ["c"], ["d"])
+
+    talk(monkeypatch, source, "1", "/clear", "2", "/system other", "3", "/system", "4", system="first")
+
+    assert [[m["content"] for m in asked] for asked in source.asked] == [
+        ["first", "1"],
+        ["first", "2"],
+        ["other", "3"],
+        ["4"],
+    ]
+
+
+def test_exit_ends_before_the_rest_is_read(monkeypatch):
+    source = Script()
+    talk(monkeypatch, source, "/exit", "never asked")
+    assert source.asked == []
+
+
+def test_help_and_unknown_commands_say_so(monkeypatch):
+    printed = talk(monkeypatch, Script(), "/help", "/nonsense")
+    assert "/clear" in printed
+    assert "no such command: /nonsense" in printed
+
+
+def test_a_failed_turn_is_shown_and_forgotten(monkeypatch):
+    source = Script(RequestError("too long [1]"), ["fine"])
+
+    printed = talk(monkeypatch, source, "one", "two")
+
+    assert "too long [1]" in printed
+    assert [m["content"] for m in source.asked[1]] == ["two"]
+
+
+def test_ctrl_c_stops_the_reply_only(monkeypatch):
+    source = Script(["par", KeyboardInterrupt], ["next"])
+
+    printed = talk(monkeypatch, source, "one", "two")
+
+    assert printed == "par\nnext\n"
+    assert source.closed == 2
+    assert source.asked[1][1] == {"role": "assistant", "content": "par"}
+
+
+def test_replies_are_printed_as_they_are_without_markup(monkeypatch):
+    assert talk(monkeypatch, Script(["[bold]", ":smile: [/x]"]), "hi") == "[bold]:smile: [/x]\n"
+
+
+def test_pieces_of_a_cumulative_stream_join_to_its_text():
+    texts = ["", "He", "He", "Hello"]
+    items = [{"text": text, "meta_info": {"completion_tokens": index}} for index, text in enumerate(texts)]
+
+    pieces = list(new_pieces(items))
+
+    assert "".join(piece.text for piece in pieces) == "Hello"
+    assert pieces[-1].num_tokens == 3
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One chat server: its reply is what the test put into `server.frames`."""
+
+    def do_GET(self):
+        self.answer(200, b'{"data": [{"id": "the-model"}]}')
+
+    def do_POST(self):
+        self.server.asked.append(
+            (json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.headers["Authorization"])
+        )
+        self.answer(self.server.status, b"".join(self.server.frames))
+
+    def answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.asked, server.frames, server.status = [], [], 200
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def frame(content):
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_a_servers_stream_becomes_pieces(server):
+    server.frames = [
+        frame({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}),
+        frame({"choices": [{"index": 0, "delta": {"content": "He"}}]}),
+        frame({"choices": [{"index": 0, "delta": {"content": "y"}}]}),
+        frame({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}),
+        frame({"choices": [], "usage": {"completion_tokens": 7}}),
+        b"data: [DONE]\n\n",
+    ]
+    chat = ServerChat(server.url + "/v1/", ChatSampling(temperature=0.0), api_key="k")
+
+    pieces = list(chat.reply(MESSAGES))
+
+    assert [piece.text for piece in pieces] == ["He", "y", ""]
+    assert pieces[-1].num_tokens == 7
+    body, key = server.asked[0]
+    assert body["model"] == "the-model"
+    assert body["temperature"] == 0.0
+    assert "max_tokens" not in body
+    assert key == "Bearer k"
+
+
+def test_a_servers_refusal_is_told_in_its_words(server):
+    server.status, server.frames = 400, [b'{"error": {"message": "prompt too long"}}']
+    chat = ServerChat(server.url, ChatSampling(), model="m")
+
+    with pytest.raises(RequestError, match="prompt too long"):
+        list(chat.reply(MESSAGES))
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([frame({"error": {"message": "out of memory"}})], "out of memory"),
+        ([frame({"choices": []})], "broke off"),
+        ([b"data: {nonsense\n\n"], "broke off"),
+    ],
+    ids=["error frame", "no end", "not JSON"],
+)
+def test_a_stream_that_breaks_is_an_error(server, frames, words):
+    server.frames = frames
+    with pytest.raises(RequestError, match=words):
+        list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES))
+
+
+def test_no_server_is_a_clear_error():
+    with pytest.raises(ConfigError, match="no server answers at"):
+        ServerChat("http://127.0.0.1:9", ChatSampling())

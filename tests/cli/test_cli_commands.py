@@ -1,0 +1,108 @@
+"""The command tree: what it imports, how it fails, what it prints."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from headrace.cli.app import main, with_model
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+
+
+def run(*argv):
+    """Exit code of a command in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    return caught.value.code
+
+
+def test_help_lists_the_commands(capsys):
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    for command in ("serve", "generate", "chat", "models", "pull", "doctor", "bench", "version"):
+        assert command in text
+
+
+def test_serve_help_has_options_in_their_groups(capsys):
+    assert run("serve", "--help") == 0
+    text = capsys.readouterr().out
+    for words in ("Memory and schedule", "Observability", "--chunked-prefill-size"):
+        assert words in text
+
+
+def test_importing_the_commands_imports_nothing_heavy():
+    code = (
+        "import sys, headrace.cli\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'aiohttp', 'numpy', 'zmq', 'matplotlib', 'tokenizers'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_benchmark_client_needs_no_torch():
+    code = "import sys, headrace.benchmark.serving; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "headrace.cli", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0.1.0"
+
+
+def test_an_error_of_ours_is_one_line_and_exit_code_2(capsys):
+    assert run("serve", "--page-size", "3") == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("headrace: --page-size must be 1 or 16")
+    assert "Traceback" not in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("argv", [["serve", "--nonsense"], ["nonsense"], ["bench", "serving", "--repeat", "x"]])
+def test_wrong_usage_is_exit_code_2(argv):
+    assert run(*argv) == 2
+
+
+@pytest.mark.parametrize("argv", [["--presets", "Z"], ["--rate", "0"], ["--extra-body", "[]"], ["--extra-body", "{"]])
+def test_bench_refuses_options_that_make_no_sense_before_it_connects(argv, capsys):
+    assert run("bench", "serving", *argv) == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_models_lists_the_known_names(capsys):
+    main_result = run("models")
+    assert main_result == 0
+    assert "smollm2" in capsys.readouterr().out
+
+
+def test_an_unknown_model_to_pull_is_a_clear_error(capsys):
+    assert run("pull", "no-such-model") == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+def test_doctor_as_json_tells_of_every_part(capsys):
+    assert run("doctor", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+
+    assert {"python", "machine", "torch", "kernels", "attention_backends", "models"} <= report.keys()
+    assert report["machine"]["num_cores"] >= 1
+    assert {row["op"] for row in report["kernels"]} >= {"linear", "rms_norm", "paged_attention"}
+    assert any(row["name"] == "torch_native" and not row["reasons_against"] for row in report["attention_backends"])
+
+
+def test_doctor_prints_tables(capsys):
+    assert run("doctor") == 0
+    text = capsys.readouterr().out
+    for words in ("Machine", "Kernels on CPU", "Attention backends", "Models"):
+        assert words in text
+
+
+def test_the_model_argument_and_option_must_not_contradict_each_other():
+    assert with_model(ServerArgs(), "x").model_path == "x"
+    assert with_model(ServerArgs(model_path="x"), None).model_path == "x"
+    assert with_model(ServerArgs(model_path="x"), "x").model_path == "x"
+    with pytest.raises(ConfigError, match="two models"):
+        with_model(ServerArgs(model_path="y"), "x")

@@ -1,0 +1,103 @@
+"""Every field of ServerArgs is an option, and only they are."""
+
+from dataclasses import fields
+from typing import Literal, get_args, get_origin
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headrace.config.cli import ENGINE_FIELDS, ENV_VARS, flag, options_markdown, parse, with_server_options
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+
+FIELDS = {f.name: f for f in fields(ServerArgs)}
+
+
+def another_value(f):
+    """A value that is not the default, and how it is spelled on the command line."""
+    if f.type is bool:
+        return (not f.default), [("--no-" if f.default else "--") + f.name.replace("_", "-")]
+    if get_origin(f.type) is Literal:
+        value = next(choice for choice in get_args(f.type) if choice != f.default)
+    elif f.type in (int, int | None):
+        value = 16
+    elif f.type is float:
+        value = 0.25
+    else:
+        value = "{}x"
+    return value, [flag(f.name), str(value)]
+
+
+@pytest.fixture(autouse=True)
+def no_keys_in_the_environment(monkeypatch):
+    for name in ENV_VARS.values():
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_no_options_give_the_defaults():
+    assert parse([]) == ServerArgs()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_can_be_set(name):
+    value, argv = another_value(FIELDS[name])
+
+    got = getattr(parse(argv), name)
+
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize("argv", [["--no-such-option"], ["--dtype", "int3"], ["--port", "x"], ["surplus"]])
+def test_what_is_not_an_option_is_refused(argv):
+    with pytest.raises(Exception, match=r"No such option|not one of|valid integer|unexpected") as caught:
+        parse(argv)
+    assert caught.value.exit_code == 2
+
+
+def test_options_that_cannot_work_are_a_config_error():
+    with pytest.raises(ConfigError, match="--page-size"):
+        parse(["--page-size", "3"])
+
+
+@pytest.mark.parametrize("name", ENV_VARS)
+def test_keys_come_from_the_environment_and_the_option_wins(name, monkeypatch):
+    monkeypatch.setenv(ENV_VARS[name], "from-env")
+
+    assert getattr(parse([]), name) == "from-env"
+    assert getattr(parse([flag(name), "given"]), name) == "given"
+
+
+def test_what_is_on_by_default_may_be_said_and_can_be_turned_off():
+    assert parse(["--enable-cache-report"]).enable_cache_report
+    assert not parse(["--no-enable-cache-report"]).enable_cache_report
+
+
+def test_model_has_short_names():
+    assert parse(["-m", "x"]).model_path == parse(["--model", "x"]).model_path == "x"
+
+
+def test_a_command_can_offer_some_options_with_its_own_defaults():
+    got = []
+    app = typer.Typer()
+
+    @app.command()
+    @with_server_options(ENGINE_FIELDS, {"log_level": "warning"})
+    def command(*, extra: int = 1, server_args: ServerArgs) -> None:
+        got.append((extra, server_args))
+
+    runner = CliRunner()
+
+    assert runner.invoke(app, ["--extra", "2", "--page-size", "16"]).exit_code == 0
+    assert got == [(2, ServerArgs(page_size=16, log_level="warning"))]
+    assert runner.invoke(app, ["--port", "1"]).exit_code == 2
+
+
+def test_the_markdown_table_lists_every_option_with_its_choices():
+    text = options_markdown()
+
+    for name, f in FIELDS.items():
+        assert f"`{flag(f'no_{name}' if f.default is True else name)}" in text
+    assert "`--dtype {auto,float32,bfloat16,float16}` | `auto`" in text
+    assert "HEADRACE_API_KEY" in text

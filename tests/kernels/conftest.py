@@ -1,0 +1,58 @@
+"""Every implementation of the kernels that this machine can run, as a fixture."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from headrace import kernels
+from headrace.kernels import cpu
+
+ISAS = ("baseline", "avx2", "avx512")
+
+
+def runnable_isas() -> list[str]:
+    return [isa for isa, reason in cpu.isas() if not reason]
+
+
+def _best_isa() -> str:
+    return runnable_isas()[0]
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """The references are small: torch's own threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["torch", *ISAS])
+def implementation(request: pytest.FixtureRequest, one_torch_thread: None) -> Iterator[str]:
+    """Runs the test once per implementation: the torch fallback, then each instruction set of the native kernels."""
+    torch.manual_seed(0)
+    if request.param == "torch":
+        with kernels.prefer("torch"):
+            yield "torch"
+        return
+    if cpu.load() is None:
+        pytest.skip(cpu.why_not())
+    reason = dict(cpu.isas()).get(request.param, "not compiled for this machine")
+    if reason:
+        pytest.skip(reason)
+    cpu.select_isa(request.param)
+    yield request.param
+    cpu.select_isa(_best_isa())
+
+
+@pytest.fixture
+def native(one_torch_thread: None) -> Iterator[None]:
+    """The native kernels on their best instruction set; the number of threads is put back afterwards."""
+    if cpu.load() is None:
+        pytest.skip(cpu.why_not())
+    torch.manual_seed(0)
+    threads = kernels.num_threads()
+    yield
+    cpu.select_isa(_best_isa())
+    kernels.set_num_threads(threads)

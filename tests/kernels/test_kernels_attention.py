@@ -1,0 +1,258 @@
+"""Paged attention and the KV cache: right against float64, decode equals extend bit for bit."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from headrace import kernels
+from headrace.kernels import cpu
+
+PAGE = kernels.PAGE_SIZE
+TOLERANCE = 3e-6  # float32 softmax over unit-variance values: outputs below ~4 in size, a few units in the last place
+
+
+@dataclass
+class Sequences:
+    """Some sequences in one cache; whatever they do not own of it holds NaN."""
+
+    keys: list[torch.Tensor]  # as the cache rounded them, [length, kv_heads, head_dim]
+    values: list[torch.Tensor]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+
+
+def i32(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def slots_of(page_table: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
+    positions = torch.arange(length)
+    return (page_table[sequence, positions // PAGE] * PAGE + positions % PAGE).to(torch.int32)
+
+
+def make_sequences(lengths, kv_heads, head_dim, dtype) -> Sequences:
+    pages = [-(-length // PAGE) for length in lengths]
+    num_pages = sum(pages) + 3
+    k_shape, v_shape = kernels.kv_cache_shapes(num_pages, kv_heads, head_dim, dtype)
+    k_cache, v_cache = torch.full(k_shape, torch.nan, dtype=dtype), torch.full(v_shape, torch.nan, dtype=dtype)
+    page_table = torch.full((len(lengths), max(pages) + 1), -1, dtype=torch.int32)
+    free = torch.randperm(num_pages).to(torch.int32)
+    keys, values = [], []
+    for sequence, length in enumerate(lengths):
+        page_table[sequence, : pages[sequence]], free = free[: pages[sequence]], free[pages[sequence] :]
+        k, v = torch.randn(length, kv_heads, head_dim), torch.randn(length, kv_heads, head_dim)
+        kernels.write_kv(k, v, k_cache, v_cache, slots_of(page_table, sequence, length))
+        keys.append(k.to(dtype).double())
+        values.append(v.to(dtype).double())
+    return Sequences(keys, values, k_cache, v_cache, page_table)
+
+
+def reference(q, keys, values, first_position, scale, window, softcap) -> torch.Tensor:
+    group = q.shape[1] // keys.shape[1]
+    k, v = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.einsum("thd,lhd->htl", q.double(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = first_position + torch.arange(q.shape[0])[:, None] - torch.arange(k.shape[0])
+    hidden = (distance < 0) | ((distance >= window) if window else False)
+    return torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def attend(s: Sequences, q, lengths, q_lens, scale, **options) -> torch.Tensor:
+    starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
+    return kernels.paged_attention(q, s.k_cache, s.v_cache, s.page_table, i32(lengths), starts, scale, **options)
+
+
+# query heads, KV heads, head_dim, window, softcap
+CASES = [
+    (1, 1, 64, 0, 0.0),
+    (9, 3, 64, 0, 0.0),
+    (4, 4, 80, 0, 0.0),
+    (14, 2, 96, 100, 0.0),
+    (8, 2, 128, 0, 30.0),
+    (8, 4, 256, 300, 50.0),
+    (32, 8, 64, 1, 0.0),
+    (32, 1, 16, 17, 0.0),
+    (7, 7, 48, 0, 0.0),
+]
+PREFIXES = [0, 1, 15, 16, 200, 255, 256, 1000, 1024, 1100]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_float64_over_mixed_batches(implementation, case, dtype):
+    heads, kv_heads, head_dim, window, softcap = case
+    q_lens = [1, 5, 33, 1, 70, 16, 2, 1, 40, 3]
+    lengths = [prefix + rows for prefix, rows in zip(PREFIXES, q_lens, strict=True)]
+    s = make_sequences(lengths, kv_heads, head_dim, dtype)
+    q = torch.randn(sum(q_lens), heads, head_dim)
+    scale = head_dim**-0.5
+
+    out = attend(s, q, lengths, q_lens, scale, window=window, softcap=softcap)
+
+    start = 0
+    for i, (prefix, rows) in enumerate(zip(PREFIXES, q_lens, strict=True)):
+        want = reference(q[start : start + rows], s.keys[i], s.values[i], prefix, scale, window, softcap)
+        # A capped score has the size of the cap, and its rounding is a relative error of the weight.
+        assert (out[start : start + rows] - want).abs().max() < TOLERANCE + softcap * 2**-23
+        start += rows
+
+
+@pytest.mark.parametrize("case", [(9, 3, 64, 0, 0.0), (4, 4, 80, 40, 20.0), (16, 2, 128, 1500, 0.0)], ids=str)
+def test_decode_equals_extend_and_chunked_equals_whole(implementation, case):
+    heads, kv_heads, head_dim, window, softcap = case
+    length = 2200 if implementation != "torch" else 600
+    s = make_sequences([length], kv_heads, head_dim, torch.bfloat16)
+    q = torch.randn(length, heads, head_dim)
+    options = {"window": window, "softcap": softcap}
+    scale = head_dim**-0.5
+    whole = attend(s, q, [length], [length], scale, **options)
+
+    for chunk in (97, 512):
+        for start in range(0, length, chunk):
+            end = min(length, start + chunk)
+            got = attend(s, q[start:end], [end], [end - start], scale, **options)
+            assert torch.equal(got, whole[start:end])
+    for position in [0, 1, 15, 16, 255, 256, 300, 599, 1023, 1024, 2047, 2100, 2199]:
+        if position < length:
+            alone = attend(s, q[position : position + 1], [position + 1], [1], scale, **options)
+            assert torch.equal(alone[0], whole[position])
+
+
+def test_a_long_prefix_decodes_right_and_alone_equals_batched(native):
+    lengths = [4097, 3, 2500, 1024, 1025]
+    s = make_sequences(lengths, 2, 64, torch.bfloat16)
+    q = torch.randn(len(lengths), 6, 64)
+    batched = attend(s, q, lengths, [1] * len(lengths), 0.125)
+    for i, length in enumerate(lengths):
+        only = [1 if j == i else 0 for j in range(len(lengths))]
+        alone = attend(s, q[i : i + 1], lengths, only, 0.125)
+        assert torch.equal(alone[0], batched[i])
+        want = reference(q[i : i + 1], s.keys[i], s.values[i], length - 1, 0.125, 0, 0.0)
+        assert (alone - want).abs().max() < TOLERANCE
+
+
+def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native):
+    lengths, q_lens = [3000, 40, 1500], [1, 40, 60]
+    s = make_sequences(lengths, 2, 80, torch.bfloat16)
+    q = torch.randn(sum(q_lens), 8, 80)
+    results = []
+    for isa in [isa for isa, reason in cpu.isas() if not reason and isa != "baseline"]:
+        cpu.select_isa(isa)
+        for threads in (1, 2, 16):
+            kernels.set_num_threads(threads)
+            results.append(attend(s, q, lengths, q_lens, 0.1, softcap=25.0))
+            for i, row in ((0, 0), (2, 100)):
+                only = [1 if j == i else 0 for j in range(3)]
+                assert torch.equal(attend(s, q[row : row + 1], lengths, only, 0.1, softcap=25.0)[0], results[0][row])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_pages_before_the_window_are_not_read(implementation):
+    s = make_sequences([700], 2, 64, torch.bfloat16)
+    q = torch.randn(2, 4, 64)
+    want = attend(s, q, [700], [2], 0.125, window=64)
+    s.page_table[0, : (698 - 63) // PAGE] = -1
+    assert torch.equal(attend(s, q, [700], [2], 0.125, window=64), want)
+
+
+def test_queries_may_be_slices_of_one_projection(implementation):
+    s = make_sequences([50], 1, 64, torch.float32)
+    qkv = torch.randn(50, 5 * 64)
+    q = qkv[:, : 3 * 64].view(50, 3, 64)
+    assert torch.equal(attend(s, q, [50], [50], 0.125), attend(s, q.contiguous(), [50], [50], 0.125))
+
+
+def test_large_scores_do_not_overflow(implementation):
+    s = make_sequences([300], 1, 64, torch.float32)
+    q = torch.randn(300, 1, 64) * 100
+    out = attend(s, q, [300], [300], 1.0)
+    # Scores reach some thousands, where a float32 holds them to about 1e-4 of a weight.
+    assert (out - reference(q, s.keys[0], s.values[0], 0, 1.0, 0, 0.0)).abs().max() < 1e-2
+
+
+def test_a_nan_query_gives_nan_and_only_there(implementation):
+    s = make_sequences([90], 2, 64, torch.bfloat16)
+    q = torch.randn(90, 4, 64)
+    clean = attend(s, q, [90], [90], 0.125)
+    q[40, 1, 5] = torch.nan
+    out = attend(s, q, [90], [90], 0.125)
+    assert out[40, 1].isnan().all()
+    out[40, 1] = clean[40, 1]
+    assert torch.equal(out, clean)
+
+
+def test_no_sequences_and_no_rows(implementation):
+    s = make_sequences([20], 1, 64, torch.bfloat16)
+    assert attend(s, torch.empty(0, 2, 64), [20], [0], 1.0).shape == (0, 2, 64)
+    empty = kernels.paged_attention(
+        torch.empty(0, 2, 64), s.k_cache, s.v_cache, s.page_table[:0], i32([]), i32([0]), 1.0
+    )
+    assert empty.shape == (0, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts", "message"),
+    [([20], [0, 4], "q_starts"), ([2], [0, 3], "3 query rows"), ([2000], [0, 3], "pages of the table")],
+)
+def test_lengths_that_do_not_fit_are_refused(implementation, lengths, starts, message):
+    s = make_sequences([20], 1, 64, torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        kernels.paged_attention(
+            torch.randn(3, 2, 64), s.k_cache, s.v_cache, s.page_table, i32(lengths), i32(starts), 1.0
+        )
+
+
+def test_a_page_outside_the_cache_is_refused(implementation):
+    s = make_sequences([20], 1, 64, torch.bfloat16)
+    s.page_table[0, 1] = 99
+    with pytest.raises(ValueError, match="not in"):
+        attend(s, torch.randn(3, 2, 64), [20], [3], 1.0)
+
+
+def test_native_attention_refuses_foreign_layouts(native):
+    s = make_sequences([20], 2, 64, torch.bfloat16)
+    q = torch.randn(3, 4, 64)
+    with pytest.raises(ValueError, match="do not share"):
+        attend(s, torch.randn(3, 3, 64), [20], [3], 1.0)
+    with pytest.raises(ValueError, match="kv_cache_shapes"):
+        kernels.paged_attention(q, s.v_cache, s.v_cache, s.page_table, i32([20]), i32([0, 3]), 1.0)
+    with pytest.raises(ValueError, match="int32"):
+        kernels.paged_attention(q, s.k_cache, s.v_cache, s.page_table.long(), i32([20]), i32([0, 3]), 1.0)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        kernels.kv_cache_shapes(1, 1, 72, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_the_cache_gives_back_what_was_written(implementation, dtype):
+    k_shape, v_shape = kernels.kv_cache_shapes(7, 3, 48, dtype)
+    k_cache, v_cache = torch.zeros(k_shape, dtype=dtype), torch.zeros(v_shape, dtype=dtype)
+    kv = torch.randn(40, 2 * 3 * 48) * 1e3
+    k, v = kv[:, : 3 * 48].view(40, 3, 48), kv[:, 3 * 48 :].view(40, 3, 48)
+    k[0, 0, 0], v[0, 0, 0], k[1, 1, 1] = torch.nan, torch.inf, 3.4e38
+    slots = torch.randperm(7 * PAGE)[:40].to(torch.int32)
+    skipped = slots.clone()
+    skipped[5:9] = -1
+
+    kernels.write_kv(k, v, k_cache, v_cache, skipped)
+    got_k, got_v = kernels.gather_kv(k_cache, v_cache, slots)
+
+    written = skipped >= 0
+    assert torch.equal(got_k[written].nan_to_num(1.0), k.to(dtype).float()[written].nan_to_num(1.0))
+    assert got_k[0, 0, 0].isnan()
+    assert torch.equal(got_v[written], v.to(dtype).float()[written])
+    assert not got_k[~written].any()
+    everywhere = torch.arange(7 * PAGE, dtype=torch.int32)
+    others = everywhere[~torch.isin(everywhere, skipped)]
+    assert not kernels.gather_kv(k_cache, v_cache, others)[0].any()
+
+
+def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(implementation):
+    k_shape, v_shape = kernels.kv_cache_shapes(2, 1, 64, torch.float32)
+    k_cache, v_cache = torch.zeros(k_shape), torch.zeros(v_shape)
+    with pytest.raises(ValueError, match="slot"):
+        kernels.write_kv(torch.ones(2, 1, 64), torch.ones(2, 1, 64), k_cache, v_cache, i32([0, 32]))
+    assert not k_cache.any()
+    assert not v_cache.any()

@@ -1,0 +1,181 @@
+"""Which implementation runs, and why: loading, instruction sets, threads, the fallback."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from headrace import kernels
+from headrace.errors import ConfigError
+from headrace.kernels import cpu, registry
+from headrace.kernels.cpu.threads import default_num_threads
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As in a new process: nothing loaded, nothing chosen."""
+    monkeypatch.setattr(cpu, "_loaded", None)
+    monkeypatch.setattr(cpu, "_reason", "")
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.delenv(cpu.ISA_VARIABLE, raising=False)
+    return monkeypatch
+
+
+def test_the_extension_loads_wherever_it_can_be_built():
+    if cpu.load() is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler here, and no extension")
+    assert cpu.why_not() == ""
+
+
+def test_without_the_extension_torch_runs_every_op_and_the_report_says_why(fresh):
+    fresh.setitem(sys.modules, "headrace.kernels.cpu._native", None)
+
+    assert cpu.load() is None
+    assert "does not load" in cpu.why_not()
+    assert {(r.op, r.implementation) for r in kernels.report()} == {(op, "torch") for op in registry.OPS}
+    assert all("native: the native extension does not load" in r.reason for r in kernels.report())
+    packed = kernels.pack_linear(torch.eye(4))
+    assert packed.layout == "torch"
+    assert torch.equal(kernels.linear(torch.ones(2, 4), packed), torch.ones(2, 4))
+    with pytest.raises(ConfigError, match="does not load"):
+        cpu.select_isa("baseline")
+
+
+def test_the_report_names_the_instruction_set(native):
+    assert [r.op for r in kernels.report()] == list(registry.OPS)
+    best = next(isa for isa, reason in cpu.isas() if not reason)
+    assert {(r.implementation, r.reason) for r in kernels.report()} == {(f"native ({best})", "")}
+
+
+def test_the_variable_selects_an_instruction_set(native, fresh):
+    fresh.setenv(cpu.ISA_VARIABLE, "baseline")
+    module = cpu.load()
+    assert module is not None
+    assert module.isa() == "baseline"
+
+
+def test_an_unknown_instruction_set_is_refused(native, fresh):
+    fresh.setenv(cpu.ISA_VARIABLE, "avx1024")
+    with pytest.raises(ConfigError, match=r"HEADRACE_CPU_ISA=avx1024: unknown instruction set.*this build has"):
+        cpu.load()
+    fresh.delenv(cpu.ISA_VARIABLE)
+    with pytest.raises(ConfigError, match="unknown instruction set"):
+        cpu.select_isa("avx1024")
+
+
+def test_preferring_torch_ends_with_the_block(native):
+    with kernels.prefer("torch"):
+        assert {r.implementation for r in kernels.report()} == {"torch"}
+        assert "torch is preferred" in kernels.report()[0].reason
+        packed = kernels.pack_linear(torch.randn(8, 8))
+    assert packed.layout == "torch"
+    assert kernels.pack_linear(torch.randn(8, 8)).layout == "native_f32"
+    assert kernels.linear(torch.randn(2, 8), packed).shape == (2, 8)
+    with pytest.raises(ValueError, match="no kernel implementation"), kernels.prefer("fortran"):
+        pass
+
+
+def test_other_devices_get_torch(native):
+    assert registry.select("rms_norm", "cuda").__module__ == "headrace.kernels.torch_fallback"
+    assert registry.select("rms_norm", "cpu").__module__ == "headrace.kernels.cpu.native_ops"
+
+
+def test_every_implementation_has_every_op():
+    for implementation in registry.IMPLEMENTATIONS:
+        if not implementation.why_not("cpu"):
+            for op in registry.OPS:
+                assert callable(registry._function(implementation, op))
+
+
+def test_threads_are_counted_and_less_than_one_is_refused(native):
+    kernels.set_num_threads(3)
+    assert kernels.num_threads() == 3
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.set_num_threads(0)
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "quota"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 2),
+        ("0::/a\n", {"a/cpu.max": "10000 100000\n"}, 1),
+        ("3:cpu,cpuacct:/x\n0::/\n", {"cpu/x/cpu.cfs_quota_us": "100000\n", "cpu/x/cpu.cfs_period_us": "100000\n"}, 1),
+        ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1\n", "cpu/x/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_default_threads_follow_the_quota(tmp_path, group, files, quota):
+    own = tmp_path / "own"
+    own.write_text(group)
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text)
+    allowed = len(os.sched_getaffinity(0))
+    want = allowed if quota is None else min(allowed, quota)
+    assert default_num_threads(tmp_path / "cgroup", own) == want
+
+
+def test_callers_in_several_threads_get_right_results(native):
+    kernels.set_num_threads(2)
+    packed = kernels.pack_linear(torch.randn(300, 400).bfloat16())
+    inputs = [torch.randn(rows, 400) for rows in (1, 5, 30, 70)]
+    wants = [kernels.linear(x, packed) for x in inputs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(50):
+            if not torch.equal(kernels.linear(inputs[index], packed), wants[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_changing_the_number_of_threads_while_others_compute(native):
+    packed = kernels.pack_linear(torch.randn(300, 400).bfloat16())
+    x = torch.randn(9, 400)
+    want = kernels.linear(x, packed)
+    results: list[bool] = []
+
+    def work() -> None:
+        results.extend(torch.equal(kernels.linear(x, packed), want) for _ in range(100))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for n in (1, 4, 2, 3) * 5:
+        cpu.load().set_num_threads(n)
+    thread.join()
+    assert results == [True] * 100
+
+
+FORK = """
+import os, torch
+from headrace import kernels
+kernels.set_num_threads(2)
+packed = kernels.pack_linear(torch.randn(300, 400).bfloat16())
+x = torch.randn(40, 400)
+want = kernels.linear(x, packed)
+child = os.fork()
+same = bool((kernels.linear(x, packed) == want).all())
+if child == 0:
+    os._exit(0 if same else 3)
+_, status = os.waitpid(child, 0)
+print(same, os.waitstatus_to_exitcode(status), kernels.report()[0].implementation)
+"""
+
+
+def test_a_forked_child_computes_too(native):
+    env = {**os.environ, cpu.ISA_VARIABLE: "baseline"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "True 0 native (baseline)", done.stderr

@@ -1,0 +1,209 @@
+"""Channels: both forms behave the same, bad frames harm nobody, the directory of the sockets is private and goes away."""
+
+import asyncio
+import fcntl
+import os
+import stat
+import threading
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import ConfigError
+from headrace.messages.channel import IpcDir, LocalChannels, MessageCodec, Ports, ZmqChannels
+from headrace.messages.control import AbortReq, FaultReq, HealthCheckReply, Heartbeat, ShutdownReq
+from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut
+from headrace.messages.packing import pack_int32, unpack_float32, unpack_int32
+from headrace.messages.requests import LogprobSpec, TokenizedGenerateReqInput
+from headrace.sampling.params import ResolvedSamplingParams
+
+REQUEST = TokenizedGenerateReqInput(
+    rid="répétition-🚰",
+    input_ids=pack_int32([1, 2, 2**31 - 1]),
+    sampling=ResolvedSamplingParams(max_new_tokens=5, seed=2**63 - 1, stop=("a", "b"), logit_bias=((3, -1.5),)),
+    stream=True,
+    logprobs=LogprobSpec(2, 3, (4, 5)),
+    namespace='["k", ""]',
+    deadline_s=1e9,
+)
+OUTPUT = BatchStrOut(
+    (
+        StrOut(
+            "a", "text", b"\x01\0\0\0", 1, FinishReason("stop", matched=7), SampleStats(3, 1), LogprobBlock(b"1234")
+        ),
+        StrOut("b", "", b"", 0, FinishReason("abort", message="no", status_code=503)),
+    )
+)
+
+
+@pytest.fixture(params=["zmq", "local"])
+def channels(request, tmp_path):
+    made = ZmqChannels(Ports.in_directory(tmp_path)) if request.param == "zmq" else LocalChannels()
+    yield made
+    made.close()
+
+
+def test_messages_arrive_whole_and_in_order(channels):
+    receiver = channels.receiver("to_scheduler")
+    sender = channels.sender("to_scheduler")
+    messages = [REQUEST, OUTPUT, AbortReq(("x",)), ShutdownReq()]
+
+    for message in messages:
+        sender.send(message)
+
+    assert [receiver.recv(5.0) for _ in messages] == messages
+    assert receiver.recv_nowait() is None
+
+
+def test_receiving_gives_up_after_the_timeout(channels):
+    assert channels.receiver("to_tokenizer").recv(0.01) is None
+
+
+def test_several_senders_reach_one_receiver(channels):
+    receiver = channels.receiver("to_tokenizer")
+    for name in ("scheduler", "detokenizer"):
+        channels.sender("to_tokenizer").send(Heartbeat(name))
+
+    assert {receiver.recv(5.0).process for _ in range(2)} == {"scheduler", "detokenizer"}
+
+
+async def test_the_async_side_gets_everything_sent_from_another_thread(channels):
+    receiver = channels.receiver("to_tokenizer")
+    sender = channels.sender("to_tokenizer")
+    thread = threading.Thread(target=lambda: [sender.send(HealthCheckReply(i, False)) for i in range(500)])
+    thread.start()
+
+    async with asyncio.timeout(20):
+        ids = [(await receiver.arecv()).id for _ in range(500)]
+
+    thread.join()
+    assert ids == list(range(500))
+
+
+async def test_a_cancelled_wait_loses_no_message(channels):
+    receiver = channels.receiver("to_tokenizer")
+    sender = channels.sender("to_tokenizer")
+    waiting = asyncio.create_task(receiver.arecv())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+    sender.send(Heartbeat("scheduler"))
+
+    async with asyncio.timeout(20):
+        assert await receiver.arecv() == Heartbeat("scheduler")
+
+
+def test_closing_twice_and_sending_after_close_do_nothing(channels):
+    sender = channels.sender("to_scheduler")
+    receiver = channels.receiver("to_scheduler")
+    for end in (sender, sender, receiver, receiver):
+        end.close()
+
+    sender.send(ShutdownReq())
+
+
+def test_a_sender_never_waits_for_a_receiver_that_is_not_there(tmp_path):
+    channels = ZmqChannels(Ports.in_directory(tmp_path))
+    sender = channels.sender("to_scheduler")
+
+    for _ in range(5000):
+        sender.send(ShutdownReq())
+
+    channels.close()
+
+
+def bad_frames():
+    good = MessageCodec().encode(REQUEST)
+    return [
+        b"",
+        b"\xc1",
+        b"\x80\x04\x95.",  # the beginning of a pickle
+        good[:-1],
+        good + b"\x00",
+        msgspec.msgpack.encode(["NoSuchMessage", 1]),
+        msgspec.msgpack.encode({"type": "AbortReq"}),
+        msgspec.msgpack.encode(["Heartbeat", 17]),
+        msgspec.msgpack.encode(["Heartbeat"]),
+        b"\x92\xa9Heartbeat\xa1\xff",  # a string that is not UTF-8
+        b"\x91" * 100_000,  # nested
+    ]
+
+
+def test_malformed_frames_are_dropped_and_counted(tmp_path):
+    ports = Ports.in_directory(tmp_path)
+    channels = ZmqChannels(ports)
+    receiver = channels.receiver("to_scheduler")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(ports.to_scheduler)
+        for frame in bad_frames():
+            stranger.send(frame)
+        stranger.send_multipart([b"two", b"parts"])
+        stranger.send(MessageCodec().encode(REQUEST))
+
+        assert receiver.recv(5.0) == REQUEST
+    assert receiver.dropped_frames == len(bad_frames()) + 2
+    channels.close()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
+def test_no_bytes_make_the_codec_raise(noise, at, value):
+    codec = MessageCodec()
+    flipped = bytearray(codec.encode(OUTPUT))
+    flipped[at % len(flipped)] = value
+
+    codec.decode(noise)
+    codec.decode(bytes(flipped))
+
+
+def test_every_field_survives_the_wire():
+    codec = MessageCodec()
+    for message in (REQUEST, OUTPUT, FaultReq("sampling", "sleep", "r", 3, 0.5)):
+        assert codec.decode(codec.encode(message)) == message
+
+
+def test_the_directory_is_private_and_removed():
+    with IpcDir() as path:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        channels = ZmqChannels(Ports.in_directory(path))
+        channels.receiver("to_scheduler")
+        assert (path / "to_scheduler").is_socket()
+        channels.close()
+    assert not path.exists()
+
+
+def test_directories_of_dead_owners_are_removed_and_those_of_living_ones_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    abandoned, alive, starting = (tmp_path / f"headrace-ipc-{name}" for name in ("dead", "alive", "starting"))
+    for path in (abandoned, alive, starting):
+        path.mkdir()
+    (abandoned / "lock").touch()
+    (alive / "lock").touch()
+    lock_fd = os.open(alive / "lock", os.O_RDWR)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
+
+    with IpcDir():
+        assert not abandoned.exists()
+        assert alive.exists()
+        assert starting.exists()
+    os.close(lock_fd)
+
+
+def test_a_temporary_directory_that_cannot_be_used_is_a_config_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="TMPDIR"), IpcDir():
+        pass
+    with pytest.raises(ConfigError, match="too long"):
+        Ports.in_directory(tmp_path / ("x" * 120))
+
+
+def test_packed_numbers_are_little_endian_and_come_back():
+    assert pack_int32([1, -2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert unpack_int32(pack_int32([1, -2])) == [1, -2]
+    assert unpack_float32(b"\0\0\x80\x3f") == [1.0]
+    with pytest.raises(ValueError):
+        unpack_int32(b"123")

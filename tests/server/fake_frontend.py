@@ -1,0 +1,273 @@
+"""A scripted TokenizerManager, and a real server around it on a loopback port.
+
+The engine's part is played: tokens are bytes, the text is scripted. Prompts, `n`, streams, logprobs and errors have the shapes
+of the real one.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import HeadraceError, RequestError
+from headrace.frontend.chat_templates import ChatTemplate
+from headrace.frontend.prompts import CallLimits, split_call
+from headrace.frontend.tokenizers import Tokenizer
+from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
+from headrace.messages.requests import GenerateReqInput
+from headrace.metrics.catalog import Metrics
+from headrace.sampling.params import GenerationDefaults
+from headrace.server.app import create_app
+from headrace.server.context import ServedModel, ServerStatus
+from headrace.server.listener import Server
+
+MODEL = "org/tiny"
+CONTEXT_LENGTH = 512
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|user|>", "<|assistant|>"])
+    return Tokenizer(backend)
+
+
+@dataclass
+class Script:
+    """What the fake engine does.
+
+    text: of every sample, one token per byte. hold_at: stop for ever after so many tokens. fail_at: raise `error` after so many
+    tokens. end: finish reason of samples (by index, default length/stop). tokens_per_chunk: as a stream_interval. padding_bytes: makes every output so much larger.
+    """
+
+    text: str = "Hello, wörld 🙂!"
+    hold_at: int | None = None
+    fail_at: int | None = None
+    error: Exception | None = None
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    tokens_per_chunk: int = 1
+    cached_tokens: int = 2
+    padding_bytes: int = 0
+
+
+class FakeFrontend:
+    """Answers as the TokenizerManager does."""
+
+    def __init__(self, incremental: bool = False) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.incremental = incremental
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything between tests."""
+        self.script = Script()
+        self.calls: list[GenerateReqInput] = []
+        self.aborted: list[str] = []
+        self.faults: list[FaultReq] = []
+        self.started = threading.Event()
+        self.closed_early = threading.Event()
+        self.alive = True
+        self.flush = FlushCacheReply(1, True, "flushed")
+        self.num_active = 0
+
+    async def generate_request(
+        self,
+        obj: GenerateReqInput,
+        is_disconnected: Any = None,
+        *,
+        default_max_new_tokens: int = 128,
+        incremental: bool | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        incremental = self.incremental if incremental is None else incremental
+        limits = CallLimits(self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256)
+        call = split_call(obj, limits)
+        self.calls.append(obj)
+        script = self.script
+        samples = []
+        for prompt in call.prompts:
+            ids = prompt.input_ids if prompt.text is None else self.tokenizer.encode(prompt.text)
+            assert ids is not None
+            if len(ids) > CONTEXT_LENGTH:
+                raise RequestError(f"the prompt has {len(ids)} tokens, the context {CONTEXT_LENGTH}", "text")
+            sampling = prompt.sampling.resolve(
+                defaults=GenerationDefaults(), vocab_size=self.tokenizer.vocab_size, default_max_new_tokens=default_max_new_tokens,
+                room_tokens=CONTEXT_LENGTH - len(ids), bad_word_ids=[], seed=0, max_n=8,
+            )  # fmt: skip
+            samples += [(prompt, ids, sampling)] * prompt.sampling.n
+        whole = self.tokenizer.encode(script.text)
+        if script.error is not None and script.fail_at == 0:
+            raise script.error
+        self.num_active += 1
+        finished = False
+        try:
+            if obj.stream:
+                lengths = [min(len(whole), sampling.max_new_tokens) for _, _, sampling in samples]
+                done = [0] * len(samples)
+                ended = [False] * len(samples)
+                sent_text = [""] * len(samples)
+                while not all(ended):
+                    for i, (prompt, ids, _) in enumerate(samples):
+                        if ended[i]:
+                            continue
+                        before, done[i] = done[i], min(lengths[i], done[i] + script.tokens_per_chunk)
+                        ended[i] = done[i] == lengths[i]
+                        output = self._output(i, prompt, ids, whole[: done[i]], ended[i], len(whole), call.is_list)
+                        if incremental:
+                            output["text"], sent_text[i] = output["text"][len(sent_text[i]) :], output["text"]
+                            if not ended[i]:
+                                output["output_ids"] = output["output_ids"][before:]
+                                for name in ("output_token_logprobs", "output_top_logprobs"):
+                                    if name in output["meta_info"]:
+                                        output["meta_info"][name] = output["meta_info"][name][before:]
+                        yield output
+                        self.started.set()
+                        await self._pause(done[i])
+            else:
+                self.started.set()
+                await self._pause(script.hold_at or 0)
+                outputs = []
+                for i, (prompt, ids, sampling) in enumerate(samples):
+                    made = whole[: sampling.max_new_tokens]
+                    outputs.append(self._output(i, prompt, ids, made, True, len(whole), call.is_list))
+                yield outputs if call.is_list else outputs[0]
+            finished = True
+        finally:
+            self.num_active -= 1
+            if not finished:
+                self.closed_early.set()
+
+    async def _pause(self, num_tokens: int) -> None:
+        script = self.script
+        if script.hold_at == num_tokens and num_tokens:
+            await asyncio.Event().wait()
+        if script.error is not None and script.fail_at == num_tokens and num_tokens:
+            raise script.error
+        await asyncio.sleep(0)
+
+    def _output(
+        self, index: int, prompt: Any, ids: list[int], made: list[int], ended: bool, length: int, is_list: bool
+    ) -> dict[str, Any]:
+        text = self.tokenizer.decode(made)
+        if not ended:
+            text = text.rstrip("\ufffd")
+        reason = None
+        if ended:
+            normal = {"type": "stop", "matched": 2} if len(made) == length else {"type": "length", "length": len(made)}
+            reason = self.script.ends.get(index, normal)
+        meta: dict[str, Any] = {
+            "id": prompt.rid,
+            "finish_reason": reason,
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(made),
+            "cached_tokens": self.script.cached_tokens,
+        }
+        if self.script.padding_bytes:
+            meta["padding"] = "x" * self.script.padding_bytes
+        if prompt.return_logprob:
+            meta["output_token_logprobs"] = [(-0.5, i, self.tokenizer.decode([i])) for i in made]
+            meta["input_token_logprobs"] = []
+            if prompt.logprob_start_len == 0:
+                entries = [(-0.25, i, self.tokenizer.decode([i])) for i in ids]
+                meta["input_token_logprobs"] = [(None, ids[0], self.tokenizer.decode(ids[:1])), *entries[1:]]
+            if k := prompt.top_logprobs_num:
+                tops = [[(-0.5 - j, j + 40, self.tokenizer.decode([j + 40])) for j in range(k)] for _ in made]
+                meta["output_top_logprobs"] = tops
+                meta["input_top_logprobs"] = [None, *([(-0.25, i, self.tokenizer.decode([i]))] for i in ids[1:])]
+        output: dict[str, Any] = {"text": text, "output_ids": made, "meta_info": meta}
+        if is_list:
+            output["index"] = index
+        return output
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        self.aborted.append("*" if abort_all else rid)
+
+    async def flush_cache(self) -> FlushCacheReply:
+        return self.flush
+
+    async def internal_state(self) -> InternalState:
+        pool = PoolState(1024, 512, 256, 256, 64, 64, True)
+        return InternalState(pool, 1, 2, 0, 3, 0, 0, 4, 50, 60, 10, 40, 20, 0, 0, 12.5, 0.5, 7)
+
+    async def health(self, generate: bool = False) -> bool:
+        return self.alive
+
+    async def inject_fault(self, fault: FaultReq) -> None:
+        self.faults.append(fault)
+
+
+def served_model(tokenizer: Tokenizer, template: str | None = TEMPLATE) -> ServedModel:
+    """The fake model as the server knows it."""
+    ready = ReadyInfo(
+        max_total_tokens=1024, max_running_requests=8, context_length=CONTEXT_LENGTH, vocab_size=tokenizer.vocab_size,
+        hidden_size=8, page_size=1, dtype="float32", kv_cache_dtype="float32", device="cpu", attention_backend="torch_native",
+        model_class="Fake", weight_bytes=1, kv_bytes=1, load_s=0.1,
+    )  # fmt: skip
+    chat = None if template is None else ChatTemplate(template, tokenizer.special_texts)
+    return ServedModel(
+        name=MODEL, context_length=CONTEXT_LENGTH, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1
+    )
+
+
+@dataclass
+class Running:
+    """A server that accepts requests."""
+
+    server: Server
+    frontend: FakeFrontend
+    status: ServerStatus
+    app: Any
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+
+def make_app(frontend: Any, status: ServerStatus | None = None, template: str | None = TEMPLATE, **options: Any) -> Any:
+    """The application around a fake."""
+    args = ServerArgs(**({"port": 0} | options))
+    model = served_model(frontend.tokenizer, template)
+    return create_app(frontend, args, model, Metrics(MODEL), status), args
+
+
+@contextmanager
+def running_server(template: str | None = TEMPLATE, **options: Any) -> Iterator[Running]:
+    """A real server on a free port, in a thread."""
+    frontend = FakeFrontend(bool(options.get("incremental_streaming_output")))
+    status = ServerStatus()
+    app, args = make_app(frontend, status, template, **options)
+    server = Server(app, args)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.run()
+        except HeadraceError as exc:
+            failures.append(exc)
+            server.started.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert server.started.wait(20)
+        if failures:
+            raise failures[0]
+        frontend.reset()
+        yield Running(server, frontend, status, app)
+    finally:
+        server.shutdown()
+        thread.join(20)
+        assert not thread.is_alive()

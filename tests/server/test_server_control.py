@@ -1,0 +1,195 @@
+"""Health, information and control routes, the native route, and what the process of the server is like."""
+
+import json
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from fake_frontend import MODEL, FakeFrontend, Running, make_app, running_server
+from test_server_openai import events
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, ExecutionError
+from headrace.frontend.tokenizer_manager import TokenizerManager
+from headrace.messages.control import FlushCacheReply
+from headrace.server.context import RequestFrontend
+from headrace.server.listener import Server, bind
+
+
+def test_health_follows_the_engine(client: httpx.Client, server: Running):
+    for path in ("/health", "/health_generate", "/ready", "/ping"):
+        assert client.get(path).status_code == 200
+        assert client.head(path).status_code == 200
+    server.frontend.alive = False
+    assert client.get("/ping").status_code == 200
+    for path in ("/health", "/health_generate", "/ready"):
+        assert client.get(path).status_code == 503
+
+
+def test_a_draining_server_is_alive_but_not_ready(client: httpx.Client, server: Running):
+    server.status.draining = True
+    try:
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+    finally:
+        server.status.draining = False
+
+
+def test_information_routes_and_their_aliases(client: httpx.Client):
+    info = client.get("/model_info").json()
+    assert info["served_model_name"] == MODEL
+    assert info["context_length"] == 512
+    assert client.get("/get_model_info").json() == info
+    loads = client.get("/v1/loads").json()
+    assert loads["loads"][0]["num_running_reqs"] == 1
+    assert client.get("/get_load").json() == loads
+    state = client.get("/internal_state").json()
+    assert state["pool"]["consistent"] is True
+    assert client.get("/server_info").json()["state"] == client.get("/get_server_info").json()["state"] == state
+
+
+def test_server_info_tells_no_keys_and_no_folders():
+    secret = {"api_key": "sesame-1", "admin_api_key": "sesame-2"}
+    with running_server(model_path="/srv/private/weights.gguf", tokenizer_path="/srv/private/tok", **secret) as running:
+        text = httpx.get(running.url + "/server_info", headers={"authorization": "Bearer sesame-2"}).text
+    assert "sesame" not in text
+    assert "/srv" not in text
+    assert json.loads(text)["args"]["model_path"] == "weights.gguf"
+
+
+def test_flush_says_what_happened(client: httpx.Client, server: Running):
+    assert client.post("/flush_cache").json() == {"success": True, "message": "flushed"}
+    assert client.get("/flush_cache").status_code == 200
+    server.frontend.flush = FlushCacheReply(1, False, "2 requests run")
+    reply = client.post("/flush_cache")
+    assert reply.status_code == 409
+    assert reply.json() == {"success": False, "message": "2 requests run"}
+
+
+def test_abort_is_passed_on(client: httpx.Client, server: Running):
+    assert client.post("/abort_request", json={"rid": "req-1"}).status_code == 200
+    assert client.post("/abort_request", json={"abort_all": True}).status_code == 200
+    assert server.frontend.aborted == ["req-1", "*"]
+    for body in ({}, {"rid": ""}, {"rid": 5}, {"rid": ["a"]}, {"abort_all": "yes"}):
+        assert client.post("/abort_request", json=body).status_code == 400
+
+
+def test_metrics_are_prometheus_text(client: httpx.Client):
+    reply = client.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert "headrace:prompt_tokens_total" in reply.text
+
+
+def test_routes_that_options_take_away(client: httpx.Client):
+    assert client.post("/inject_fault", json={}).status_code == 404
+    with running_server(disable_metrics=True, disable_openapi=True) as running:
+        for path in ("/metrics", "/openapi.json", "/docs"):
+            assert httpx.get(running.url + path).status_code == 404
+
+
+def test_faults_are_injected_only_when_enabled():
+    with running_server(enable_fault_injection=True) as running:
+        fault = {"stage": "sampling", "kind": "nan", "rid": "a", "at_token": 3}
+        assert httpx.post(running.url + "/inject_fault", json=fault).status_code == 200
+        assert [(f.stage, f.rid, f.at_token) for f in running.frontend.faults] == [("sampling", "a", 3)]
+        assert httpx.post(running.url + "/inject_fault", json=fault | {"kind": "melt"}).status_code == 400
+
+
+def test_openapi_describes_every_route(client: httpx.Client, server: Running):
+    document = client.get("/openapi.json").json()
+    routes = {route.path.replace(":path}", "}") for route in server.app.routes} - {"/openapi.json", "/docs"}
+    assert set(document["paths"]) == routes
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    name = body["$ref"].rsplit("/", 1)[1]
+    assert "messages" in document["components"]["schemas"][name]["properties"]
+    assert "/v1/completions" in client.get("/docs").text
+
+
+def test_native_replies_have_the_shape_of_the_input(client: httpx.Client):
+    one = client.post("/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 3}}).json()
+    assert one["text"] == "Hel"
+    assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    assert client.put("/generate", json={"text": "hi"}).status_code == 200
+    many = client.post("/generate", json={"text": ["a", "b"], "sampling_params": {"n": 2}}).json()
+    assert [output["index"] for output in many] == [0, 1, 2, 3]
+
+
+def test_native_streams_are_cumulative(client: httpx.Client):
+    body = {"text": "hi", "stream": True, "sampling_params": {"max_new_tokens": 3}}
+    assert [event["text"] for event in events(client.post("/generate", json=body))] == ["H", "He", "Hel"]
+
+
+def test_native_streams_are_deltas_when_the_server_says_so():
+    with running_server(incremental_streaming_output=True) as running:
+        body = {"text": "hi", "stream": True, "sampling_params": {"max_new_tokens": 3}}
+        frames = events(httpx.post(running.url + "/generate", json=body))
+        assert [event["text"] for event in frames] == ["H", "e", "l"]
+        assert len(frames[-1]["output_ids"]) == 3
+
+
+def test_a_native_sample_that_fails_midway_is_reported_once(client: httpx.Client, server: Running):
+    server.frontend.script.ends = {0: {"type": "abort", "message": "broke", "status_code": 500}}
+    frames = events(client.post("/generate", json={"text": "hi", "stream": True}))
+    assert frames[-1]["error"]["message"] == "broke"
+    assert frames[-2]["meta_info"]["finish_reason"]["type"] == "abort"
+    batch = events(client.post("/generate", json={"text": ["hi", "ho"], "stream": True}))
+    assert not any("error" in frame for frame in batch)
+
+
+def test_warmups_run_before_the_server_is_ready():
+    class Recording(FakeFrontend):
+        kept: list[Any] = []
+
+        def generate_request(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+            self.kept.append(obj)
+            return super().generate_request(obj, *args, **kwargs)
+
+    app, args = make_app(Recording(), warmups="chat")
+    with pytest.raises(ConfigError, match="nonsense"):
+        make_app(FakeFrontend(), warmups="nonsense")
+    server = Server(app, args)
+    server.run(on_started=server.shutdown)
+    assert [obj.text for obj in Recording.kept] == ["Hello", None]
+    assert all(obj.sampling_params.max_new_tokens == 1 for obj in Recording.kept)
+
+
+def test_an_application_that_cannot_start_says_why():
+    class Broken(FakeFrontend):
+        def reset(self) -> None:
+            super().reset()
+            self.script.fail_at, self.script.error = 0, ExecutionError("the engine does not answer")
+
+    app, args = make_app(Broken())
+    with pytest.raises(ExecutionError, match="does not answer"):
+        Server(app, args).run()
+
+
+def test_a_port_in_use_is_one_clear_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="not an address"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_a_server_listens_where_it_says(server: Running):
+    assert server.server.port > 0
+    assert ServerArgs().host == "127.0.0.1"
+    assert server.server.host == "127.0.0.1"
+
+
+def test_the_front_process_imports_no_torch():
+    code = "import sys, headrace.server.app, headrace.server.listener; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_real_manager_is_what_the_server_needs():
+    needed = {name for name in vars(RequestFrontend) if not name.startswith("_")}
+    assert needed <= set(vars(TokenizerManager))

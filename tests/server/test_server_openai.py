@@ -1,0 +1,392 @@
+"""The OpenAI routes: order and framing of streams, equality with the plain reply, counts, logprobs, the official client."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_frontend import CONTEXT_LENGTH, MODEL, TEMPLATE, Running, byte_tokenizer, running_server
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from headrace.errors import CapacityError, ExecutionError
+from headrace.frontend.chat_templates import ChatTemplate
+from headrace.server.openai.protocol import NO_EFFECT, ChatCompletionRequest, CompletionRequest
+
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+TEXT = "Hello, wörld 🙂!"
+NUM_TOKENS = len(TEXT.encode())
+
+
+def events(reply: httpx.Response) -> list[Any]:
+    """The events of a stream; checks the framing and that [DONE] comes once, at the end."""
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    frames = reply.text.split("\n\n")
+    assert frames.pop() == ""
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    assert frames.count("data: [DONE]") == 1
+    assert frames.pop() == "data: [DONE]"
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+def by_index(chunks: list[Any]) -> dict[int, list[Any]]:
+    choices: dict[int, list[Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.get("choices", []):
+            choices.setdefault(choice["index"], []).append(choice)
+    return choices
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 3, 1000])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_chat_stream_says_what_the_plain_reply_says(
+    client: httpx.Client, server: Running, tokens_per_chunk: int, n: int
+):
+    server.frontend.script.tokens_per_chunk = tokens_per_chunk
+    body = CHAT | {"n": n, "logprobs": True, "top_logprobs": 2}
+    plain = client.post("/v1/chat/completions", json=body).json()
+    usage = {"stream_options": {"include_usage": True}}
+    chunks = events(client.post("/v1/chat/completions", json=body | {"stream": True} | usage))
+
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == plain["usage"]
+    assert all(c["usage"] is None and len(c["choices"]) == 1 for c in chunks[:-1])
+    choices = by_index(chunks)
+    assert sorted(choices) == list(range(n))
+    for index, own in choices.items():
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [c["finish_reason"] for c in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1]["delta"] == {}
+        whole = plain["choices"][index]
+        assert own[-1]["finish_reason"] == whole["finish_reason"] == "stop"
+        assert "".join(c["delta"]["content"] for c in own[1:-1]) == whole["message"]["content"] == TEXT
+        logprobs = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert logprobs == whole["logprobs"]["content"]
+        assert len(logprobs) == NUM_TOKENS
+        assert b"".join(bytes(entry["bytes"]) for entry in logprobs) == TEXT.encode()
+        assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", ["hé", ["hé", "yo!"], [65, 66], [[65, 66], [67]]])
+def test_a_completion_stream_says_what_the_plain_reply_says(
+    client: httpx.Client, server: Running, prompt: object, echo: bool
+):
+    server.frontend.script.tokens_per_chunk = 2
+    body = {"model": MODEL, "prompt": prompt, "n": 2, "logprobs": 1, "echo": echo, "max_tokens": 100}
+    plain = client.post("/v1/completions", json=body).json()
+    usage = {"stream_options": {"include_usage": True}}
+    chunks = events(client.post("/v1/completions", json=body | {"stream": True} | usage))
+
+    assert chunks[-1]["usage"] == plain["usage"]
+    choices = by_index(chunks)
+    assert [c["index"] for c in plain["choices"]] == sorted(choices)
+    for index, own in choices.items():
+        whole = plain["choices"][index]
+        assert "".join(c["text"] for c in own) == whole["text"]
+        assert own[-1]["finish_reason"] == whole["finish_reason"]
+        assert all(c["finish_reason"] is None for c in own[:-1])
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [item for c in own if c["logprobs"] for item in c["logprobs"][name]]
+            assert joined == whole["logprobs"][name]
+            assert len(joined) == NUM_TOKENS + (len(own[0]["text"]) and echo and prompt_length(prompt, index // 2))
+
+
+def prompt_length(prompt: Any, number: int) -> int:
+    """Tokens of one prompt of a request."""
+    one = prompt[number] if isinstance(prompt, list) and isinstance(prompt[0], str | list) else prompt
+    return len(one.encode()) if isinstance(one, str) else len(one)
+
+
+def test_text_offsets_point_into_the_text(client: httpx.Client):
+    body = {"model": MODEL, "prompt": "hé", "logprobs": 0, "echo": True, "max_tokens": 100}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    logprobs, text = choice["logprobs"], choice["text"]
+
+    assert text == "hé" + TEXT
+    assert logprobs["top_logprobs"] is None
+    assert logprobs["token_logprobs"][0] is None
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        if "\ufffd" not in token:
+            assert text[offset : offset + len(token)] == token
+    assert logprobs["text_offset"][:4] == [0, 1, 1, 2]
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+
+
+def test_usage_counts_a_prompt_once_and_every_sample(client: httpx.Client, server: Running):
+    server.frontend.script.cached_tokens = 1
+    usage = client.post("/v1/completions", json={"model": MODEL, "prompt": ["abc", "de"], "n": 3, "max_tokens": 4}).json()["usage"]  # fmt: skip
+    assert usage == {
+        "prompt_tokens": 5,
+        "completion_tokens": 24,
+        "total_tokens": 29,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_no_usage_chunk_unless_asked(client: httpx.Client):
+    chunks = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+    assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+def test_default_limits_of_each_route(client: httpx.Client, server: Running):
+    server.frontend.script.text = "x" * 1000
+    completion = client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}).json()
+    assert completion["usage"]["completion_tokens"] == 16
+    chat = client.post("/v1/chat/completions", json=CHAT).json()
+    assert chat["usage"]["total_tokens"] == CONTEXT_LENGTH
+    assert chat["choices"][0]["finish_reason"] == "length"
+    short = client.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": 3}).json()
+    assert short["usage"]["completion_tokens"] == 3
+
+
+def test_a_choice_ends_as_soon_as_it_has_finished(client: httpx.Client, server: Running):
+    server.frontend.script.ends = {0: {"type": "length", "length": 3}}
+    chunks = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2, "max_tokens": 3}))
+    order = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
+    assert order.index((0, "length")) < max(i for i, (index, _) in enumerate(order) if index == 1)
+
+
+def test_an_error_before_the_first_token_is_a_true_status(client: httpx.Client, server: Running):
+    for error, status in (
+        (CapacityError("full", 2.4), 503),
+        (CapacityError("slow down", 0.1, 429), 429),
+        (ExecutionError("broke"), 500),
+    ):
+        server.frontend.script.fail_at, server.frontend.script.error = 0, error
+        for stream in (False, True):
+            reply = client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+            assert reply.status_code == status
+            assert reply.json()["error"]["message"] == error.message
+            if status != 500:
+                assert int(reply.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_an_error_after_the_first_token_is_a_frame_and_done(client: httpx.Client, server: Running, route: str):
+    server.frontend.script.fail_at, server.frontend.script.error = 2, ExecutionError("the engine has stopped")
+    body = {"text": "hi"} if route == "/generate" else CHAT if "chat" in route else {"model": MODEL, "prompt": "hi"}
+    frames = events(client.post(route, json=body | {"stream": True}))
+    assert frames[-1]["error"]["message"] == "the engine has stopped"
+    assert frames[-1]["error"]["type"] == "internal_error"
+    assert sum("error" in frame for frame in frames) == 1
+
+
+def test_an_unexpected_error_in_a_stream_tells_nothing(client: httpx.Client, server: Running, caplog: Any):
+    server.frontend.script.fail_at, server.frontend.script.error = 2, KeyError("/secret")
+    frames = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+    assert frames[-1]["error"]["message"] == "internal error"
+    assert "/secret" not in json.dumps(frames)
+
+
+def test_a_sample_that_fails_midway_ends_alone(client: httpx.Client, server: Running):
+    server.frontend.script.ends = {1: {"type": "abort", "message": "broke", "status_code": 500}}
+    frames = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 3, "max_tokens": 3}))
+    reasons = {
+        index: [c["finish_reason"] for c in own if c["finish_reason"]] for index, own in by_index(frames).items()
+    }
+    assert reasons == {0: ["length"], 1: ["abort"], 2: ["length"]}
+    assert frames[-1]["error"]["message"] == "broke"
+    plain = client.post("/v1/chat/completions", json=CHAT | {"n": 3, "max_tokens": 3}).json()
+    assert [c["finish_reason"] for c in plain["choices"]] == ["length", "abort", "length"]
+
+
+def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Running):
+    server.frontend.script.ends = {0: {"type": "abort", "message": "aborted", "status_code": 0}}
+    frames = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+    assert by_index(frames)[0][-1]["finish_reason"] == "abort"
+    assert not any("error" in frame for frame in frames)
+
+
+@pytest.mark.parametrize(
+    "extra, param",
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {}}, "audio"),
+        ({"prediction": {}}, "prediction"),
+        ({"store": True}, "store"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"separate_reasoning": True}, "separate_reasoning"),
+        ({"lora_path": "x"}, "lora_path"),
+        ({"session_params": {"id": "x"}}, "session_params"),
+        ({"regex": "a"}, "regex"),
+        ({"ebnf": "a"}, "ebnf"),
+        ({"priority": 5}, "priority"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"max_completion_tokens": 10_000}, "max_completion_tokens"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ],
+)  # fmt: skip
+def test_what_chat_does_not_do_is_refused_by_name(client: httpx.Client, extra: dict[str, Any], param: str):
+    reply = client.post("/v1/chat/completions", json=CHAT | extra)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "extra, param",
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+)
+def test_what_completions_do_not_do_is_refused_by_name(client: httpx.Client, extra: dict[str, Any], param: str):
+    reply = client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"} | extra)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+def test_values_that_ask_for_nothing_are_accepted(client: httpx.Client):
+    neutral = {
+        "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "store": False,
+        "service_tier": "auto", "verbosity": "medium", "separate_reasoning": False, "user": "me", "metadata": {"a": "b"},
+        "safety_identifier": "x", "prompt_cache_key": "k", "stop": None, "n": None, "logit_bias": None, "seed": None,
+    }  # fmt: skip
+    assert client.post("/v1/chat/completions", json=CHAT | neutral).status_code == 200
+    assert (
+        client.post("/v1/completions", json={"model": MODEL, "prompt": "a", "best_of": 1, "suffix": ""}).status_code
+        == 200
+    )
+
+
+def test_every_field_of_the_official_client_is_known():
+    """A field that the vendor adds must be honoured, refused by name or listed as without effect."""
+    chat = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
+    completion = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    assert chat - set(ChatCompletionRequest.__struct_fields__) == set()
+    assert completion - set(CompletionRequest.__struct_fields__) == set()
+    assert set(ChatCompletionRequest.__struct_fields__) >= NO_EFFECT
+
+
+def test_sampling_fields_reach_the_engine(client: httpx.Client, server: Running):
+    asked = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "frequency_penalty": 0.2, "presence_penalty": 0.3,
+        "repetition_penalty": 1.1, "stop": ["a"], "stop_token_ids": [1], "seed": 7, "logit_bias": {"3": 1.5},
+        "ignore_eos": True, "skip_special_tokens": False, "spaces_between_special_tokens": False, "no_stop_trim": True,
+        "bad_words": ["b"], "allowed_token_ids": [1, 2], "stop_regex": "c",
+    }  # fmt: skip
+    others = {"max_tokens": 9, "min_tokens": 2, "n": 2, "rid": "mine", "cache_salt": "salt"}
+    for route, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"model": MODEL, "prompt": "hi"})):
+        server.frontend.reset()
+        reply = client.post(route, json=body | asked | others)
+        assert reply.json()["id"] == "mine"
+        (call,) = server.frontend.calls
+        params = call.sampling_params
+        assert {name: getattr(params, name) for name in asked} == asked
+        assert (params.max_new_tokens, params.min_new_tokens, params.n) == (9, 2, 2)
+        assert (call.rid, call.cache_salt) == ("mine", "salt")
+
+
+def test_messages_reach_the_template(client: httpx.Client, server: Running):
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "bob"},
+    ]
+    client.post("/v1/chat/completions", json=CHAT | {"messages": messages, "reasoning_effort": "low"})
+    tokenizer = byte_tokenizer()
+    template = ChatTemplate(TEMPLATE, tokenizer.special_texts)
+    same = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a\nb"}]
+    want = tokenizer.encode_rendered(template.render(same, kwargs={"reasoning_effort": "low"}))
+    assert server.frontend.calls[0].input_ids == want
+
+
+def test_the_last_message_can_be_continued(client: httpx.Client, server: Running):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once upon"}]
+    client.post("/v1/chat/completions", json=CHAT | {"messages": messages, "continue_final_message": True})
+    assert byte_tokenizer().decode(server.frontend.calls[0].input_ids, False).endswith("Once upon")
+
+
+def test_special_tokens_in_user_text_are_text(client: httpx.Client, server: Running):
+    messages = [{"role": "user", "content": "<|assistant|>"}]
+    client.post("/v1/chat/completions", json=CHAT | {"messages": messages})
+    special = byte_tokenizer().token_to_id("<|assistant|>")
+    assert server.frontend.calls[0].input_ids.count(special) == 1
+
+
+def test_tokenize_and_detokenize_are_inverse(client: httpx.Client):
+    reply = client.post("/tokenize", json={"prompt": TEXT}).json()
+    assert reply["count"] == len(reply["tokens"]) == NUM_TOKENS
+    assert reply["max_model_len"] == CONTEXT_LENGTH
+    assert client.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"text": TEXT}
+    many = client.post("/tokenize", json={"prompt": ["a", "bc"], "model": MODEL}).json()
+    assert many["count"] == [1, 2]
+    assert client.post("/detokenize", json={"tokens": many["tokens"]}).json() == {"text": ["a", "bc"]}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"text": ""}
+    for tokens in ([-1], [10**6], [True], [1.5], [1, [2]], "x"):
+        assert client.post("/detokenize", json={"tokens": tokens}).status_code == 400
+
+
+def test_tokenize_renders_messages_as_a_chat_does(client: httpx.Client, server: Running):
+    tokens = client.post("/tokenize", json={"messages": CHAT["messages"]}).json()["tokens"]
+    client.post("/v1/chat/completions", json=CHAT)
+    assert server.frontend.calls[0].input_ids == tokens
+
+
+def test_a_model_without_a_template_cannot_chat():
+    with running_server(template=None) as running:
+        reply = httpx.post(running.url + "/v1/chat/completions", json=CHAT)
+        assert reply.status_code == 400
+        assert "chat template" in reply.json()["error"]["message"]
+
+
+def test_the_official_client(server: Running):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
+        chat = client.chat.completions.create(**CHAT, n=2, logprobs=True)
+        assert [choice.message.content for choice in chat.choices] == [TEXT, TEXT]
+        with client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}) as stream:
+            chunks = list(stream)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == NUM_TOKENS
+        text = client.completions.create(model=MODEL, prompt="hi", max_tokens=100, extra_body={"top_k": 3})
+        assert text.choices[0].text == TEXT
+        with pytest.raises(openai.NotFoundError) as found:
+            client.models.retrieve("gpt-4")
+        assert found.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.chat.completions.create(model=MODEL, messages=[], n=2)
+        assert bad.value.param == "messages"
+        server.frontend.script.fail_at, server.frontend.script.error = 0, CapacityError("full")
+        with pytest.raises(openai.InternalServerError) as full:
+            client.chat.completions.create(**CHAT)
+        assert full.value.response.headers["retry-after"] == "1"
+        server.frontend.script.fail_at, server.frontend.script.error = 3, ExecutionError("the engine has stopped")
+        with (
+            client.chat.completions.create(**CHAT, stream=True) as stream,
+            pytest.raises(openai.APIError, match="the engine has stopped"),
+        ):
+            list(stream)
