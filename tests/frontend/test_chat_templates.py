@@ -35,9 +35,11 @@ QWEN_STYLE = """{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tool
 {%- if content.startswith('<tool_response>') and content.endswith('</tool_response>') %}{{- '[tool]' }}{% endif %}
 {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
 
-GEMMA_STYLE = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set prefix = messages[0]['content'] + '\\n\\n' %}{% set rest = messages[1:] %}{% else %}{% set prefix = '' %}{% set rest = messages %}{% endif %}
+GEMMA_STYLE = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set prefix = messages[0]['content'] + '\\n\\n' %}
+{%- set rest = messages[1:] %}{% else %}{% set prefix = '' %}{% set rest = messages %}{% endif %}
 {%- for message in rest %}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}
 {{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' + (prefix if loop.first else '') }}

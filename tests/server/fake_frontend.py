@@ -50,8 +50,9 @@ def byte_tokenizer() -> Tokenizer:
 class Script:
     """What the fake engine does.
 
-    text: of every sample, one token per byte. hold_at: stop for ever after so many tokens. fail_at: raise `error` after so many
-    tokens. end: finish reason of samples (by index, default length/stop). tokens_per_chunk: as a stream_interval. padding_bytes: makes every output so much larger.
+    text: of every sample, one token per byte. hold_at: stop for ever after so many tokens. fail_at: raise `error` after so
+    many tokens. ends: finish reasons by index, default length or stop. tokens_per_chunk: as a stream_interval.
+    padding_bytes: makes every output so much larger.
     """
 
     text: str = "Hello, wörld 🙂!"
@@ -143,6 +144,7 @@ class FakeFrontend:
                 for i, (prompt, ids, sampling) in enumerate(samples):
                     made = whole[: sampling.max_new_tokens]
                     outputs.append(self._output(i, prompt, ids, made, True, len(whole), call.is_list))
+                finished = True
                 yield outputs if call.is_list else outputs[0]
             finished = True
         finally:

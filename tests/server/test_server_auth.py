@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from headrace.server.app import route_table
 from headrace.server.auth import AccessTable, AuthMiddleware
+from headrace.server.context import ServerStatus
 
 USER, ADMIN = "user-kéy", "admin-key"
 
@@ -37,7 +38,7 @@ KEYS: dict[str, bytes | None] = {
 @asynccontextmanager
 async def asgi_client(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any, FakeFrontend]]:
     frontend = FakeFrontend()
-    app, _ = make_app(frontend, **options)
+    app, _ = make_app(frontend, ServerStatus(started=True), **options)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
         yield client, app, frontend
 
@@ -83,7 +84,7 @@ async def test_every_route_with_every_key(keys: str):
 
 
 async def test_odd_paths_are_never_a_way_in():
-    async with asgi_client(api_key=USER, admin_api_key=ADMIN) as (client, _, frontend):
+    async with asgi_client(api_key=USER, admin_api_key=ADMIN) as (client, _, _):
         for path in (
             "//flush_cache",
             "/flush_cache/",

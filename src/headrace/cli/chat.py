@@ -68,9 +68,9 @@ class EngineChat:
     def __init__(self, server_args: ServerArgs, sampling: ChatSampling) -> None:
         """Load the tokenizer and its template first: a model that cannot chat is refused before its weights are read."""
         from headrace.frontend.engine import Engine
-        from headrace.launch import open_chat_template, open_tokenizer
+        from headrace.launch import open_chat_template, open_tokenizer, served_name
 
-        self.name = server_args.served_model_name or server_args.model_path
+        self.name = served_name(server_args)
         self._tokenizer = open_tokenizer(server_args)
         template = open_chat_template(server_args, self._tokenizer)
         if template is None:

@@ -13,7 +13,7 @@ import asyncio
 import resource
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.server.http import ApiError, error_body
 
@@ -26,6 +26,8 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_URL_BYTES = 16 << 10
 MAX_CONNECTIONS = 10_000
+MAX_PIPELINED = 16
+"""Requests that may wait behind the one being answered; then the connection is not read until it has been."""
 
 _PHRASES = {
     400: b"Bad Request",
@@ -55,6 +57,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections()
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []
         self._receiving = False  # between the first byte of a request and its last
         self._in_headers = True
         self._header_bytes = 0
@@ -76,6 +79,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_deadline()
         self._cancel_stall()
         super().connection_lost(exc)
+        # uvicorn tells only the newest request; the ones before it may be what is being answered.
+        for cycle in self._cycles:
+            cycle.disconnected = cycle.disconnected or not cycle.response_complete
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests. The time for the headers starts with their first byte."""
@@ -133,6 +140,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._expect(BODY_TIMEOUT_S)
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            # uvicorn stops reading behind a pipelined request; then it would not see the client leave.
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         """The request is complete."""
@@ -144,6 +156,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer what is no HTTP, or breaks a limit, and close."""
         self._refuse(*self._refusal)
 
+    @property
+    def _before_body(self) -> bool:
+        """`cycle` is not yet the one of the request that is arriving."""
+        return self._in_headers or not self._receiving
+
     # Timers.
 
     def _expect(self, seconds: float) -> None:
@@ -154,8 +171,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = None
         if self.transport.is_closing():
             return
-        if self.flow.read_paused:
-            # It is us who do not read (an earlier request of the connection is being answered).
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.flow.read_paused or self.pipeline or (self._before_body and answering):
+            # An earlier request of the connection is being answered: this one is not late before that is done.
             self._expect(seconds)
             return
         self._refuse(408, f"the request did not arrive within {seconds:g} s")
@@ -178,7 +196,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer unless an answer is under way, and close."""
         self._cancel_deadline()
         self._unset_keepalive_if_required()
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        if self.cycle is None or (
+            self.cycle.response_complete if self._before_body else not self.cycle.response_started
+        ):
             kind = "overloaded_error" if status == 503 else "invalid_request_error"
             body = error_body(ApiError(message, kind, None, None))
             self.transport.write(
