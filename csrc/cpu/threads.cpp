@@ -63,18 +63,22 @@ class Pool {
 
   // The caller holds the pool.
   void run(int64_t n, int64_t grain, RangeFn fn, void* context) {
-    fn_.store(fn, std::memory_order_relaxed);
-    context_.store(context, std::memory_order_relaxed);
-    n_.store(static_cast<uint32_t>(n), std::memory_order_relaxed);
-    grain_.store(static_cast<uint32_t>(grain), std::memory_order_relaxed);
-    done_.store(0, std::memory_order_relaxed);
-    const uint32_t generation = static_cast<uint32_t>(state_.load(std::memory_order_relaxed) >> 32) + 1;
-    state_.store(static_cast<uint64_t>(generation) << 32, std::memory_order_seq_cst);
+    // Close the finished job before its fields change: a late worker that still reads it could otherwise take the new limit for
+    // the old one and claim a block that is not there. The fields are released after the closing, and read before the claim.
+    const uint64_t generation = state_.load(std::memory_order_relaxed) >> 32;
+    state_.store(generation << 32 | kClosed, std::memory_order_seq_cst);
+    fn_.store(fn, std::memory_order_release);
+    context_.store(context, std::memory_order_release);
+    n_.store(static_cast<uint32_t>(n), std::memory_order_release);
+    grain_.store(static_cast<uint32_t>(grain), std::memory_order_release);
+    done_.store(0, std::memory_order_release);
+    const uint32_t next = static_cast<uint32_t>(generation) + 1;
+    state_.store(static_cast<uint64_t>(next) << 32, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
     }
-    work(generation);
+    work(next);
     wait_until_done(n);
   }
 
@@ -97,15 +101,15 @@ class Pool {
     }
   }
 
-  // Claims ranges of job `generation` until none is left. The claim carries the generation, so a late worker can never take a
-  // block of a job whose fields it has not read: the fields change only after every block of the old job was claimed and done.
+  // Claims ranges of job `generation` until none is left. A claim compares generation and next block: it succeeds only if the job
+  // whose fields were read is still the open one.
   void work(uint32_t generation) {
     uint64_t state = state_.load(std::memory_order_acquire);
     while (static_cast<uint32_t>(state >> 32) == generation) {
       const int64_t begin = static_cast<uint32_t>(state);
-      const RangeFn fn = fn_.load(std::memory_order_relaxed);
-      void* const context = context_.load(std::memory_order_relaxed);
-      const int64_t n = n_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
+      const RangeFn fn = fn_.load(std::memory_order_acquire);
+      void* const context = context_.load(std::memory_order_acquire);
+      const int64_t n = n_.load(std::memory_order_acquire), grain = grain_.load(std::memory_order_acquire);
       if (begin >= n) return;
       // Large claims first, small ones at the end to balance: a share of what is left, in whole grains.
       int64_t take = (n - begin) / (3 * size_) / grain * grain;
@@ -132,6 +136,8 @@ class Pool {
     finished_.wait(lock, is_done);
     caller_sleeps_.store(false, std::memory_order_seq_cst);
   }
+
+  static constexpr uint64_t kClosed = 0xffffffffu;  // as next block: beyond every job
 
   const int size_;  // workers and the caller
   alignas(64) std::atomic<uint64_t> state_{0};  // generation << 32 | next block
@@ -182,17 +188,14 @@ void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* context) {
 }
 
 void set_num_threads(int n) {
-  Pool* old = g_pool.load();
+  std::lock_guard<std::mutex> lock(*g_create);
   if (n == g_num_threads.load()) return;
-  if (old != nullptr) {
-    while (!old->try_acquire()) std::this_thread::yield();
-    g_num_threads.store(n);
-    g_pool.store(nullptr);
-    // A caller that read the old pointer meanwhile finds it busy and runs alone; the object itself stays valid.
-    old->retire();
-    return;
-  }
   g_num_threads.store(n);
+  Pool* const old = g_pool.exchange(nullptr);
+  if (old == nullptr) return;
+  // Let a running job end. A caller that still holds the old address finds the pool busy for ever and computes alone.
+  while (!old->try_acquire()) std::this_thread::yield();
+  old->retire();
 }
 
 int num_threads() { return g_num_threads.load(); }

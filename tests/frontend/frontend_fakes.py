@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import threading
+
+import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.detokenizer_manager import DetokenizerManager
@@ -65,7 +68,7 @@ STATE = InternalState(
 
 
 class ByteTokenizer:
-    """Token i < 256 is byte i; 256 is a special token that ends a text."""
+    """Token i < 256 is byte i; 256 is a special token that ends a text. Waits while `released` is clear."""
 
     fixed_bytes = True
     strips_first_space = False
@@ -73,8 +76,11 @@ class ByteTokenizer:
 
     def __init__(self):
         self.batches = []
+        self.released = threading.Event()
+        self.released.set()
 
     def encode_batch(self, texts, add_special_tokens=True, allow_special=False):
+        assert self.released.wait(20)
         self.batches.append(list(texts))
         return [list(text.encode()) for text in texts]
 
@@ -236,8 +242,6 @@ class Frontend:
 
 
 def request(text=None, **fields):
-    import msgspec
-
     given = {"text": text, **fields}
     return msgspec.convert({k: v for k, v in given.items() if v is not None}, GenerateReqInput)
 

@@ -157,6 +157,18 @@ def test_changing_the_number_of_threads_while_others_compute(native):
     assert results == [True] * 100
 
 
+def test_short_jobs_of_changing_size_run_every_block_once(native):
+    kernels.set_num_threads(4)
+    packed = [kernels.pack_linear(torch.ones(n, 512)) for n in (96, 320, 1000)]
+    totals = [torch.zeros(1, layer.n) for layer in packed]
+    x = torch.ones(1, 512)
+    for _ in range(400):
+        for layer, total in zip(packed, totals, strict=True):
+            kernels.linear(x, layer, total, accumulate=True)
+    for total in totals:
+        assert (total == 400 * 512).all()
+
+
 FORK = """
 import os, torch
 from headrace import kernels

@@ -31,12 +31,13 @@ RECEIVE_WAIT_S = 0.5
 class _Sample:
     """Decoding state of a live sample. It is bounded: a few bytes, and text shorter than the longest stop string.
 
-    failed: its decoding broke and its end was reported; what the scheduler still sends of it is dropped.
+    hold_back: None when there is no stop string to trim. failed: its decoding broke and its end was reported; what the scheduler
+    still sends of it is dropped.
     """
 
     options: DecodeOptions
     decoder: IncrementalDecoder
-    hold_back: HoldBack
+    hold_back: HoldBack | None
     failed: bool = False
 
 
@@ -127,7 +128,9 @@ class DetokenizerManager:
             self._obey_faults(row)
         ids = unpack_int32(row.ids)
         if row.finish is None:
-            text = sample.hold_back.push(sample.decoder.extend(ids))
+            text = sample.decoder.extend(ids)
+            if sample.hold_back is not None:
+                text = sample.hold_back.push(text)
         else:
             text = _last_text(sample, ids, row.finish)
         return StrOut(
@@ -147,9 +150,10 @@ class DetokenizerManager:
             self._tokenizer,
             skip_special_tokens=options.skip_special_tokens,
             spaces_between_special_tokens=options.spaces_between_special_tokens,
+            context_ids=unpack_int32(options.context_ids),
         )
-        # What is not trimmed need not be held back.
-        return _Sample(options, decoder, HoldBack(() if options.no_stop_trim else options.stop))
+        trims = bool(options.stop) and not options.no_stop_trim
+        return _Sample(options, decoder, HoldBack(options.stop) if trims else None)
 
     def _fail(self, row: TokenIDOut) -> StrOut | None:
         """The end of a sample that cannot be decoded."""
@@ -187,7 +191,8 @@ def _last_text(sample: _Sample, ids: list[int], finish: FinishReason) -> str:
     trim = finish.type == "stop" and not sample.options.no_stop_trim
     if trim and isinstance(finish.matched, int):
         ids = ids[:-1]
-    text = sample.hold_back.held + sample.decoder.extend(ids) + sample.decoder.flush()
+    held = sample.hold_back.held if sample.hold_back is not None else ""
+    text = held + sample.decoder.extend(ids) + sample.decoder.flush()
     if trim and isinstance(finish.matched, str) and finish.matched in sample.options.stop:
         at = text.find(finish.matched)
         return text if at < 0 else text[:at]

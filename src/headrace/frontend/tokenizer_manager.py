@@ -434,24 +434,26 @@ class TokenizerManager:
 
     def _on_outputs(self, batch: BatchStrOut) -> None:
         now = self._clock()
+        new_tokens = 0
         for row in batch.rows:
             sample = self.rid_to_state.get(row.rid)
             if sample is None:
                 self.num_unknown_outputs += 1
                 continue
             try:
-                self._apply(sample, row, now)
+                new_tokens += self._apply(sample, row, now)
             except Exception:
                 logger.exception("an output of rid %s could not be taken", sample.rid)
                 self._to_scheduler.send(AbortReq((sample.rid,), message="internal error"))
                 self._end(sample, FinishReason("abort", message="internal error", status_code=500), now)
+        self.metrics.generation_tokens.inc(new_tokens)
 
-    def _apply(self, sample: ReqState, row: StrOut, now_s: float) -> None:
-        """Take one output into account."""
+    def _apply(self, sample: ReqState, row: StrOut, now_s: float) -> int:
+        """Take one output into account; its number of tokens."""
         if sample.call.abandoned:
             if row.finish is not None:
                 self._end(sample, row.finish, now_s)
-            return
+            return len(row.ids) // 4
         had_tokens, last_s = len(sample.output_ids), sample.last_token_s
         sample.apply(row, now_s, self.ready.hidden_size)
         new_tokens = len(sample.output_ids) - had_tokens
@@ -459,9 +461,9 @@ class TokenizerManager:
             self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
         if row.finish is not None:
             self._end(sample, row.finish, now_s)
+        return new_tokens
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
-        self.metrics.generation_tokens.inc(new_tokens)
         if had_tokens:
             for _ in range(new_tokens):
                 self.metrics.inter_token_latency_s.observe(elapsed_s / new_tokens)

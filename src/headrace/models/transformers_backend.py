@@ -57,7 +57,7 @@ class _LinearModule(nn.Module):
 class _Passthrough(nn.Module):
     """Stands in for the layers where only the head is wanted: what goes in comes out as the last hidden state."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **unused: object) -> Any:
+    def forward(self, *unused: object, inputs_embeds: torch.Tensor, **ignored: object) -> Any:
         """inputs_embeds [1, rows, hidden_size]."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 

@@ -1,0 +1,46 @@
+"""Models and answers that several end-to-end tests share."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+
+import model_harness  # noqa: E402
+import transformers  # noqa: E402
+from headrace.checkpoint.names import resolve_model  # noqa: E402
+from headrace.frontend.tokenizers import Tokenizer, load_tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The tokenizer of smollm2, which the tiny model has too."""
+    return load_tokenizer(resolve_model("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
+    """A folder with a random Llama of two layers and a real tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_ids[0],
+        pad_token_id=tokenizer.pad_id,
+    )
+    model_harness.save_tiny(config, folder)
+    (folder / "generation_config.json").unlink()
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    companions = {**tokenizer.named_tokens, "chat_template": tokenizer.chat_template["default"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(companions))
+    return str(folder)

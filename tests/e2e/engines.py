@@ -1,0 +1,120 @@
+"""Engines for tests, and answers in a form that can be compared exactly."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.frontend.engine import Engine
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+SEEDED = {"temperature": 0.9, "seed": 7, "max_new_tokens": 16, "ignore_eos": True}
+FILTERED = {"temperature": 1.2, "seed": 11, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "max_new_tokens": 16}
+PENALISED = {
+    "temperature": 0.7,
+    "seed": 3,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.4,
+    "max_new_tokens": 16,
+}
+
+LOGPROB_KEYS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+
+
+@contextmanager
+def running_engine(model: str, **options: Any) -> Iterator[Engine]:
+    """An engine of one process, with a small pool."""
+    defaults: dict[str, Any] = {"single_process": True, "num_threads": 2, "max_total_tokens": 8192}
+    with Engine(model_path=model, **(defaults | options)) as engine:
+        yield engine
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request. logprob_start: None = no logprobs; else as `logprob_start_len`, with two alternatives and two picked ids."""
+
+    name: str
+    ids: list[int]
+    sampling: dict[str, Any]
+    logprob_start: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What must be the same however a request was computed. logprobs: every list of meta_info, floats compared by bits."""
+
+    ids: list[int]
+    text: str
+    finish: dict[str, Any]
+    usage: tuple[int, int]
+    logprobs: dict[str, Any] = field(default_factory=dict)
+
+
+def answer_of(output: dict[str, Any]) -> Answer:
+    """The comparable part of an output."""
+    meta = output["meta_info"]
+    names = [f"{side}_{key}" for side in ("input", "output") for key in LOGPROB_KEYS]
+    return Answer(
+        ids=output["output_ids"],
+        text=output["text"],
+        finish=meta["finish_reason"],
+        usage=(meta["prompt_tokens"], meta["completion_tokens"]),
+        logprobs={name: meta[name] for name in names if name in meta},
+    )
+
+
+def request_of(case: Case) -> dict[str, Any]:
+    """Arguments of `Engine.generate` for one case alone."""
+    wanted: dict[str, Any] = {"input_ids": case.ids, "sampling_params": case.sampling}
+    if case.logprob_start is not None:
+        wanted |= {
+            "return_logprob": True,
+            "logprob_start_len": case.logprob_start,
+            "top_logprobs_num": 2,
+            "token_ids_logprob": [5, 999],
+        }
+    return wanted
+
+
+def one_by_one(engine: Engine, cases: Sequence[Case]) -> dict[str, Answer]:
+    """Every case alone, one after the other."""
+    return {case.name: answer_of(engine.generate(**request_of(case))) for case in cases}
+
+
+def outputs_together(engine: Engine, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The outputs of all cases as one call, in which they share steps."""
+    outputs: list[dict[str, Any]] = engine.generate(
+        input_ids=[case.ids for case in cases],
+        sampling_params=[case.sampling for case in cases],
+        return_logprob=[case.logprob_start is not None for case in cases],
+        logprob_start_len=[-1 if case.logprob_start is None else case.logprob_start for case in cases],
+        top_logprobs_num=[0 if case.logprob_start is None else 2 for case in cases],
+        token_ids_logprob=[[] if case.logprob_start is None else [5, 999] for case in cases],
+    )
+    return outputs
+
+
+def together(engine: Engine, cases: Sequence[Case]) -> dict[str, Answer]:
+    """All cases as one call, in which they share steps."""
+    outputs = outputs_together(engine, cases)
+    return {case.name: answer_of(output) for case, output in zip(cases, outputs, strict=True)}
+
+
+def random_ids(count: int, seed: int, vocab_size: int = 49152) -> list[int]:
+    """`count` ordinary token ids."""
+    source = random.Random(seed)
+    return [source.randrange(17, vocab_size) for _ in range(count)]
+
+
+def make_cases(lengths: Sequence[int], samplings: dict[str, dict[str, Any]]) -> list[Case]:
+    """Prompts of these lengths, each with every kind of sampling; prompts of 100 and more tokens share their first 80."""
+    shared = random_ids(80, seed=1)
+    cases = []
+    for length in lengths:
+        ids = shared + random_ids(length - 80, seed=length) if length >= 100 else random_ids(length, seed=length)
+        starts = {"greedy": -1, "seeded": None, "filtered": 0, "penalised": length // 2}
+        for kind, sampling in samplings.items():
+            cases.append(Case(f"{kind}, {length} tokens", ids, sampling, starts[kind]))
+    return cases

@@ -1,0 +1,95 @@
+"""Every automatic choice, without a machine: facts are made up."""
+
+import subprocess
+import sys
+
+import pytest
+from headrace.checkpoint.model_config import parse_hf_config
+from headrace.config.resolve import AttentionNeeds, BackendChoices, DeviceFacts, override_model, resolve
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+
+LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
+GPU = DeviceFacts(has_cuda=True, native_kernels=True, native_reason="", num_cpus=6, cuda_bfloat16=True)
+OLD_GPU = DeviceFacts(has_cuda=True, native_kernels=True, native_reason="", num_cpus=6)
+NO_KERNELS = DeviceFacts(has_cuda=False, native_kernels=False, native_reason="it was not built", num_cpus=6)
+MODEL = parse_hf_config({"model_type": "llama", "torch_dtype": "float16", "eos_token_id": [2, 5]}, {"temperature": 0.6})
+
+
+def reasons_against(name: str, needs: AttentionNeeds) -> list[str]:
+    if name == "plain":
+        return []
+    return [] if needs.device == "cpu" and needs.native_kernels and needs.page_size in (None, 16) else ["not here"]
+
+
+BACKENDS = BackendChoices(("cpu", "plain"), reasons_against, lambda name: 16 if name == "cpu" else 1)
+
+
+def config(facts: DeviceFacts = LAPTOP, **options):
+    return resolve(ServerArgs(**options), MODEL, facts, BACKENDS)
+
+
+def test_a_laptop_gets_native_kernels_bfloat16_and_pages_of_16():
+    got = config()
+
+    assert (got.device, got.dtype, got.kv_cache_dtype, got.attention_backend) == ("cpu", "bfloat16", "bfloat16", "cpu")
+    assert (got.page_size, got.num_threads, got.native_kernels, got.overlap) == (16, 6, True, True)
+    assert got.context_length == MODEL.max_position_embeddings
+
+
+def test_what_the_user_says_is_kept_and_not_reported_as_a_decision():
+    got = config(
+        device="cpu", dtype="float32", kv_cache_dtype="bfloat16", num_threads=3, page_size=1, context_length=99,
+        attention_backend="auto", disable_overlap_schedule=True, chunked_prefill_size=-1,
+    )  # fmt: skip
+
+    assert (got.dtype, got.kv_cache_dtype, got.num_threads, got.context_length) == ("float32", "bfloat16", 3, 99)
+    assert (got.page_size, got.attention_backend, got.overlap, got.chunked_prefill_size) == (1, "plain", False, -1)
+    assert len(got.decisions) == 1
+    assert got.decisions[0].startswith("attention_backend plain: cpu cannot: not here")
+
+
+@pytest.mark.parametrize(("facts", "reason"), [(NO_KERNELS, "it was not built"), (LAPTOP, "--disable-native-kernels")])
+def test_missing_native_kernels_are_said_with_the_reason(facts: DeviceFacts, reason: str):
+    got = config(facts, disable_native_kernels=facts is LAPTOP)
+
+    assert not got.native_kernels
+    assert any(reason in decision for decision in got.decisions)
+
+
+def test_a_gpu_is_taken_when_there_is_one_in_the_checkpoints_dtype():
+    assert (config(GPU).device, config(GPU).dtype) == ("cuda", "float16")
+    assert config(OLD_GPU, dtype="auto").dtype == "float16"
+    assert not config(GPU).native_kernels
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "message"),
+    [
+        (LAPTOP, {"device": "cuda"}, "no GPU"),
+        (LAPTOP, {"dtype": "float16"}, "float16"),
+        (LAPTOP, {"kv_cache_dtype": "float16"}, "kv-cache-dtype"),
+        (OLD_GPU, {"dtype": "bfloat16"}, "float16"),
+        (LAPTOP, {"attention_backend": "cpu", "page_size": 1}, "not here"),
+        (LAPTOP, {"context_length": 2049}, "2048"),
+    ],
+)
+def test_impossible_combinations_are_refused(facts: DeviceFacts, options: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        config(facts, **options)
+
+
+def test_an_override_keeps_what_generation_config_said():
+    changed = override_model(MODEL, '{"rope_theta": 5.0}')
+
+    assert changed.rope.theta == 5.0
+    assert changed.eos_token_ids == (2, 5)
+    assert changed.sampling_defaults.temperature == 0.6
+    assert override_model(MODEL, "{}") is MODEL
+    assert override_model(MODEL, '{"eos_token_id": 7}').eos_token_ids == (7,)
+
+
+def test_resolving_needs_no_torch():
+    code = "import headrace.config.resolve, sys; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

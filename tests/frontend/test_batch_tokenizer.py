@@ -1,0 +1,130 @@
+"""Texts are tokenized in batches, off the loop, and a bad one harms nobody."""
+
+import asyncio
+import threading
+
+import pytest
+from frontend_fakes import ByteTokenizer, turns
+
+from headrace.errors import RequestError
+from headrace.frontend.batch_tokenizer import (
+    INLINE_CHARACTERS,
+    LONG_CHARACTERS,
+    AsyncDynamicBatchTokenizer,
+    InputFormat,
+    input_format,
+)
+
+
+class HeldTokenizer(ByteTokenizer):
+    """Waits in its thread until released."""
+
+    def __init__(self):
+        super().__init__()
+        self.released.clear()
+        self.started = threading.Event()
+        self.threads = []
+
+    def encode_batch(self, texts, add_special_tokens=True, allow_special=False):
+        self.threads.append(threading.current_thread())
+        self.started.set()
+        result = super().encode_batch(texts, add_special_tokens, allow_special)
+        if any("bad" in text for text in texts):
+            raise RequestError("bad text")
+        return result
+
+
+@pytest.fixture
+def held():
+    tokenizer = HeldTokenizer()
+    batcher = AsyncDynamicBatchTokenizer(tokenizer)
+    yield tokenizer, batcher
+    tokenizer.released.set()
+    batcher.close()
+
+
+def medium(name):
+    return name * (INLINE_CHARACTERS // len(name) + 1)
+
+
+def test_formats():
+    assert input_format("a") is InputFormat.SINGLE_STRING
+    assert input_format(["a", "b"]) is InputFormat.BATCH_STRINGS
+    assert input_format([["query", "document"]]) is InputFormat.CROSS_ENCODER_PAIRS
+    with pytest.raises(RequestError):
+        input_format([["a", "b", "c"]])
+
+
+async def test_pairs_are_refused():
+    with pytest.raises(RequestError, match="pairs"):
+        await AsyncDynamicBatchTokenizer(ByteTokenizer()).encode([["query", "document"]])
+
+
+async def test_what_arrives_while_a_batch_runs_is_the_next_batch(held):
+    tokenizer, batcher = held
+    texts = [medium(name) for name in "abcd"]
+    first = asyncio.create_task(batcher.encode(texts[0]))
+    await turns()
+    rest = [asyncio.create_task(batcher.encode(text)) for text in texts[1:]]
+    await turns()
+    tokenizer.released.set()
+
+    results = [await task for task in (first, *rest)]
+
+    assert results == [[list(text.encode())] for text in texts]
+    assert tokenizer.batches == [[texts[0]], texts[1:]]
+
+
+async def test_short_texts_do_not_wait_behind_a_long_one(held):
+    tokenizer, batcher = held
+    long = asyncio.create_task(batcher.encode("x" * (LONG_CHARACTERS + 1)))
+    assert await asyncio.to_thread(tokenizer.started.wait, 20)
+    assert tokenizer.threads[0] is not threading.current_thread()
+    tokenizer.released.set()
+
+    assert await batcher.encode("short") == [list(b"short")]
+    await long
+
+
+async def test_a_bad_text_fails_its_own_waiter_only(held):
+    tokenizer, batcher = held
+    first = asyncio.create_task(batcher.encode(medium("a")))
+    await turns()
+    bad, good = (asyncio.create_task(batcher.encode(medium(name))) for name in ("bad", "good"))
+    await turns()
+    tokenizer.released.set()
+
+    await first
+    with pytest.raises(RequestError, match="bad text"):
+        await bad
+    assert await good == [list(medium("good").encode())]
+
+
+async def test_a_cancelled_waiter_does_not_disturb_the_others(held):
+    tokenizer, batcher = held
+    first = asyncio.create_task(batcher.encode(medium("a")))
+    await turns()
+    given_up, other = (asyncio.create_task(batcher.encode(medium(name))) for name in "bc")
+    await turns()
+    given_up.cancel()
+    tokenizer.released.set()
+
+    await first
+    assert await other == [list(medium("c").encode())]
+
+
+async def test_an_unexpected_error_reaches_every_waiter(held):
+    tokenizer, batcher = held
+
+    def broken(texts, *_):
+        assert tokenizer.released.wait(20)
+        raise ValueError("broken")
+
+    tokenizer.encode_batch = broken
+    tasks = [asyncio.create_task(batcher.encode(medium(name))) for name in "abc"]
+    await turns()
+    tokenizer.released.set()
+
+    for task in tasks:
+        with pytest.raises(ValueError, match="broken"):
+            await task
