@@ -459,6 +459,18 @@ async def test_the_end_of_a_child_reaches_every_waiter(make_frontend):
     assert frontend.is_clean
 
 
+async def test_a_loop_that_breaks_answers_every_waiter(make_frontend, caplog):
+    frontend = make_frontend()
+    task = frontend.start("p")
+    await frontend.engine.until(lambda: frontend.engine.requests)
+    frontend.engine.outbox.send(Heartbeat(["not", "hashable"]))
+
+    with pytest.raises(ExecutionError, match="internal error"):
+        await task
+    assert not await frontend.manager.health()
+    assert "the loop that takes outputs failed" in caplog.text
+
+
 async def test_a_row_that_cannot_be_taken_ends_its_sample_alone(make_frontend):
     frontend = make_frontend()
     engine = frontend.engine

@@ -418,9 +418,10 @@ class TokenizerManager:
             self._loop = asyncio.get_running_loop()
             self._loop_thread = threading.get_ident()
             self._handle_task = self._loop.create_task(self.handle_loop())
+            self._watchdog.start()
 
     async def handle_loop(self) -> None:
-        """Take messages until cancelled. If it breaks, every waiter gets an error."""
+        """Take messages until cancelled. If it breaks, every waiter gets an error and the manager is no longer healthy."""
         try:
             while True:
                 with self._watchdog.disabled():
@@ -430,7 +431,6 @@ class TokenizerManager:
         except Exception:
             logger.exception("the loop that takes outputs failed")
             self.fail_all("internal error")
-            raise
 
     def _on_outputs(self, batch: BatchStrOut) -> None:
         now = self._clock()
@@ -646,12 +646,15 @@ class TokenizerManager:
         self._note_idle()
 
     async def close(self) -> None:
-        """Stop the loop and the threads; waiters get an error. Idempotent."""
+        """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""
         self.fail_all("the server has stopped")
         if self._handle_task is not None and not self._handle_task.done():
             self._handle_task.cancel()
             await asyncio.gather(self._handle_task, return_exceptions=True)
+        # Here, because an end that a loop watches is to be closed on that loop.
+        self._from_engine.close()
         self._batch_tokenizer.close()
+        self._watchdog.stop()
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
