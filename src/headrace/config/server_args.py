@@ -42,7 +42,7 @@ class ServerArgs:
     sampling_defaults: Literal["model", "openai"] = _opt(
         "model", _M, "Where sampling defaults come from: the model's generation_config, or plain 1.0 / off."
     )
-    random_seed: int = _opt(0, _M, "Seed of dummy weights and of requests that bring none.")
+    random_seed: int = _opt(0, _M, "Seed of dummy weights, and of the seeds given to requests that bring none.")
     json_model_override_args: str = _opt("{}", _M, "JSON object merged into config.json.")
 
     host: str = _opt("127.0.0.1", _S, "Address to listen on.")

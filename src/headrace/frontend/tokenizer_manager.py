@@ -8,6 +8,7 @@ method says that it may be called from any thread. No torch.
 import asyncio
 import functools
 import itertools
+import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
@@ -96,6 +97,8 @@ class TokenizerManager:
         self.num_unknown_outputs = 0
         self._names: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
+        # Requests without a seed differ from each other, and repeat when a server is started again.
+        self._seeds = random.Random(args.random_seed)
         self._num_queued = 0
         self._accepting = True
         self._idle = asyncio.Event()
@@ -275,7 +278,7 @@ class TokenizerManager:
             default_max_new_tokens=default_max_new_tokens,
             room_tokens=room,
             bad_word_ids=bad_word_ids,
-            seed=self.args.random_seed & MAX_SEED,
+            seed=self._seeds.getrandbits(63),
             max_n=self.args.max_n,
         )
 
@@ -283,6 +286,7 @@ class TokenizerManager:
     def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
         if not prompt.return_logprob:
             return None
+        """The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it."""
         start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
         if start > num_tokens:
             raise RequestError(
@@ -290,7 +294,7 @@ class TokenizerManager:
             )
         if start < num_tokens and prompt.input_embeds is not None:
             raise RequestError("logprob_start_len: embeddings of a prompt have no logprobs", "logprob_start_len")
-        return LogprobSpec(start, prompt.top_logprobs_num, prompt.token_ids_logprob)
+        return LogprobSpec(start + 1, prompt.top_logprobs_num, prompt.token_ids_logprob)
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Token sequences that spell the words, at the start of a text and after a space."""
@@ -314,11 +318,11 @@ class TokenizerManager:
         requests = []
         for j, sample in enumerate(own):
             sample.num_prompt_tokens = len(ids)
-            sample.first_prompt_id = ids[0]
             sample.wants_hidden_states = prompt.return_hidden_states
             if logprobs is not None:
                 sample.wants_logprobs = True
-                sample.prompt_start = logprobs.prompt_start
+                first = logprobs.prompt_start - 1
+                sample.first_logprob_id = ids[first] if first < len(ids) else None
                 sample.top_num = logprobs.top_num
                 sample.picked_ids = logprobs.token_ids
             requests.append(
@@ -362,8 +366,13 @@ class TokenizerManager:
     ) -> dict[str, Any] | list[dict[str, Any]]:
         for _ in state.samples:
             await self._next(state, is_disconnected)
-        # A list with nothing but failures is answered as one: there is nothing to tell apart.
-        failures = [sample.failed for sample in state.samples if sample.failed is not None and not sample.output_ids]
+        # A list with nothing but failures is answered as one: there is nothing to tell apart. A fault of ours is a failure even
+        # after some tokens: nothing of this answer has been sent yet.
+        failures = [
+            sample.failed
+            for sample in state.samples
+            if sample.failed is not None and (not sample.output_ids or isinstance(sample.failed, ExecutionError))
+        ]
         if len(failures) == len(state.samples):
             raise failures[0]
         chunks = [sample.chunk() for sample in state.samples]

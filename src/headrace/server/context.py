@@ -27,6 +27,10 @@ TEXT_WORK_LIMIT_S = 10.0
 """Rendering and tokenizing one request may take so long; then the request is refused."""
 
 
+MAX_CHARS_PER_TOKEN = 256
+"""More than any token of text has, with room for normalizers that shorten: a bound on work, not on prompts."""
+
+
 class RequestFrontend(Protocol):
     """What the server needs of the TokenizerManager."""
 
@@ -108,6 +112,29 @@ class ServingContext:
             shown = name if len(name) <= 100 else name[:100] + "..."
             message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
             raise NotFoundError(message, "model", "model_not_found")
+
+    def check_text_length(self, param: str, num_chars: int) -> None:
+        """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried."""
+        limit = self.model.context_length * MAX_CHARS_PER_TOKEN
+        if num_chars > limit:
+            context = self.model.context_length
+            message = (
+                f"{param}: {num_chars} characters are too long for a context of {context} tokens (at most {limit})"
+            )
+            raise RequestError(message, param, "context_length_exceeded")
+
+    def check_prompt_size(
+        self, param: str, text: str | list[str] | None, input_ids: list[int | list[int]] | None
+    ) -> None:
+        """Raises RequestError for prompts that cannot fit, by their lengths alone: nothing is looked at one by one."""
+        for one in [text] if isinstance(text, str) else text or []:
+            self.check_text_length(param, len(one))
+        ids = input_ids or []
+        for count in [len(row) for row in ids if isinstance(row, list)] or [len(ids)]:
+            if count > self.model.context_length:
+                context = self.model.context_length
+                message = f"{param}: the prompt has {count} tokens and the context is {context} tokens"
+                raise RequestError(message, param, "context_length_exceeded")
 
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         """Run `work` (rendering, tokenizing) off the event loop. Raises RequestError after `TEXT_WORK_LIMIT_S`."""

@@ -28,13 +28,20 @@ class Server:
     """Serves one application on one socket. The port is bound when this is made, so `port` is the real one.
 
     should_exit: asked about ten times a second; True stops the server. started: set once requests are accepted.
+    listening: what `bind` gave, when the port was taken before the model was loaded; clients then wait instead of being refused.
     """
 
-    def __init__(self, app: FastAPI, args: ServerArgs, should_exit: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        args: ServerArgs,
+        should_exit: Callable[[], bool] = lambda: False,
+        listening: socket.socket | None = None,
+    ) -> None:
         """Bind. Raises ConfigError when the address cannot be used."""
         self.app = app
         self.started = threading.Event()
-        self._socket = bind(args.host, args.port)
+        self._socket = listening if listening is not None else bind(args.host, args.port)
         self.host = args.host
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(

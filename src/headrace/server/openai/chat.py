@@ -50,7 +50,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
             if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
                 message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
                 raise RequestError(message, "top_logprobs")
-        check_messages(request.messages)
+        check_messages(request.messages, self.context.model.context_length)
         if request.continue_final_message and request.messages[-1].role != "assistant":
             raise RequestError(
                 "continue_final_message needs a last message of the role assistant", "continue_final_message"
@@ -163,10 +163,13 @@ def _token(tokenizer: Tokenizer, entry: LogprobEntry) -> dict[str, object]:
     return {"token": shown, "logprob": finite_logprob(value), "bytes": list(raw)}
 
 
-def check_messages(messages: Sequence[ChatMessage]) -> None:
+def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None:
     """Raises RequestError naming the message that this server cannot use."""
     if not messages:
         raise RequestError("messages is empty", "messages")
+    if len(messages) > context_length:
+        reason = f"{len(messages)} messages are more than a context of {context_length} tokens can hold"
+        raise RequestError(reason, "messages", "context_length_exceeded")
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role in ("tool", "function"):
@@ -199,6 +202,7 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
     template = context.model.chat_template
     if template is None:
         raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
+    context.check_text_length("messages", sum(_num_chars(message) for message in request.messages))
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         if "reasoning_effort" not in template.source:
@@ -214,7 +218,15 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
         continue_final_message=bool(request.continue_final_message),
         kwargs=kwargs,
     )
+    context.check_text_length("messages", len(rendered.text))
     return context.model.tokenizer.encode_rendered(rendered)
+
+
+def _num_chars(message: ChatMessage) -> int:
+    content = message.content
+    if isinstance(content, list):
+        return sum(len(part.text or "") for part in content)
+    return len(content or "") + len(message.reasoning_content or "")
 
 
 def template_message(message: ChatMessage, keep_parts: bool) -> dict[str, object]:
