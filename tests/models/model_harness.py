@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from headrace.attention.base import AttentionBackend, StepRows
 from headrace.attention.select import make_backend
 from headrace.checkpoint.source import open_checkpoint
@@ -17,6 +18,8 @@ from headrace.models.spec import CausalLM, kv_shape, model_class_for
 
 CPU = torch.device("cpu")
 MAX_POSITIONS = 160
+# As when serving: torch's OpenMP threads would take the cores from the kernels' own.
+torch.set_num_threads(1)
 BACKENDS = ["torch_native", *([] if why_not() else ["cpu"])]
 
 _BASE: dict[str, Any] = {
