@@ -61,7 +61,7 @@ CONTROL_TIMEOUT_S = 10.0
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
-HEARTBEAT_LIMIT_S = 3.0
+HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
 LOGGED_TEXT_CHARACTERS = 200
 HEALTH_RID_PREFIX = "headrace-health-"

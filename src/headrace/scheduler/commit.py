@@ -159,7 +159,9 @@ def _output(req: Req) -> TokenIDOut:
             sampling.no_stop_trim,
             sampling.stop,
             sampling.stop_regex,
-            b"" if asked.input_embeds else asked.input_ids[-CONTEXT_TOKENS * TOKEN_BYTES :],
+            b""
+            if asked.input_embeds
+            else asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES][-CONTEXT_TOKENS * TOKEN_BYTES :],
         )
     if first or last:
         stats = SampleStats(

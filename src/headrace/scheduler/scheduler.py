@@ -196,8 +196,8 @@ class Scheduler:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
         if len(self.state.waiting) >= self.config.max_queued:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
-        ids = req.tokens()
-        if len(req.asked.input_ids) % TOKEN_BYTES or int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
+        whole = len(req.asked.input_ids) % TOKEN_BYTES == 0
+        if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
 
     def _inject_admission_fault(self, req: Req) -> None:
