@@ -153,15 +153,14 @@ def _output(req: Req) -> TokenIDOut:
     options = stats = None
     if first:
         sampling = asked.sampling
+        prompt = asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES]
         options = DecodeOptions(
             sampling.skip_special_tokens,
             sampling.spaces_between_special_tokens,
             sampling.no_stop_trim,
             sampling.stop,
             sampling.stop_regex,
-            b""
-            if asked.input_embeds
-            else asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES][-CONTEXT_TOKENS * TOKEN_BYTES :],
+            b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :],
         )
     if first or last:
         stats = SampleStats(

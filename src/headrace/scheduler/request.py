@@ -84,8 +84,9 @@ class Req:
 
     @classmethod
     def from_input(cls, asked: TokenizedGenerateReqInput, now_s: float, order: int) -> "Req":
-        """A request that has just arrived."""
-        return cls(asked, now_s, order, bytearray(asked.input_ids), len(asked.input_ids) // TOKEN_BYTES)
+        """A request that has just arrived. Bytes beyond whole tokens are left out; admission refuses them."""
+        num_tokens = len(asked.input_ids) // TOKEN_BYTES
+        return cls(asked, now_s, order, bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES]), num_tokens)
 
     @property
     def rid(self) -> str:

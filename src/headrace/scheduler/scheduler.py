@@ -25,6 +25,7 @@ from headrace.messages.control import (
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
+from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.kv_manager import KVManager
@@ -199,6 +200,20 @@ class Scheduler:
         whole = len(req.asked.input_ids) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+        self._check_allowed(req.asked.sampling)
+
+    def _check_allowed(self, sampling: ResolvedSamplingParams) -> None:
+        """Raises RequestError for a list of allowed tokens of which none is left to sample."""
+        if not sampling.allowed_token_ids:
+            return
+        forbidden = {ids[0] for ids in sampling.bad_words if len(ids) == 1}
+        if sampling.min_new_tokens:
+            forbidden.update(sampling.stop_token_ids, () if sampling.ignore_eos else self.config.eos_token_ids)
+        if forbidden.issuperset(sampling.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: bad_words and min_new_tokens together forbid every one of these tokens",
+                "allowed_token_ids",
+            )
 
     def _inject_admission_fault(self, req: Req) -> None:
         for fault in self.state.faults[:]:
