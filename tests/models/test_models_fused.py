@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_harness import FAMILIES, Runner, open_runner, random_tokens, save_tiny, tiny_config
+
 from headrace import kernels
 from headrace.kernels import cpu
-from model_harness import FAMILIES, Runner, open_runner, random_tokens, save_tiny, tiny_config
 
 if cpu.why_not():
     pytest.skip(cpu.why_not(), allow_module_level=True)

@@ -88,9 +88,7 @@ class ForwardBatch:
             out_slots=out_slots,
             slots=table.slots[:, :longest][seq_rows],
         )
-        return cls(
-            token_ids=table.tokens[index], seq_rows=seq_rows, row_starts=places.row_starts.tolist(), rows=rows
-        )
+        return cls(token_ids=table.tokens[index], seq_rows=seq_rows, row_starts=places.row_starts.tolist(), rows=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,10 @@ class ModelRunner:
         if self.table.host is not None:
             self.table.host.tokens[seq_rows, next_positions] = host_ids
         else:
-            index = (torch.from_numpy(seq_rows).long(), torch.from_numpy(next_positions).long())
-            self.table.tokens[tuple(part.to(token_ids.device) for part in index)] = token_ids
+            at_rows, at_positions = (
+                torch.from_numpy(part).to(token_ids.device, torch.int64) for part in (seq_rows, next_positions)
+            )
+            self.table.tokens[at_rows, at_positions] = token_ids
         outcome.token_ids[plan.samples] = host_ids
         for index, message in errors.items():
             outcome.errors[sampled[index]] = message

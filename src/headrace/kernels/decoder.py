@@ -19,7 +19,8 @@ class DecoderLayerSpec:
     """One layer: norm, qkv, (head norms,) rotation, attention, out, (norm,) norm, gate_up, gate, down(, norm).
 
     Norm weights are float32 as they are applied, None where the layer has none. qkv stacks the projections of q, k and v, gate_up
-    those of gate and up. activation: of the gate, the same in all layers. cos, sin: float32[max_positions, rotary_dim / 2]. scale, window, softcap: see `ops.paged_attention`.
+    those of gate and up. activation: of the gate, the same in all layers. cos, sin: float32[max_positions, rotary_dim / 2].
+    scale, window, softcap: see `ops.paged_attention`.
     """
 
     attention_norm: torch.Tensor
