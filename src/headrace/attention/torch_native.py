@@ -9,7 +9,7 @@ position 0, with the softmax carried from block to block (M. Milakov and N. Gime
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
 
 QUERY_TILE = 16
 KEY_BLOCK = 128
@@ -42,6 +42,10 @@ class TorchNativeAttention:
     def prepare(self, rows: StepRows) -> None:
         """Remember the rows."""
         self._rows = rows
+
+    def paged_kv(self) -> PagedKv | None:
+        """None: slots are not in pages."""
+        return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""

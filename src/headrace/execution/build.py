@@ -75,6 +75,10 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, device, decisions)
         attention = select.make_backend(config.attention_backend)
         pool = attention.make_kv_pool(shape, pool_plan.num_tokens, config.page_size, device)
+        reason = model.fuse(attention) if config.device == "cpu" else f"the device is {config.device}"
+        decisions.append(
+            f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
+        )
         table = SequenceTable(config.max_running_requests, pool_plan.context_length, model_config.hidden_size, device)
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
         sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), resources.pop_all())

@@ -64,8 +64,8 @@ class ModelRunner:
         batch = ForwardBatch.from_plan(plan, self.table)
         hidden = self._forward(plan, batch)
         outcome = _Outcome(np.full(len(plan.seqs), -1, dtype=np.int32))
-        for row, seq in enumerate(plan.seqs.tolist()):
-            new = self.table.specs[seq].new
+        for row in np.flatnonzero(~self.table.plain[plan.seqs]).tolist():
+            new = self.table.specs[int(plan.seqs[row])].new
             if new.return_hidden_states:
                 part = hidden[batch.row_starts[row] : batch.row_starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
@@ -87,8 +87,8 @@ class ModelRunner:
     def _forward(self, plan: ModelWorkerBatch, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm."""
         inputs = self.model.embed(batch.token_ids)
-        for row, seq in enumerate(plan.seqs.tolist()):
-            embeds = self.table.specs[seq].input_embeds
+        for row in np.flatnonzero(~self.table.plain[plan.seqs]).tolist():
+            embeds = self.table.specs[int(plan.seqs[row])].input_embeds
             start = batch.rows.starts[row]
             if embeds is not None and start < len(embeds):
                 given = embeds[start : start + batch.rows.counts[row]]
@@ -125,12 +125,13 @@ class ModelRunner:
         self, plan: ModelWorkerBatch, batch: ForwardBatch, hidden: torch.Tensor, sampled: list[int], outcome: _Outcome
     ) -> None:
         """Sample the last position of the rows `sampled` and write the tokens to the token buffer."""
-        last = [batch.row_starts[row + 1] - 1 for row in sampled]
-        if len(last) < hidden.shape[0]:
+        if len(sampled) < hidden.shape[0]:
+            last = [batch.row_starts[row + 1] - 1 for row in sampled]
             hidden = hidden[torch.tensor(last, device=hidden.device)]
         logits = self.model.logits(hidden)
-        seqs = [int(plan.seqs[row]) for row in sampled]
-        positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
+        seq_rows = plan.seqs[plan.samples]
+        next_positions = (plan.starts + plan.counts)[plan.samples]
+        seqs, positions = seq_rows.tolist(), next_positions.tolist()
         specs = [self.table.specs[seq].new for seq in seqs]
         num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
         rids = [new.rid for new in specs]
@@ -142,9 +143,15 @@ class ModelRunner:
             # A step planned before the error is known may still embed the token: it must be an id.
             token_ids = token_ids.clone()
             token_ids[torch.tensor(list(errors), device=token_ids.device)] = 0
-        seq_rows = batch.seq_rows if len(sampled) == len(plan.seqs) else batch.seq_rows[torch.from_numpy(plan.samples)]
-        self.table.tokens[seq_rows, torch.tensor(positions, device=token_ids.device)] = token_ids
-        outcome.token_ids[sampled] = token_ids.cpu().numpy()
+        host_ids = token_ids.cpu().numpy()
+        if self.table.host is not None:
+            self.table.host.tokens[seq_rows, next_positions] = host_ids
+        else:
+            at_rows, at_positions = (
+                torch.from_numpy(part).to(token_ids.device, torch.int64) for part in (seq_rows, next_positions)
+            )
+            self.table.tokens[at_rows, at_positions] = token_ids
+        outcome.token_ids[plan.samples] = host_ids
         for index, message in errors.items():
             outcome.errors[sampled[index]] = message
             outcome.token_ids[sampled[index]] = -1

@@ -32,6 +32,11 @@ class Linear:
         self._parts: dict[str, torch.Tensor] = {}
         self._packed: PackedLinear
 
+    @property
+    def packed(self) -> PackedLinear:
+        """The stack as the kernels take it; there once every part has been loaded."""
+        return self._packed
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_size] -> [rows, sum(outputs)]."""
         return kernels.linear(x, self._packed)
