@@ -390,18 +390,16 @@ HISTOGRAMS = (
 GAUGES = (
     "num_running_reqs",
     "num_queue_reqs",
-    "num_grammar_queue_reqs",
     "gen_throughput",
     "token_usage",
     "kv_available_tokens",
     "kv_evictable_tokens",
     "cache_hit_rate",
-    "spec_accept_length",
 )
 
 
 def test_metrics_have_their_names_and_move(server: ServerProcess) -> None:
-    names = [*COUNTERS, "aborted_requests_total", "retracted_requests_total", "replayed_requests_total", *GAUGES]
+    names = [*COUNTERS, "aborted_requests_total", "retracted_requests_total", *GAUGES]
     names += [f"{name}_count" for name in HISTOGRAMS]
     names += [f"{name}_sum" for name in HISTOGRAMS]
     prompt = "Metrics count this prompt of some length, twice: the second time a part of it comes from the cache."

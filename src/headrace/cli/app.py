@@ -132,7 +132,7 @@ def chat(
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Chat in the terminal. /help lists what can be typed; Ctrl-C stops a reply. Reads lines when input is a pipe."""
+    """Chat in the terminal. /help lists what can be typed; Ctrl-C stops a reply. In a pipe every line is a message."""
     from headrace.cli.chat import ChatSampling, EngineChat, ServerChat, run_chat
 
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)

@@ -51,7 +51,7 @@ def fill_from_checkpoint(
     names = {name: spec.rename(checkpoint.config, name) for name in checkpoint.tensor_names()}
     _check(wanted, names, checkpoint, spec)
     done, total = 0, checkpoint.total_bytes
-    for stored_name, tensor in checkpoint.iter_tensors():
+    for stored_name, tensor in checkpoint.iter_tensors(check_finite=True):
         name = names[stored_name]
         if name in wanted:
             wanted[name].load(tensor)

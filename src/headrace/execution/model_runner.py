@@ -119,7 +119,9 @@ class ModelRunner:
             logits = self.model.logits(hidden[offset + low : offset + high])
             next_ids = self.table.tokens[batch.seq_rows[row], low + 1 : high + 1]
             blocks.append(prompt_logprobs(logits, next_ids.cpu().numpy(), spec))
-        outcome.prompt_logprobs[row] = _joined(blocks)
+        joined = LogprobBlock.joined(blocks)
+        assert joined is not None, (first, end)
+        outcome.prompt_logprobs[row] = joined
 
     def _sample(
         self, plan: ModelWorkerBatch, batch: ForwardBatch, hidden: torch.Tensor, sampled: list[int], outcome: _Outcome
@@ -199,16 +201,3 @@ def _do_fault(fault: FaultReq) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         raise ExecutionError("injected fault in the forward pass")
-
-
-def _joined(blocks: list[LogprobBlock]) -> LogprobBlock:
-    """Consecutive blocks as one."""
-    if len(blocks) == 1:
-        return blocks[0]
-    return LogprobBlock(
-        token_ids=b"".join(block.token_ids for block in blocks),
-        values=b"".join(block.values for block in blocks),
-        top_ids=b"".join(block.top_ids for block in blocks),
-        top_values=b"".join(block.top_values for block in blocks),
-        picked=b"".join(block.picked for block in blocks),
-    )

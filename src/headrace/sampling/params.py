@@ -108,6 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         _between("temperature", temperature, 0.0, math.inf)
         _between("top_p", top_p, 0.0, 1.0, low_open=True)
+        _require(top_k != 0, "top_k", "top_k must be at least 1, got 0; to turn it off use -1")
         _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 (off) or at least 1, got {top_k}")
         _between("min_p", min_p, 0.0, 1.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

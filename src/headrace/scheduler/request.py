@@ -71,7 +71,6 @@ class Req:
     # counts for the client
     cached_tokens: int = -1
     num_retractions: int = 0
-    computed_prefill_tokens: int = 0
     first_scheduled_s: float = 0.0
     # what has been sent
     num_sent_outputs: int = 0

@@ -94,7 +94,7 @@ class Scheduler:
             self.worker.submit(batch.worker_batch())
             state.in_flight.append(batch)
         if state.in_flight:
-            self._idle = False
+            self._leave_idle()
             self._commit_oldest()
         self._report()
 
@@ -110,6 +110,7 @@ class Scheduler:
             return
         state.in_flight.popleft()
         state.counters.num_steps += 1
+        state.counters.forward_s += result.forward_s
         self._send_batch(commit.commit(state, batch, result))
         every = self.config.decode_log_interval
         if every and state.counters.num_steps % every == 0:
@@ -246,6 +247,13 @@ class Scheduler:
         self.state.ratio.reset()
         self._gen_throughput = 0.0
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
+
+    def _leave_idle(self) -> None:
+        if self._idle:
+            self._idle = False
+            now = self._clock()
+            self._throughput_mark = (now, self.state.counters.generation_tokens)
+            self._next_stats_s = now + STATS_INTERVAL_S
 
     def _report(self) -> None:
         now = self._clock()

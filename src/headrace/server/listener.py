@@ -1,6 +1,6 @@
 """The HTTP server: the listening socket, uvicorn's loop around the application, start and stop.
 
-Signals are the caller's: uvicorn's own handlers are off. Runs in the thread that calls `serve` or `serve_app`; `shutdown` may
+Signals are the caller's: uvicorn's own handlers are off. Runs in the thread that calls `Server.run`; `shutdown` may
 be called from any thread.
 """
 
@@ -102,17 +102,6 @@ class Server:
             raise (error if isinstance(error, HeadraceError) else ConfigError("the server did not start")) from error
         finally:
             self._socket.close()
-
-
-def serve_app(
-    app: FastAPI,
-    args: ServerArgs,
-    on_started: Callable[[Server], None] = lambda server: None,
-    should_exit: Callable[[], bool] = lambda: False,
-) -> None:
-    """Bind and serve until `should_exit()` or `Server.shutdown`. Raises ConfigError when the address cannot be used."""
-    server = Server(app, args, should_exit)
-    server.run(lambda: on_started(server))
 
 
 def bind(host: str, port: int) -> socket.socket:
