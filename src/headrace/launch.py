@@ -54,7 +54,7 @@ logger = log.get_logger(__name__)
 HEARTBEAT_S = 0.5
 STOP_CHILD_S = 3.0
 START_POLL_S = 0.2
-OWNER_GONE_S = (0.5, 1.0)
+OWNER_GONE_S = (0.25, 0.75)
 """A server whose owner has died drains for so long, then ends its requests for so long, then is gone."""
 
 OnReady = Callable[[ReadyInfo | None], None]

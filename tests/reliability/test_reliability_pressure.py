@@ -72,9 +72,10 @@ def test_a_full_queue_is_503_with_retry_after(server: Server, client: httpx.Clie
     def send(i: int) -> httpx.Response:
         return client.post("/generate", json={"input_ids": [5, 6, i], "sampling_params": greedy(2)})
 
-    too_many = 16
+    # What fills the running slots is queued for a moment too.
+    room, too_many = MAX_RUNNING + MAX_QUEUED, 16
     with server.held(client, 3.0):
-        replies = each_at_once(send, range(MAX_QUEUED + too_many), workers=MAX_QUEUED + too_many)
+        replies = each_at_once(send, range(room + too_many), workers=room + too_many)
 
     refused = [reply for reply in replies if reply.status_code != 200]
     assert 0 < len(refused) <= too_many  # fewer when the held step ended before all had arrived
@@ -83,7 +84,7 @@ def test_a_full_queue_is_503_with_retry_after(server: Server, client: httpx.Clie
         assert error["type"] == "overloaded_error"
         assert int(reply.headers["retry-after"]) >= 1
     # More than the queue can ever hold is no matter of waiting.
-    body = {"text": ["x"] * (MAX_QUEUED + 1), "sampling_params": greedy(1)}
+    body = {"text": ["x"] * (room + 1), "sampling_params": greedy(1)}
     check_refused(client.post("/generate", json=body))
 
 
