@@ -497,7 +497,16 @@ async def test_outputs_of_unknown_rids_are_counted_and_dropped(make_frontend):
     frontend.engine.outbox.send(BatchStrOut((StrOut("nobody", "x", b"", 0),)))
     await turns()
 
-    assert frontend.manager.num_unknown_outputs == 1
+    assert frontend.manager.counters()["num_unknown_outputs"] == 1
+
+
+async def test_frames_that_other_processes_dropped_are_counted(make_frontend):
+    frontend = make_frontend()
+    await frontend.manager.health()
+    frontend.engine.outbox.send(Heartbeat("detokenizer", dropped_frames=3))
+    await turns()
+
+    assert frontend.manager.counters()["detokenizer_dropped_frames"] == 3
 
 
 # -- limits and checks

@@ -84,7 +84,7 @@ class FakeFrontend:
         self.alive = True
         self.flush = FlushCacheReply(1, True, "flushed")
         self.num_active = 0
-        self.num_unknown_outputs = 0
+        self.own_counters = {"num_unknown_outputs": 0}
 
     async def generate_request(
         self,
@@ -207,6 +207,9 @@ class FakeFrontend:
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive
+
+    def counters(self):
+        return self.own_counters
 
     async def inject_fault(self, fault: FaultReq) -> None:
         self.faults.append(fault)

@@ -39,7 +39,7 @@ def test_a_draining_server_is_alive_but_not_ready(client: httpx.Client, server: 
 
 
 def test_information_routes_and_their_aliases(client: httpx.Client, server: Running):
-    server.frontend.num_unknown_outputs = 3
+    server.frontend.own_counters["num_unknown_outputs"] = 3
     info = client.get("/model_info").json()
     assert info["served_model_name"] == MODEL
     assert info["context_length"] == 512

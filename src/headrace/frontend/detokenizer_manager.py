@@ -72,7 +72,7 @@ class DetokenizerManager:
     def run(self, receiver: Receiver, heartbeats: bool = True) -> None:
         """Take messages until a ShutdownReq. heartbeats: send signs of life meanwhile (a process of its own)."""
         stop = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(stop,), name="heartbeat", daemon=True)
+        thread = threading.Thread(target=self._beat, args=(stop, receiver), name="heartbeat", daemon=True)
         if heartbeats:
             thread.start()
         try:
@@ -177,9 +177,9 @@ class DetokenizerManager:
             case "raise" | "nan":
                 raise RuntimeError("fault injected into the detokenizer")
 
-    def _beat(self, stop: threading.Event) -> None:
+    def _beat(self, stop: threading.Event, receiver: Receiver) -> None:
         while not stop.wait(HEARTBEAT_INTERVAL_S):
-            self._to_tokenizer.send(Heartbeat("detokenizer"))
+            self._to_tokenizer.send(Heartbeat("detokenizer", receiver.dropped_frames))
 
 
 def _last_text(sample: _Sample, ids: list[int], finish: FinishReason) -> str:

@@ -100,6 +100,7 @@ class TokenizerManager:
         self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
         self.num_unknown_outputs = 0
+        self._dropped_frames: dict[str, int] = {}
         self._names: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
         # Requests without a seed differ from each other, and repeat when a server is started again.
@@ -540,11 +541,21 @@ class TokenizerManager:
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         self._heartbeats[message.process] = self._clock()
+        self._dropped_frames[message.process] = message.dropped_frames
 
     def heartbeat_age_s(self, process: str) -> float | None:
         """Seconds since a process was last heard, None when it never was. From any thread."""
         last_s = self._heartbeats.get(process)
         return None if last_s is None else self._clock() - last_s
+
+    def counters(self) -> dict[str, int]:
+        """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
+        return {
+            "num_unknown_outputs": self.num_unknown_outputs,
+            "dropped_frames": self._from_engine.dropped_frames,
+            "detokenizer_dropped_frames": self._dropped_frames.get("detokenizer", 0),
+            "num_stalls": self._watchdog.num_stalls,
+        }
 
     # -- control
 

@@ -110,9 +110,10 @@ class SchedulerStats(_Control, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """A child's sign of life, from a thread of its own, about twice a second."""
+    """A child's sign of life, from a thread of its own, about twice a second. dropped_frames: by its receiver so far."""
 
     process: str
+    dropped_frames: int = 0
 
 
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):

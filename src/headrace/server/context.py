@@ -34,9 +34,7 @@ MAX_CHARS_PER_TOKEN = 256
 
 
 class RequestFrontend(Protocol):
-    """What the server needs of the TokenizerManager. num_unknown_outputs: outputs so far of rids that nobody waits for."""
-
-    num_unknown_outputs: int
+    """What the server needs of the TokenizerManager."""
 
     def generate_request(
         self, obj: GenerateReqInput, *, default_max_new_tokens: int = ..., incremental: bool | None = None
@@ -64,6 +62,10 @@ class RequestFrontend(Protocol):
 
     async def health(self, generate: bool = False) -> bool:
         """The engine is alive; with `generate`, it has also just made a token."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Counters of this process."""
         ...
 
     async def inject_fault(self, fault: FaultReq) -> None:

@@ -116,7 +116,7 @@ class ControlAPI:
     async def _state(self) -> dict[str, object]:
         frontend = self.context.frontend
         state = msgspec.structs.asdict(await frontend.internal_state())
-        return {**state, "frontend": {"num_unknown_outputs": frontend.num_unknown_outputs}}
+        return {**state, "frontend": frontend.counters()}
 
     async def flush_cache(self, exchange: Exchange) -> None:
         """Empty the prefix cache; 409 with the reason when requests run or wait."""
