@@ -15,6 +15,8 @@ void silu_mul(const GatedArgs&);
 void gelu_tanh_mul(const GatedArgs&);
 void embedding(const EmbeddingArgs&);
 void argmax(const ArgmaxArgs&);
+void quantize_rows(const QuantizeArgs&);
+void linear_quantized(const QuantizedLinearArgs&);
 const KernelTable& table();
 
 }  // namespace HEADRACE_ISA

@@ -41,6 +41,28 @@ void linear(Address x, int64_t x_stride, Address weight, bool weight_is_bf16, Ad
                     k, accumulate});
 }
 
+// Quantises x into memory of this thread, then multiplies. scheme: a QuantScheme.
+void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, Address column_scales, Address bias, Address y,
+                      int64_t y_stride, int64_t rows, int64_t n, int64_t k, bool accumulate) {
+  const QuantScheme kind = static_cast<QuantScheme>(scheme);
+  const bool by_group = kind != QuantScheme::kInt8Fast;
+  const int64_t groups = (k + kQuantGroup - 1) / kQuantGroup, k_padded = groups * kQuantGroup;
+  const int64_t num_scales = rows * (by_group ? groups : 1);
+  // k_padded is a multiple of 32, so the scales behind the values are aligned.
+  int8_t* const values = static_cast<int8_t*>(thread_scratch(static_cast<size_t>(rows * k_padded + num_scales * 8)));
+  float* const scales = reinterpret_cast<float*>(values + rows * k_padded);
+  int32_t* const sums = reinterpret_cast<int32_t*>(scales + num_scales);
+  kernels().quantize_rows({at<float>(x), x_stride, values, scales, sums, rows, k, by_group});
+  kernels().linear_quantized({{values, k_padded, scales, sums}, kind, at<uint8_t>(weight), at<float>(column_scales),
+                              at<float>(bias), at<float>(y), y_stride, rows, n, k_padded, accumulate});
+}
+
+void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, Address negative_sums, int64_t rows, int64_t k,
+                   bool by_group) {
+  kernels().quantize_rows(
+      {at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums), rows, k, by_group});
+}
+
 void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, bool cache_is_bf16,
                      int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address page_table, int64_t max_pages,
                      Address seq_lens, Address q_starts, int64_t num_seqs, int64_t num_tokens, int64_t num_q_heads, float scale,
@@ -109,6 +131,8 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
 NB_MODULE(_native, m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, unlocked);
+  m.def("linear_quantized", &linear_quantized, unlocked);
+  m.def("quantize_rows", &quantize_rows, unlocked);
   m.def("paged_attention", &paged_attention, unlocked);
   m.def("write_kv", &write_kv, unlocked);
   m.def("gather_kv", &gather_kv, unlocked);

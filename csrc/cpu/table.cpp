@@ -8,7 +8,8 @@ namespace HEADRACE_ISA {
 
 const KernelTable& table() {
   static constexpr KernelTable kTable = {HEADRACE_NAME(HEADRACE_ISA), linear,   attention,     write_kv,  gather_kv, rms_norm,
-                                         rotary,                      silu_mul, gelu_tanh_mul, embedding, argmax};
+                                         rotary,                      silu_mul, gelu_tanh_mul, embedding, argmax,
+                                         quantize_rows, linear_quantized};
   return kTable;
 }
 

@@ -16,6 +16,23 @@ def linear(
     k: int,
     accumulate: bool,
 ) -> None: ...
+def linear_quantized(
+    x: int,
+    x_stride: int,
+    scheme: int,
+    weight: int,
+    column_scales: int,
+    bias: int,
+    y: int,
+    y_stride: int,
+    rows: int,
+    n: int,
+    k: int,
+    accumulate: bool,
+) -> None: ...
+def quantize_rows(
+    x: int, x_stride: int, values: int, scales: int, negative_sums: int, rows: int, k: int, by_group: bool
+) -> None: ...
 def paged_attention(
     q: int,
     q_stride: int,
