@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix, stack
 from headrace.kernels import cpu
@@ -19,7 +20,9 @@ def random_matrix(kind: str, n: int, k: int, seed: int = 0) -> QuantizedMatrix:
     codes = torch.randint(0, 2**bits, (n, k), generator=generator, dtype=torch.uint8)
     group = k if kind == "int8-fast" else KERNEL_GROUP
     groups = -(-k // group)
-    scales = torch.randn(n, groups, generator=generator) * 0.01 * 4.0 ** torch.randint(-4, 5, (n, 1), generator=generator)
+    scales = (
+        torch.randn(n, groups, generator=generator) * 0.01 * 4.0 ** torch.randint(-4, 5, (n, 1), generator=generator)
+    )
     minimums = torch.randn(n, groups, generator=generator) * scales.abs() * 8 if kind == "int4-min" else None
     return QuantizedMatrix("int4" if bits == 4 else kind, codes, scales, minimums, group)
 
@@ -33,7 +36,10 @@ def used_activations(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
     """x in float64 as the kernel sees it."""
     by_group = matrix.scheme != "int8-fast"
     values, scales = kernels.quantize_rows(x, by_group=by_group)
-    return values.double() * scales.double().repeat_interleave(KERNEL_GROUP if by_group else x.shape[1], 1)[:, : x.shape[1]]
+    return (
+        values.double()
+        * scales.double().repeat_interleave(KERNEL_GROUP if by_group else x.shape[1], 1)[:, : x.shape[1]]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

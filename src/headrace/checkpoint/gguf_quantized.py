@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from headrace.checkpoint.source import RawBlocks
 
 # type name -> (scheme, bytes of a block)
-_TYPES: dict[str, tuple[Scheme, int]] = {"Q8_0": ("int8", 34), "Q4_0": ("int4", 18), "Q4_1": ("int4", 20), "Q4_K": ("int4", 144)}
+_TYPES: dict[str, tuple[Scheme, int]] = {
+    "Q8_0": ("int8", 34),
+    "Q4_0": ("int4", 18),
+    "Q4_1": ("int4", 20),
+    "Q4_K": ("int4", 144),
+}
 
 
 def quantized_matrix(raw: "RawBlocks") -> QuantizedMatrix | None:

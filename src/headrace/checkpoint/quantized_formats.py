@@ -52,7 +52,9 @@ class QuantizedFormat(ABC):
     def _group(self, name: str, k: int) -> int:
         size = k if self.group_size == -1 else self.group_size
         if k % size or size % KERNEL_GROUP:
-            raise ModelError(f"{name}: rows of {k} in groups of {size}: both must be multiples, of the group and of {KERNEL_GROUP}")
+            raise ModelError(
+                f"{name}: rows of {k} in groups of {size}: both must be multiples, of the group and of {KERNEL_GROUP}"
+            )
         return size
 
 
@@ -176,14 +178,20 @@ def stored_format(quantization: dict[str, Any] | None) -> QuantizedFormat | None
     if method == OWN_METHOD:
         scheme = quantization.get("scheme")
         if scheme not in ("int4", "int8") or group_size != KERNEL_GROUP:
-            raise ModelError(f"a headrace checkpoint of scheme {scheme} with groups of {group_size} is not known to this version")
+            raise ModelError(
+                f"a headrace checkpoint of scheme {scheme} with groups of {group_size} is not known to this version"
+            )
         return OwnFormat(scheme)
     if method not in ("gptq", "awq"):
-        raise ModelError(f"quantised checkpoints of quant_method {method} are not supported; gptq, awq and headrace are")
+        raise ModelError(
+            f"quantised checkpoints of quant_method {method} are not supported; gptq, awq and headrace are"
+        )
     if bits != 4:
         raise ModelError(f"{method} checkpoints of {bits} bits are not supported; those of 4 are")
     if not isinstance(group_size, int) or (group_size != -1 and (group_size <= 0 or group_size % KERNEL_GROUP)):
-        raise ModelError(f"{method} checkpoints with group_size {group_size} are not supported; -1 and multiples of {KERNEL_GROUP} are")
+        raise ModelError(
+            f"{method} checkpoints with group_size {group_size} are not supported; -1 and multiples of {KERNEL_GROUP} are"
+        )
     if method == "awq":
         version = str(quantization.get("version", "gemm")).lower()
         if version != "gemm":
@@ -214,5 +222,3 @@ def _nibbles(words: "torch.Tensor") -> "torch.Tensor":
 def _with_zeros(codes: "torch.Tensor", scales: "torch.Tensor", zeros: "torch.Tensor", size: int) -> QuantizedMatrix:
     minimums = None if bool((zeros == 8).all()) else (scales * zeros).contiguous()
     return QuantizedMatrix("int4", codes, scales.contiguous(), minimums, size)
-
-

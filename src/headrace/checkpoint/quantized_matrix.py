@@ -48,7 +48,7 @@ class QuantizedMatrix:
         scales = self.scales.repeat_interleave(self.group_size, dim=1)[:, :k]
         values = self.codes.to(torch.float32)
         if self.minimums is None:
-            return (values - 2 ** (BITS[self.scheme] - 1)).mul_(scales)
+            return values.sub_(2 ** (BITS[self.scheme] - 1)).mul_(scales)
         return values.mul_(scales).sub_(self.minimums.repeat_interleave(self.group_size, dim=1)[:, :k])
 
     def regrouped(self, group_size: int) -> "QuantizedMatrix":

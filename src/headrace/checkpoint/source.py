@@ -138,7 +138,6 @@ class Checkpoint(ABC):
         if not bool(values[0].any()) and not bool(values.any()):
             raise ModelError(f"{self.file_of(name)}: tensor {name} {list(tensor.shape)} is zero-filled")
 
-
     def _check_matrix(self, name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
         self._check_finite(name, matrix.scales)
         if matrix.minimums is not None:

@@ -166,9 +166,13 @@ def _quantization(args: ServerArgs, model: ModelConfig, device: str, decisions: 
     stored = stored_scheme(model.quantization)
     if device != "cpu":
         if args.quantization != "none":
-            raise ConfigError(f"--quantization {args.quantization}: quantised linear layers run on CPU, not on {device}")
+            raise ConfigError(
+                f"--quantization {args.quantization}: quantised linear layers run on CPU, not on {device}"
+            )
         if stored != "none":
-            decisions.append(f"quantization none: the checkpoint's {stored} weights are widened, {device} has no kernel for them")
+            decisions.append(
+                f"quantization none: the checkpoint's {stored} weights are widened, {device} has no kernel for them"
+            )
         return "none"
     if stored == "none":
         return args.quantization

@@ -73,7 +73,9 @@ def fill_from_checkpoint(
         progress(done, total)
 
 
-def _as_stored(weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme) -> QuantizedMatrix | None:
+def _as_stored(
+    weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme
+) -> QuantizedMatrix | None:
     """The matrix `name` as it is stored, when its layer computes with one and it is at least as fine as `quantization` asks.
 
     int4 takes what is stored in 4 bits, and in 8 bits too. int8 takes 8 bits. int8-fast has one scale a row, which no file has.

@@ -100,9 +100,13 @@ def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
     wanted = (n, -(-k // size))
     for what, tensor in (("scales", matrix.scales), ("minimums", matrix.minimums)):
         if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != torch.float32):
-            raise ValueError(f"pack_linear: {what} must be float32 {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}")
+            raise ValueError(
+                f"pack_linear: {what} must be float32 {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
     if matrix.codes.dtype != torch.uint8 or matrix.codes.device.type != "cpu":
-        raise ValueError(f"pack_linear: codes must be uint8 on the CPU, got {matrix.codes.dtype} on {matrix.codes.device}")
+        raise ValueError(
+            f"pack_linear: codes must be uint8 on the CPU, got {matrix.codes.dtype} on {matrix.codes.device}"
+        )
     if matrix.scheme not in BITS or (matrix.minimums is not None and matrix.scheme != "int4"):
         raise ValueError(f"pack_linear: scheme {matrix.scheme} does not go with minimums, or is none")
     if size != k if matrix.scheme == "int8-fast" else size % KERNEL_GROUP and size < k:
@@ -144,7 +148,9 @@ def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) ->
     for half in halves:
         padded = torch.nn.functional.pad(half, (0, 0, 0, more)).reshape(blocks, PACKED_COLUMNS, groups)
         record.append(padded.permute(0, 2, 1).contiguous().view(torch.uint8))
-    layout: Layout = "native_int8" if matrix.scheme == "int8" else "native_int4" if minimums is None else "native_int4_min"
+    layout: Layout = (
+        "native_int8" if matrix.scheme == "int8" else "native_int4" if minimums is None else "native_int4_min"
+    )
     columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
     return PackedLinear(n, k, layout, torch.cat(record, dim=2), padded_bias, columns)
 

@@ -5,7 +5,7 @@ for the kernels. Does not own the product
 (`headrace.kernels`). Runs in the thread that runs the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 
@@ -35,9 +35,12 @@ class Linear:
         self._columns = {name: slice(end - size, end) for end, (name, size) in zip(ends, outputs.items(), strict=True)}
         self._parts: dict[str, torch.Tensor | QuantizedMatrix] = {}
         self._packed: PackedLinear
+        self.observer: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_size] -> [rows, sum(outputs)]."""
+        if self.observer is not None:
+            self.observer(x)
         return kernels.linear(x, self._packed)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
@@ -49,7 +52,10 @@ class Linear:
                 partial(self._load, f"{name}.weight"),
                 partial(self._read_weight, name),
                 itemsize=bytes_per_weight(self._placement.quantization, self._placement.weight_dtype.itemsize),
-                load_quantized=partial(self._keep, f"{name}.weight") if self._placement.quantization != "none" else None,
+                load_quantized=partial(self._keep, f"{name}.weight")
+                if self._placement.quantization != "none"
+                else None,
+                layer=self,
             )
             if self._bias:
                 yield Weight(

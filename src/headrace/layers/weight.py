@@ -13,6 +13,12 @@ import torch
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, Scheme
 
 
+class Observable(Protocol):
+    """A layer that shows its input to an observer, when it has one, before it computes."""
+
+    observer: Callable[[torch.Tensor], None] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One tensor of a checkpoint and the layer that wants it.
@@ -21,6 +27,7 @@ class Weight:
     nothing changes, the tensor itself. read: gives it back in Hugging Face's layout, in the precision that is kept.
     init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes, a fraction where weights are quantised.
     load_quantized: takes a quantised tensor instead, where the layer computes with one; None where it does not.
+    layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
     """
 
     name: str
@@ -30,6 +37,7 @@ class Weight:
     init: Literal["normal", "ones", "zeros"] = "normal"
     itemsize: float = 4
     load_quantized: Callable[[QuantizedMatrix], None] | None = None
+    layer: Observable | None = None
 
 
 class HasWeights(Protocol):

@@ -95,7 +95,9 @@ class TransformersLM:
             init: Literal["normal", "ones", "zeros"] = "normal"
             if tensor.ndim == 1:
                 init = "zeros" if name.endswith("bias") else "ones"
-            yield Weight(name, tuple(tensor.shape), load, functools.partial(_detached, tensor), init, tensor.element_size())
+            yield Weight(
+                name, tuple(tensor.shape), load, functools.partial(_detached, tensor), init, tensor.element_size()
+            )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.embed`."""

@@ -26,9 +26,7 @@ def join(parts: Sequence[torch.Tensor | QuantizedMatrix], scheme: Scheme) -> Qua
     differ: then all of them become int8, the finest grid."""
     matrices = [part if isinstance(part, QuantizedMatrix) else quantize(part, scheme) for part in parts]
     if len({matrix.scheme for matrix in matrices}) > 1:
-        matrices = [
-            matrix if matrix.scheme == "int8" else quantize(matrix.dequantize(), "int8") for matrix in matrices
-        ]
+        matrices = [matrix if matrix.scheme == "int8" else quantize(matrix.dequantize(), "int8") for matrix in matrices]
     return stack(matrices)
 
 
