@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig, parse_hf_config
 from headrace.errors import ModelError
@@ -19,6 +17,7 @@ from headrace.layers.moe import SparseMoe
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import inverse_frequencies
 from headrace.layers.weight import Placement
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, 64)
 HALF = Placement(torch.device("cpu"), torch.bfloat16, 64)

@@ -20,27 +20,27 @@ def quantize(weight: torch.Tensor, hessian: torch.Tensor) -> QuantizedMatrix:
     """
     n, k = weight.shape
     assert k % KERNEL_GROUP == 0, k
-    weight = weight.clone()
+    rest = weight.T.contiguous()  # [k, n]: a column of the weight is contiguous
     feedback = _feedback(hessian)
-    codes = torch.empty(n, k, dtype=torch.uint8)
-    scales, minimums = torch.empty(n, k // KERNEL_GROUP), torch.empty(n, k // KERNEL_GROUP)
+    codes = torch.empty(k, n, dtype=torch.uint8)
+    scales, minimums = torch.empty(k // KERNEL_GROUP, n), torch.empty(k // KERNEL_GROUP, n)
     importance = hessian.diagonal().clamp(min=1e-12)
     for begin in range(0, k, _BLOCK):
         end = min(begin + _BLOCK, k)
-        errors = torch.empty(n, end - begin)
-        for start in range(begin, end, KERNEL_GROUP):
-            columns = slice(start, start + KERNEL_GROUP)
-            scale, minimum = grid(weight[:, columns], importance[columns])
-            scales[:, start // KERNEL_GROUP], minimums[:, start // KERNEL_GROUP] = scale, minimum
-            for column in range(start, start + KERNEL_GROUP):
-                value = weight[:, column]
-                code = encode(value, scale, minimum)
-                codes[:, column] = code.to(torch.uint8)
-                error = (value - (code * scale - minimum)) / feedback[column, column]
-                errors[:, column - begin] = error
-                weight[:, column + 1 : end].addr_(error, feedback[column, column + 1 : end], alpha=-1.0)
-        weight[:, end:].addmm_(errors, feedback[begin:end, end:], alpha=-1.0)
-    return QuantizedMatrix("int4", codes, scales, minimums, KERNEL_GROUP)
+        errors = torch.empty(end - begin, n)
+        for column in range(begin, end):
+            group = column // KERNEL_GROUP
+            if column % KERNEL_GROUP == 0:
+                columns = slice(column, column + KERNEL_GROUP)
+                scales[group], minimums[group] = grid(rest[columns].T, importance[columns])
+            scale, minimum = scales[group], minimums[group]
+            code = encode(rest[column], scale, minimum)
+            codes[column] = code
+            error = (rest[column] - (code * scale - minimum)) / feedback[column, column]
+            errors[column - begin] = error
+            rest[column + 1 : end].addr_(feedback[column, column + 1 : end], error, alpha=-1.0)
+        rest[end:].addmm_(feedback[begin:end, end:].T, errors, alpha=-1.0)
+    return QuantizedMatrix("int4", codes.T.contiguous(), scales.T.contiguous(), minimums.T.contiguous(), KERNEL_GROUP)
 
 
 def _feedback(hessian: torch.Tensor) -> torch.Tensor:
