@@ -41,6 +41,12 @@ void check(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_sta
 
 }  // namespace
 
+void AttentionPlan::reset() {
+  for (const AttentionTile& tile : tiles) {
+    if (tile.pending != nullptr) *tile.pending = tile.num_splits;
+  }
+}
+
 AttentionPlan plan_attention(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_starts, int64_t num_seqs,
                              int64_t num_tokens, int64_t max_pages, int64_t num_pages) {
   check(a, seq_lens, q_starts, num_seqs, num_tokens, max_pages, num_pages);

@@ -11,6 +11,9 @@ struct AttentionPlan {
   std::vector<AttentionTile> tiles;
   std::unique_ptr<float[]> partials;
   std::unique_ptr<int32_t[]> pending;
+
+  // Makes the plan fit for one more call: a call counts `pending` down.
+  void reset();
 };
 
 // seq_lens int32[num_seqs], q_starts int32[num_seqs + 1]: rows [q_starts[i], q_starts[i + 1]) are the last positions of sequence i.

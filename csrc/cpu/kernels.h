@@ -10,6 +10,7 @@ void attention(const AttentionArgs&, const AttentionTile* tiles, int64_t num_til
 void write_kv(const WriteKvArgs&);
 void gather_kv(const GatherKvArgs&);
 void rms_norm(const NormArgs&);
+void head_norm(const HeadNormArgs&);
 void rotary(const RotaryArgs&);
 void silu_mul(const GatedArgs&);
 void gelu_tanh_mul(const GatedArgs&);
@@ -17,6 +18,8 @@ void embedding(const EmbeddingArgs&);
 void argmax(const ArgmaxArgs&);
 void quantize_rows(const QuantizeArgs&);
 void linear_quantized(const QuantizedLinearArgs&);
+float probe_read(const void* memory, int64_t bytes);
+float probe_fma(int64_t rounds);
 const KernelTable& table();
 
 }  // namespace HEADRACE_ISA

@@ -3,14 +3,18 @@
 // The GIL is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "attention_plan.h"
+#include "decoder.h"
 #include "dispatch.h"
 #include "ops.h"
+#include "quantized_call.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -41,20 +45,10 @@ void linear(Address x, int64_t x_stride, Address weight, bool weight_is_bf16, Ad
                     k, accumulate});
 }
 
-// Quantises x into memory of this thread, then multiplies. scheme: a QuantScheme.
 void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, Address column_scales, Address bias, Address y,
                       int64_t y_stride, int64_t rows, int64_t n, int64_t k, bool accumulate) {
-  const QuantScheme kind = static_cast<QuantScheme>(scheme);
-  const bool by_group = kind != QuantScheme::kInt8Fast;
-  const int64_t groups = (k + kQuantGroup - 1) / kQuantGroup, k_padded = groups * kQuantGroup;
-  const int64_t num_scales = rows * (by_group ? groups : 1);
-  // k_padded is a multiple of 32, so the scales behind the values are aligned.
-  int8_t* const values = static_cast<int8_t*>(thread_scratch(static_cast<size_t>(rows * k_padded + num_scales * 8)));
-  float* const scales = reinterpret_cast<float*>(values + rows * k_padded);
-  int32_t* const sums = reinterpret_cast<int32_t*>(scales + num_scales);
-  kernels().quantize_rows({at<float>(x), x_stride, values, scales, sums, rows, k, by_group});
-  kernels().linear_quantized({{values, k_padded, scales, sums}, kind, at<uint8_t>(weight), at<float>(column_scales),
-                              at<float>(bias), at<float>(y), y_stride, rows, n, k_padded, accumulate});
+  run_linear_quantized(at<float>(x), x_stride, static_cast<QuantScheme>(scheme), at<void>(weight), at<float>(column_scales),
+                       at<float>(bias), at<float>(y), y_stride, rows, n, k, accumulate);
 }
 
 void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, Address negative_sums, int64_t rows, int64_t k,
@@ -126,6 +120,41 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
   kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
 }
 
+// A decoder without layers; they are added in order.
+void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size, int64_t num_q_heads, int64_t num_kv_heads,
+                  int64_t head_dim, float eps, bool gelu, bool cache_is_bf16, int64_t num_pages, Address final_norm) {
+  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, cache_is_bf16, num_pages},
+                     at<float>(final_norm));
+}
+
+// (address, is bfloat16, QuantScheme or -1, address of the column scales, address of the bias, n, k)
+using Weight = std::tuple<Address, bool, int, Address, Address, int64_t, int64_t>;
+
+DecoderLinear as_linear(const Weight& w) {
+  return {at<void>(std::get<0>(w)),  std::get<1>(w), std::get<2>(w), at<float>(std::get<3>(w)),
+          at<float>(std::get<4>(w)), std::get<5>(w), std::get<6>(w)};
+}
+
+void decoder_add_layer(Decoder& decoder, Address attention_norm, const Weight& qkv, Address q_norm, Address k_norm, Address cos,
+                       Address sin, int64_t rotary_dim, int64_t max_positions, float scale, int64_t window, float softcap,
+                       Address k_cache, Address v_cache, const Weight& out, Address after_attention, Address mlp_norm,
+                       const Weight& gate_up, const Weight& down, Address after_mlp) {
+  decoder.add_layer({at<float>(attention_norm), as_linear(qkv), at<float>(q_norm), at<float>(k_norm), at<float>(cos),
+                     at<float>(sin), rotary_dim, max_positions, scale, window, softcap, at<void>(k_cache), at<void>(v_cache),
+                     as_linear(out), at<float>(after_attention), at<float>(mlp_norm), as_linear(gate_up), as_linear(down),
+                     at<float>(after_mlp)});
+}
+
+void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t tokens, Address positions, Address out_slots,
+                     Address page_table, int64_t max_pages, Address seq_lens, Address q_starts, int64_t num_seqs) {
+  decoder.forward({at<float>(hidden), at<float>(out), tokens, at<int32_t>(positions), at<int32_t>(out_slots),
+                   at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs});
+}
+
+float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at<void>(memory), bytes); }
+
+float probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -142,6 +171,12 @@ NB_MODULE(_native, m) {
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
+  nb::class_<Decoder>(m, "Decoder")
+      .def("__init__", &make_decoder)
+      .def("add_layer", &decoder_add_layer)
+      .def("forward", &decoder_forward, unlocked);
+  m.def("probe_read", &probe_read, unlocked);
+  m.def("probe_fma", &probe_fma, unlocked);
   m.def("compiled_isas", &compiled_isas);
   m.def("why_not_isa", &why_not_isa);
   m.def("select_isa", &select_isa);

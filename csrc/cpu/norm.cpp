@@ -61,5 +61,16 @@ void rms_norm(const NormArgs& n) {
   });
 }
 
+void head_norm(const HeadNormArgs& h) {
+  const int64_t grain = max_of(1, 8192 / max_of(1, h.num_heads * h.head_dim));
+  parallel_for(h.tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      float* const x = h.x + token * h.x_stride;
+      const NormArgs heads = {x, h.head_dim, nullptr, h.weight, x, h.num_heads, h.head_dim, h.eps};
+      for (int64_t head = 0; head < h.num_heads; ++head) norm_row(heads, head);
+    }
+  });
+}
+
 }  // namespace HEADRACE_ISA
 }  // namespace headrace

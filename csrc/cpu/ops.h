@@ -127,6 +127,15 @@ struct NormArgs {
   float eps;
 };
 
+// Each head of x normalised alone, in place.
+struct HeadNormArgs {
+  float* x;
+  int64_t x_stride;
+  const float* weight;
+  int64_t tokens, num_heads, head_dim;
+  float eps;
+};
+
 struct RotaryArgs {
   float* x;
   int64_t x_stride;
@@ -168,6 +177,7 @@ struct KernelTable {
   void (*write_kv)(const WriteKvArgs&);
   void (*gather_kv)(const GatherKvArgs&);
   void (*rms_norm)(const NormArgs&);
+  void (*head_norm)(const HeadNormArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*silu_mul)(const GatedArgs&);
   void (*gelu_tanh_mul)(const GatedArgs&);
@@ -175,6 +185,8 @@ struct KernelTable {
   void (*argmax)(const ArgmaxArgs&);
   void (*quantize_rows)(const QuantizeArgs&);
   void (*linear_quantized)(const QuantizedLinearArgs&);
+  float (*probe_read)(const void* memory, int64_t bytes);
+  float (*probe_fma)(int64_t rounds);
 };
 
 }  // namespace headrace

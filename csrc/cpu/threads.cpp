@@ -20,6 +20,9 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(50);
 
+// True on a thread that runs a body: what it starts there it computes alone.
+thread_local bool t_in_body = false;
+
 void cpu_relax() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -78,7 +81,9 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
     }
+    t_in_body = true;
     work(next);
+    t_in_body = false;
     wait_until_done(n);
   }
 
@@ -86,6 +91,7 @@ class Pool {
   uint32_t generation() const { return static_cast<uint32_t>(state_.load(std::memory_order_seq_cst) >> 32); }
 
   void worker_main() {
+    t_in_body = true;
     uint32_t seen = 0;
     auto has_news = [&] { return generation() != seen || stop_.load(); };
     while (true) {
@@ -154,6 +160,7 @@ class Pool {
 
 std::atomic<Pool*> g_pool{nullptr};
 std::atomic<int> g_num_threads{1};
+thread_local Pool* t_held = nullptr;  // by a session of this thread
 std::mutex* g_create = new std::mutex;
 
 // The child of a fork has none of the workers: forget the parent's pool (its memory stays, its threads do not exist).
@@ -180,11 +187,25 @@ Pool* pool() {
 
 void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* context) {
   if (n <= 0) return;
-  if (n <= grain || g_num_threads.load(std::memory_order_relaxed) == 1) return fn(context, 0, n);
+  if (n <= grain || t_in_body || g_num_threads.load(std::memory_order_relaxed) == 1) return fn(context, 0, n);
+  if (t_held != nullptr) return t_held->run(n, grain, fn, context);
   Pool* const p = pool();
   if (!p->try_acquire()) return fn(context, 0, n);
   p->run(n, grain, fn, context);
   p->release();
+}
+
+PoolSession::PoolSession() : holds_(false) {
+  if (t_held != nullptr || t_in_body || g_num_threads.load(std::memory_order_relaxed) == 1) return;
+  Pool* const p = pool();
+  holds_ = p->try_acquire();
+  if (holds_) t_held = p;
+}
+
+PoolSession::~PoolSession() {
+  if (!holds_) return;
+  t_held->release();
+  t_held = nullptr;
 }
 
 void set_num_threads(int n) {

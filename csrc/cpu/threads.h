@@ -2,7 +2,7 @@
 //
 // Blocks are claimed one after another from an atomic counter, so a thread that the machine takes away costs one block, not
 // a barrier. Workers spin briefly for the next job, then sleep. The calling thread always takes part, and a caller that finds
-// the pool busy runs its job alone. The pool is created at first use and again after a fork.
+// the pool busy runs its job alone, as does a job started inside a job. The pool is created at first use and again after a fork.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +14,19 @@ using RangeFn = void (*)(void* context, int64_t begin, int64_t end);
 // Runs fn over [0, n), cut into ranges of at least `grain` (the last may be shorter), and returns when all are done.
 // fn must not throw. n < 2^31.
 void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* context);
+
+// Holds the pool for the calling thread while it lives: the jobs of a sequence follow each other without another caller between
+// them. Does nothing when another thread holds it; the jobs then run as if there were no session. Sessions may nest.
+class PoolSession {
+ public:
+  PoolSession();
+  ~PoolSession();
+  PoolSession(const PoolSession&) = delete;
+  PoolSession& operator=(const PoolSession&) = delete;
+
+ private:
+  bool holds_;
+};
 
 // Threads that work on a job, the caller included; n >= 1.
 void set_num_threads(int n);

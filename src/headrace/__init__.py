@@ -1,3 +1,23 @@
 """Headrace: an LLM serving runtime. See docs/architecture.md for the rooms of the house."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.frontend.engine import Engine
+    from headrace.frontend.runtime import Runtime
+
 __version__ = "0.1.0"
+__all__ = ["Engine", "Runtime", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`headrace.Engine` and `headrace.Runtime`, imported when asked for: `import headrace` stays cheap."""
+    if name == "Engine":
+        from headrace.frontend.engine import Engine
+
+        return Engine
+    if name == "Runtime":
+        from headrace.frontend.runtime import Runtime
+
+        return Runtime
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -409,11 +410,17 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
 
     on_started: called with the URL once requests are accepted; default: the start-up summary on stderr.
     """
+    import uvloop
+
+    from headrace.server.listener import bind
+
     log.configure(args.log_level, "main")
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     started_s = time.monotonic()
+    # Bound first: a port in use is found before the model is loaded, and clients that come early wait.
+    listening = bind(args.host, args.port)
     with _loading_bar() as on_progress:
         try:
             engine = launch_engine(args, on_progress, stopping.is_set)
@@ -423,12 +430,15 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
             raise
     try:
         announce = on_started or (lambda url: _print_summary(engine, url, time.monotonic() - started_s))
-        return asyncio.run(_serve(engine, announce, stopping))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(engine, listening, announce, stopping))
     finally:
         engine.shutdown()
 
 
-async def _serve(engine: RunningEngine, on_started: Callable[[str], None], stopping: threading.Event) -> int:
+async def _serve(
+    engine: RunningEngine, listening: socket.socket, on_started: Callable[[str], None], stopping: threading.Event
+) -> int:
     from headrace.server.app import create_app
     from headrace.server.context import ServedModel, ServerStatus
     from headrace.server.listener import Server
@@ -443,7 +453,7 @@ async def _serve(engine: RunningEngine, on_started: Callable[[str], None], stopp
         ready=engine.ready,
         model_type=engine.model.model_type,
     )
-    server = Server(create_app(manager, args, model, engine.metrics, status), args)
+    server = Server(create_app(manager, args, model, engine.metrics, status), args, listening=listening)
     loop = asyncio.get_running_loop()
     exit_code = 0
     num_signals = 0
@@ -474,8 +484,6 @@ async def _serve(engine: RunningEngine, on_started: Callable[[str], None], stopp
         loop.add_signal_handler(number, on_signal)
     engine.on_death = on_death
     manager.start()
-    if not args.skip_server_warmup:
-        await manager.health(generate=True)
     if stopping.is_set():
         return 0
     await server.serve(lambda: on_started(server.url))

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows
 from headrace.attention.select import PREFERENCE, make_backend, preferred_page_size, reasons_against
-from headrace.attention.torch_native import KEY_BLOCK
+from headrace.attention.torch_native import KEY_BLOCK, attend_whole
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.cpu import why_not
 
@@ -63,7 +64,9 @@ class Cache:
 def random_qkv(length: int, shape: tuple[int, int, int, int, float], seed: int = 0) -> tuple[torch.Tensor, ...]:
     num_q_heads, num_kv_heads, head_dim, _, _ = shape
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(length, heads, head_dim, generator=generator) for heads in (num_q_heads, num_kv_heads, num_kv_heads))
+    return tuple(
+        torch.randn(length, heads, head_dim, generator=generator) for heads in (num_q_heads, num_kv_heads, num_kv_heads)
+    )
 
 
 def exact(qkv: tuple[torch.Tensor, ...], layer: AttentionLayerSpec) -> torch.Tensor:
@@ -115,6 +118,16 @@ def test_bits_depend_on_neither_chunks_nor_neighbours(
     assert torch.equal(torch.cat(chunks), whole)
 
 
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_the_path_of_other_devices_gives_the_same(shape: tuple[int, int, int, int, float]):
+    cache, qkv = Cache("torch_native", shape), random_qkv(150, shape)
+    want = cache.step([(0, 0, qkv)])[0][90:]
+
+    got = attend_whole(qkv[0][90:], cache.pool.k[0], cache.pool.v[0], cache.slots(0)[:150], 90, cache.layer)
+
+    torch.testing.assert_close(got.flatten(1), want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_others_left_in_a_page_does_not_leak(backend: str):
     shape = (4, 2, 32, 0, 0.0)
@@ -146,5 +159,7 @@ def test_the_reference_serves_everything_and_the_native_one_says_why_not():
     assert reasons_against("torch_native", odd) == []
     assert reasons_against("cpu", NEEDS) == []
     reasons = reasons_against("cpu", odd)
-    assert [any(word in reason for reason in reasons) for word in ("cuda", "16 tokens", "float16", "head_dim")] == [True] * 4
+    assert [any(word in reason for reason in reasons) for word in ("cuda", "16 tokens", "float16", "head_dim")] == [
+        True
+    ] * 4
     assert set(PREFERENCE) == {"cpu", "torch_native"}

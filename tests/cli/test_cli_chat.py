@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
+from headrace.cli.app import main
 from headrace.cli.chat import ChatSampling, Piece, ServerChat, new_pieces, run_chat
 from headrace.errors import ConfigError, RequestError
 
@@ -36,9 +37,16 @@ class Script:
             self.closed += 1
 
 
-def talk(monkeypatch, source, *lines, system=None):
-    """What a chat prints for piped input."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+class Terminal(io.StringIO):
+    """Input that a person types."""
+
+    def isatty(self):
+        return True
+
+
+def talk(monkeypatch, source, *lines, system=None, stdin=io.StringIO):
+    """What a chat prints for piped input, or for typed input when `stdin` is a Terminal."""
+    monkeypatch.setattr("sys.stdin", stdin("".join(line + "\n" for line in lines)))
     out = io.StringIO()
     run_chat(source, Console(file=out, width=100), system)
     return out.getvalue()
@@ -61,7 +69,7 @@ def test_the_conversation_is_remembered(monkeypatch):
 def test_clear_keeps_the_system_message_and_system_begins_again(monkeypatch):
     source = Script(["a"], ["b"], ["c"], ["d"])
 
-    talk(monkeypatch, source, "1", "/clear", "2", "/system other", "3", "/system", "4", system="first")
+    talk(monkeypatch, source, "1", "/clear", "2", "/system other", "3", "/system", "4", system="first", stdin=Terminal)
 
     assert [[m["content"] for m in asked] for asked in source.asked] == [
         ["first", "1"],
@@ -73,12 +81,12 @@ def test_clear_keeps_the_system_message_and_system_begins_again(monkeypatch):
 
 def test_exit_ends_before_the_rest_is_read(monkeypatch):
     source = Script()
-    talk(monkeypatch, source, "/exit", "never asked")
+    talk(monkeypatch, source, "/exit", "never asked", stdin=Terminal)
     assert source.asked == []
 
 
 def test_help_and_unknown_commands_say_so(monkeypatch):
-    printed = talk(monkeypatch, Script(), "/help", "/nonsense")
+    printed = talk(monkeypatch, Script(), "/help", "/nonsense", stdin=Terminal)
     assert "/clear" in printed
     assert "no such command: /nonsense" in printed
 
@@ -86,10 +94,38 @@ def test_help_and_unknown_commands_say_so(monkeypatch):
 def test_a_failed_turn_is_shown_and_forgotten(monkeypatch):
     source = Script(RequestError("too long [1]"), ["fine"])
 
-    printed = talk(monkeypatch, source, "one", "two")
+    printed = talk(monkeypatch, source, "one", "two", stdin=Terminal)
 
     assert "too long [1]" in printed
     assert [m["content"] for m in source.asked[1]] == ["two"]
+
+
+def test_in_a_pipe_a_line_that_begins_with_a_slash_is_a_message(monkeypatch):
+    source = Script(["a"], ["b"])
+
+    assert talk(monkeypatch, source, "/exit", "/usr/bin is what?") == "a\nb\n"
+    assert [asked[-1]["content"] for asked in source.asked] == ["/exit", "/usr/bin is what?"]
+
+
+def test_in_a_pipe_a_failed_turn_ends_the_chat_with_its_error(monkeypatch):
+    source = Script(RequestError("too long"), ["never asked"])
+
+    with pytest.raises(RequestError, match="too long"):
+        talk(monkeypatch, source, "one", "two")
+    assert len(source.asked) == 1
+
+
+def test_a_piped_chat_that_fails_says_so_on_stderr_and_leaves_with_2(monkeypatch, capsys, server):
+    server.status, server.frames = 400, [b'{"error": {"message": "prompt too long"}}']
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+
+    with pytest.raises(SystemExit) as left:
+        main(["chat", "--url", server.url])
+
+    printed = capsys.readouterr()
+    assert left.value.code == 2
+    assert printed.out == ""
+    assert "prompt too long" in printed.err
 
 
 def test_ctrl_c_stops_the_reply_only(monkeypatch):

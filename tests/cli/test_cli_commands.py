@@ -93,6 +93,17 @@ def test_doctor_as_json_tells_of_every_part(capsys):
     assert any(row["name"] == "torch_native" and not row["reasons_against"] for row in report["attention_backends"])
 
 
+def test_doctor_says_why_the_native_backend_does_not_run(monkeypatch, capsys):
+    monkeypatch.setattr("headrace.kernels.cpu._loaded", None)
+    monkeypatch.setattr("headrace.kernels.cpu._reason", "it was not built")
+
+    assert run("doctor", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+
+    (row,) = [row for row in report["attention_backends"] if (row["name"], row["device"]) == ("cpu", "cpu")]
+    assert row["reasons_against"] == ["it was not built"]
+
+
 def test_doctor_prints_tables(capsys):
     assert run("doctor") == 0
     text = capsys.readouterr().out

@@ -8,10 +8,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
-import model_harness  # noqa: E402
-import transformers  # noqa: E402
-from headrace.checkpoint.names import resolve_model  # noqa: E402
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer  # noqa: E402
+import model_harness
+import transformers
+
+from headrace.checkpoint.names import resolve_model
+from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A custom logit processor that lets a test choose the output: the request's prompt is the script."""
 
 import torch
+
 from headrace.sampling.logit_processors import LogitContext
 
 END_ID = 2

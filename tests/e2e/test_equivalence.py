@@ -1,1 +1,309 @@
-"""The same request gives the same answer, to the last bit, however it was computed (deterministic by default)."""
+"""The same request gives the same answer, to the last bit, however it was computed: deterministic by default.
+
+Compared are ids, text, finish reason, usage and every logprob, for greedy and for seeded sampling, as equal floats: no tolerance.
+What is promised is one answer for one set of kernels. Another attention backend or the torch fallbacks add numbers in another
+order, so they have an answer of their own, and the same promise holds within each.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import (
+    FILTERED,
+    GREEDY,
+    PENALISED,
+    SEEDED,
+    Answer,
+    Case,
+    answer_of,
+    make_cases,
+    one_by_one,
+    outputs_together,
+    random_ids,
+    request_of,
+    running_engine,
+    together,
+)
+
+from headrace.frontend.engine import Engine
+from headrace.frontend.tokenizers import Tokenizer
+
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
+CASES = make_cases([1, 17, 64, 130, 200], SAMPLINGS)
+FEW_CASES = [case for case in CASES if len(case.ids) in (17, 130)]
+
+PLAIN: dict[str, Any] = {
+    "chunked_prefill_size": -1,
+    "disable_radix_cache": True,
+    "disable_overlap_schedule": True,
+}
+"""Whole prompts, nothing shared, one step at a time: with requests one by one, the simplest way to an answer."""
+
+Answers = dict[str, Answer]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: str) -> Answers:
+    """What every other way of computing must give on the tiny model."""
+    with running_engine(tiny_model, **PLAIN) as engine:
+        return one_by_one(engine, CASES)
+
+
+@pytest.fixture(scope="module")
+def real_cases(tokenizer: Tokenizer) -> list[Case]:
+    """Prompts of a real model; two share their beginning."""
+    story = "Once upon a time there was a lighthouse keeper who spoke with the sea every night. " * 6
+    texts = {
+        "fact": "The capital of France is",
+        "story": story + "One day",
+        "other end": story + "The keeper said 你好",
+    }
+    return [
+        Case(f"{kind}, {name}", tokenizer.encode(text), sampling, logprob_start={"greedy": -1}.get(kind))
+        for name, text in texts.items()
+        for kind, sampling in {"greedy": GREEDY, "seeded": SEEDED}.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain_real(real_cases: list[Case]) -> Answers:
+    """What every other way of computing must give on smollm2."""
+    with running_engine("smollm2", **PLAIN) as engine:
+        return one_by_one(engine, real_cases)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_model: str) -> Iterator[Engine]:
+    """The tiny model with default options, for tests that need no others."""
+    with running_engine(tiny_model) as engine:
+        yield engine
+
+
+def test_the_cases_differ_from_each_other(plain: Answers) -> None:
+    sampled = [tuple(answer.ids) for answer in plain.values()]
+
+    assert len(set(sampled)) == len(sampled)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 64, 512])
+def test_prompts_in_chunks_give_what_whole_prompts_give(tiny_model: str, plain: Answers, chunk: int) -> None:
+    with running_engine(tiny_model, chunked_prefill_size=chunk) as engine:
+        cold = together(engine, CASES)
+        warm = together(engine, CASES)
+
+    assert cold == plain
+    assert warm == plain
+
+
+def test_a_step_that_mixes_prompts_and_decodes_changes_nothing(tiny_model: str, plain: Answers) -> None:
+    # Few tokens a step: prompts wait for each other and are cut at odd places among the decode rows.
+    with running_engine(tiny_model, chunked_prefill_size=24, max_prefill_tokens=40, max_running_requests=9) as engine:
+        assert together(engine, CASES) == plain
+
+
+def test_a_cached_prompt_gives_what_a_cold_one_gives(shared_engine: Engine, plain: Answers) -> None:
+    shared_engine.flush_cache()
+    cold = one_by_one(shared_engine, CASES)
+    outputs = {case.name: shared_engine.generate(**request_of(case)) for case in CASES}
+
+    assert cold == plain
+    assert {name: answer_of(output) for name, output in outputs.items()} == plain
+    assert outputs["greedy, 200 tokens"]["meta_info"]["cached_tokens"] >= 192
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"disable_radix_cache": True},
+        {"disable_overlap_schedule": True},
+        {"num_threads": 1},
+        {"schedule_policy": "lpm"},
+        {"stream_interval": 5},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_an_option_of_the_schedule_changes_no_answer(tiny_model: str, plain: Answers, options: dict[str, Any]) -> None:
+    with running_engine(tiny_model, **options) as engine:
+        assert together(engine, CASES) == plain
+        assert one_by_one(engine, FEW_CASES) == {case.name: plain[case.name] for case in FEW_CASES}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_batch_gives_what_each_request_gives_alone(shared_engine: Engine, plain: Answers, seed: int) -> None:
+    strangers = [
+        Case(
+            f"stranger {i}",
+            random_ids(1 + (37 * i + 11 * seed) % 150, seed=1000 * seed + i),
+            {"temperature": 0.5 * (i % 4), "max_new_tokens": 1 + (5 * i) % 30, "seed": i},
+            logprob_start=0 if i % 3 == 0 else None,
+        )
+        for i in range(12)
+    ]
+    # Every third is a stranger, so that the neighbours of a case are others in each run.
+    own = CASES[seed::3]
+    mixed = [case for pair in zip(own, strangers, strict=False) for case in pair] + own[len(strangers) :]
+
+    answers = together(shared_engine, mixed)
+
+    assert {case.name: answers[case.name] for case in own} == {case.name: plain[case.name] for case in own}
+
+
+def test_a_stream_ends_with_what_a_call_without_stream_gives(shared_engine: Engine, plain: Answers) -> None:
+    for case in CASES:
+        chunks = list(shared_engine.generate(**request_of(case), stream=True))
+
+        assert answer_of(chunks[-1]) == plain[case.name]
+        for earlier, later in itertools.pairwise(chunks):
+            assert later["text"].startswith(earlier["text"])
+            assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+
+
+@pytest.mark.parametrize("interval", [1, 3, 100])
+def test_joined_deltas_are_the_text(tiny_model: str, plain: Answers, interval: int) -> None:
+    with running_engine(tiny_model, incremental_streaming_output=True, stream_interval=interval) as engine:
+        for case in CASES:
+            chunks = list(engine.generate(**request_of(case), stream=True))
+
+            assert "".join(chunk["text"] for chunk in chunks) == plain[case.name].text
+            assert answer_of(chunks[-1]).ids == plain[case.name].ids
+            assert answer_of(chunks[-1]).logprobs == plain[case.name].logprobs
+
+
+def test_retracted_requests_give_the_same_answers(tiny_model: str) -> None:
+    samplings = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
+    longer = {kind: sampling | {"max_new_tokens": 60} for kind, sampling in samplings.items()}
+    cases = make_cases([5, 17, 64], longer)
+    with running_engine(tiny_model, **PLAIN) as engine:
+        unpressured = one_by_one(engine, cases)
+
+    with running_engine(tiny_model, max_total_tokens=320, schedule_conservativeness=0.01) as engine:
+        outputs = outputs_together(engine, cases)
+        state = engine.internal_state()
+
+    answers = {case.name: answer_of(output) for case, output in zip(cases, outputs, strict=True)}
+    assert answers == unpressured
+    assert state.num_retracted > 0
+    assert sum(output["meta_info"]["num_retractions"] for output in outputs) == state.num_retracted
+    assert state.pool.consistent
+    assert state.memory_repairs == 0
+    for answer in answers.values():
+        for name, entries in answer.logprobs.items():
+            if name.startswith("output_"):
+                assert len(entries) == len(answer.ids)
+
+
+def test_pages_of_16_give_what_pages_of_1_give(tiny_model: str) -> None:
+    # torch_native is the backend that takes both sizes.
+    options: dict[str, Any] = {"attention_backend": "torch_native"}
+    with running_engine(tiny_model, **PLAIN, **options, page_size=1) as engine:
+        want = one_by_one(engine, FEW_CASES)
+
+    for page_size in (1, 16):
+        with running_engine(tiny_model, **options, page_size=page_size, chunked_prefill_size=48) as engine:
+            assert together(engine, FEW_CASES) == want
+            assert together(engine, FEW_CASES) == want
+
+
+def test_attention_backends_agree_but_for_rounding(tiny_model: str) -> None:
+    # Not promised to the bit: the kernels add in another order. In float32, with the weights of this model, that moves a
+    # logprob by a few units in the last place, so greedy ids are the same wherever the two best are further apart.
+    rounding = 1e-4
+    greedy = [case for case in CASES if case.name.startswith("greedy")]
+    answers = {}
+    for backend in ("cpu", "torch_native"):
+        with running_engine(tiny_model, attention_backend=backend, dtype="float32") as engine:
+            answers[backend] = together(engine, greedy)
+
+    num_compared = 0
+    for case in greedy:
+        ours, reference = answers["cpu"][case.name], answers["torch_native"][case.name]
+        pairs = zip(
+            ours.logprobs["output_top_logprobs"], reference.logprobs["output_top_logprobs"], ours.ids, strict=True
+        )
+        for mine, theirs, _ in pairs:
+            assert mine[0][0] == pytest.approx(theirs[0][0], abs=rounding)
+            if theirs[0][0] - theirs[1][0] <= 2 * rounding:
+                break  # from a near tie on the two may go different ways
+            assert mine[0][1] == theirs[0][1]
+            num_compared += 1
+    assert num_compared > 50
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_kernels_are_as_deterministic_as_the_native_ones(tiny_model: str, dtype: str) -> None:
+    options: dict[str, Any] = {"disable_native_kernels": True, "dtype": dtype}
+    with running_engine(tiny_model, **PLAIN, **options) as engine:
+        want = one_by_one(engine, FEW_CASES)
+
+    with running_engine(tiny_model, **options, chunked_prefill_size=7) as engine:
+        assert together(engine, FEW_CASES) == want
+        assert together(engine, FEW_CASES) == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kv_cache_type_changes_nothing_of_the_promise(tiny_model: str, dtype: str) -> None:
+    with running_engine(tiny_model, **PLAIN, kv_cache_dtype=dtype) as engine:
+        want = one_by_one(engine, CASES)
+
+    with running_engine(tiny_model, kv_cache_dtype=dtype, chunked_prefill_size=16) as engine:
+        assert together(engine, CASES) == want
+        assert together(engine, CASES) == want
+
+
+def test_child_processes_give_what_one_process_gives(tiny_model: str, plain: Answers) -> None:
+    with running_engine(tiny_model, single_process=False) as engine:
+        assert together(engine, CASES) == plain
+        chunks = list(engine.generate(**request_of(CASES[-1]), stream=True))
+
+    assert answer_of(chunks[-1]) == plain[CASES[-1].name]
+
+
+def test_samples_of_one_prompt_are_the_requests_with_the_next_seeds(shared_engine: Engine) -> None:
+    prompt = random_ids(40, seed=40)
+    samples = shared_engine.generate(input_ids=prompt, sampling_params=SEEDED | {"n": 4})
+
+    alone = [
+        shared_engine.generate(input_ids=prompt, sampling_params=SEEDED | {"seed": SEEDED["seed"] + j})
+        for j in range(4)
+    ]
+    assert [answer_of(sample).ids for sample in samples] == [answer_of(output).ids for output in alone]
+    assert len({tuple(sample["output_ids"]) for sample in samples}) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"chunked_prefill_size": 19}, {"chunked_prefill_size": 64, "disable_overlap_schedule": True}],
+    ids=["chunks of 19", "chunks of 64, no overlap"],
+)
+def test_a_real_model_is_deterministic_too(
+    real_cases: list[Case], plain_real: Answers, options: dict[str, Any]
+) -> None:
+    with running_engine("smollm2", **options) as engine:
+        cold = together(engine, real_cases)
+        warm = together(engine, real_cases)
+        alone = one_by_one(engine, real_cases[:2])
+        state = engine.internal_state()
+
+    assert cold == plain_real
+    assert warm == plain_real
+    assert alone == {case.name: plain_real[case.name] for case in real_cases[:2]}
+    assert state.cached_tokens > 0
+
+
+def test_a_real_model_gives_the_same_when_retracted(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("The lighthouse keeper said:")
+    samplings = [GREEDY, *(SEEDED | {"seed": seed} for seed in range(5))]
+    cases = [Case(f"request {i}", prompt, s | {"max_new_tokens": 40}) for i, s in enumerate(samplings)]
+    with running_engine("smollm2") as engine:
+        unpressured = together(engine, cases)
+
+    # Eight pages for requests that take three each.
+    with running_engine("smollm2", max_total_tokens=128, schedule_conservativeness=0.01) as engine:
+        answers = together(engine, cases)
+        state = engine.internal_state()
+
+    assert answers == unpressured
+    assert state.num_retracted > 0
+    assert state.pool.consistent

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+
 from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
 from headrace.messages.control import FaultReq, ReadyInfo

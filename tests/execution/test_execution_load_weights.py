@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from runner_harness import save_llama
+from safetensors.torch import load_file, save_file
+
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
@@ -12,8 +15,6 @@ from headrace.execution.build import build_worker, open_model
 from headrace.execution.load_weights import load_model
 from headrace.layers.weight import Placement
 from headrace.models.spec import model_class_for
-from runner_harness import save_llama
-from safetensors.torch import load_file, save_file
 
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, 96)
 
@@ -65,7 +66,9 @@ def test_rotary_buffers_and_a_tied_output_projection_may_be_in_the_file(tmp_path
     save_llama(tmp_path, tie_word_embeddings=True)
     edit(
         tmp_path,
-        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(131, 32)}),
+        lambda t: t.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(131, 32)}
+        ),
     )
 
     model = load(tmp_path)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from headrace.execution.memory import available_in_cgroup, available_on_host, kv_token_budget
 
 
@@ -52,7 +53,9 @@ def test_without_a_limit_the_machine_decides(tmp_path: Path):
         (500, 0.5, 10**9, 0),  # nothing is left
     ],
 )
-def test_the_budget_is_a_share_of_what_was_free_before_the_weights(available: int, fraction: float, useful: int, want: int):
+def test_the_budget_is_a_share_of_what_was_free_before_the_weights(
+    available: int, fraction: float, useful: int, want: int
+):
     budget = kv_token_budget(
         available=available,
         weight_bytes=1_000,

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.config.resolve import AttentionNeeds, BackendChoices, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from runner_harness import CONTEXT, Driver, int32, make_driver, prompt, save_llama
+
 from headrace.errors import ExecutionError
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec
 from headrace.sampling.params import ResolvedSamplingParams
-from runner_harness import CONTEXT, Driver, int32, make_driver, prompt, save_llama
 
 # float32 logits summed in another order than transformers does.
 TOLERANCE = 2e-4
@@ -226,5 +227,3 @@ def test_a_pool_smaller_than_the_context_shortens_it(checkpoint):
     with driver_of(checkpoint, max_total_tokens=50) as driver:
         assert driver.info.max_total_tokens in (48, 50), "a whole number of pages"
         assert driver.info.context_length == driver.info.max_total_tokens < CONTEXT
-
-

@@ -142,7 +142,7 @@ CARRIED = {
     "rid": (["x", "y"], "rid", ["x/0", "x/1", "y/0", "y/1"]),
     "stream": (True, "stream", [True] * 4),
     "return_logprob": (True, "logprobs.top_num", [0] * 4),
-    "logprob_start_len": (1, "logprobs.prompt_start", [1] * 4),
+    "logprob_start_len": (1, "logprobs.prompt_start", [2] * 4),
     "top_logprobs_num": (3, "logprobs.top_num", [3] * 4),
     "token_ids_logprob": ([9, 8], "logprobs.token_ids", [(9, 8)] * 4),
     "return_hidden_states": ([True, False], "return_hidden_states", [True, True, False, False]),

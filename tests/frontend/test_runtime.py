@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headrace.errors import CapacityError, ConfigError, ExecutionError, RequestError
+from headrace.errors import AuthError, CapacityError, ConfigError, ExecutionError, RequestError
 from headrace.frontend import runtime
 from headrace.frontend.runtime import Runtime, command_line, free_port
 
@@ -15,7 +15,7 @@ import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Handler(BaseHTTPRequestHandler):
-    num_ready = 0
+    num_ready = num_flushes = 0
     def log_message(self, *args):
         pass
     def reply(self, status, value, **headers):
@@ -30,7 +30,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/flush_cache":
-            return self.reply(200, {})
+            Handler.num_flushes += 1
+            status = [200, 409, 401][Handler.num_flushes - 1]
+            return self.reply(status, {"error": {"message": "no"}})
         request = json.loads(body)
         text = request["text"]
         if text == "full":
@@ -72,6 +74,9 @@ def test_it_speaks_to_its_server(stand_in):
         assert server.generate("hello") == {"text": "hello", "key": "Bearer k"}
         assert [c["text"] for c in server.generate("abc", stream=True)] == ["a", "ab", "abc"]
         assert server.flush_cache()
+        assert not server.flush_cache()
+        with pytest.raises(AuthError):
+            server.flush_cache()
         with pytest.raises(RequestError, match="no good"):
             server.generate("bad")
         with pytest.raises(CapacityError) as full:

@@ -149,14 +149,17 @@ async def test_one_prompt_with_several_samples_counts_its_prompt_once(make_front
     assert b'headrace:prompt_tokens_total{model_name="fake"} 3.0' in render(frontend.manager.metrics)
 
 
-async def test_requests_without_a_seed_take_the_server_s(make_frontend):
-    frontend = make_frontend(random_seed=5)
-    await frontend.call("a")
+async def test_requests_without_a_seed_differ_and_repeat_when_the_server_is_started_again(make_frontend):
+    def seeds(engine):
+        return [engine.requests[rid].sampling.seed for rid in engine.order]
 
-    assert frontend.engine.requests[frontend.engine.order[0]].sampling.seed == 5
+    first, again = make_frontend(random_seed=5), make_frontend(random_seed=5)
+    for frontend in (first, again):
+        await frontend.call("a")
+        await frontend.call("a")
 
-
-# -- rids
+    assert len(set(seeds(first.engine))) == 2
+    assert seeds(first.engine) == seeds(again.engine)
 
 
 async def test_a_rid_in_use_is_refused_and_may_be_used_again_afterwards(make_frontend):
@@ -459,6 +462,18 @@ async def test_the_end_of_a_child_reaches_every_waiter(make_frontend):
     assert frontend.is_clean
 
 
+async def test_a_loop_that_breaks_answers_every_waiter(make_frontend, caplog):
+    frontend = make_frontend()
+    task = frontend.start("p")
+    await frontend.engine.until(lambda: frontend.engine.requests)
+    frontend.engine.outbox.send(Heartbeat(["not", "hashable"]))
+
+    with pytest.raises(ExecutionError, match="internal error"):
+        await task
+    assert not await frontend.manager.health()
+    assert "the loop that takes outputs failed" in caplog.text
+
+
 async def test_a_row_that_cannot_be_taken_ends_its_sample_alone(make_frontend):
     frontend = make_frontend()
     engine = frontend.engine
@@ -578,7 +593,7 @@ async def test_logprobs_are_lists_of_value_id_and_text(make_frontend):
         return_text_in_logprobs=True,
     )
     await engine.until(lambda: engine.requests)
-    assert engine.requests["r"].logprobs.prompt_start == 0
+    assert engine.requests["r"].logprobs.prompt_start == 1
     prompt = LogprobBlock(
         pack_int32([98, 99]),
         pack_float32([-1, -2]),
@@ -608,7 +623,7 @@ async def test_logprobs_of_outputs_only_have_no_texts_and_no_input_entries_unles
     engine = frontend.engine
     task = frontend.start("abc", rid="r", return_logprob=True)
     await engine.until(lambda: engine.requests)
-    assert engine.requests["r"].logprobs.prompt_start == 3
+    assert engine.requests["r"].logprobs.prompt_start == 4
     engine.emit(
         "r", "x", FinishReason("length", length=1), logprobs=LogprobBlock(pack_int32([120]), pack_float32([-0.5]))
     )
@@ -681,9 +696,9 @@ async def test_a_process_that_was_heard_and_is_silent_is_not_healthy(make_fronte
     frontend.engine.outbox.send(Heartbeat("scheduler"))
     await turns()
 
-    now[0] += 2.0
+    now[0] += 4.0
     assert await frontend.manager.health()
-    now[0] += 2.0
+    now[0] += 4.0
     assert not await frontend.manager.health()
     frontend.engine.outbox.send(Heartbeat("scheduler"))
     await turns()

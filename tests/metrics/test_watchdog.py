@@ -1,5 +1,7 @@
 """Watchdogs, with a clock that the test moves."""
 
+import threading
+
 from headrace.metrics.watchdog import Watchdog
 
 
@@ -48,4 +50,15 @@ def test_a_timeout_of_zero_never_reports_and_starts_no_thread():
     clock.now += 1e9
 
     assert not watchdog.check()
+    watchdog.stop()
+
+
+def test_it_checks_from_a_thread_of_its_own():
+    clock, stalled = Clock(), threading.Event()
+    watchdog = Watchdog("loop", 0.01, stalled.set, clock)
+    watchdog.start()
+    clock.now += 1.0
+
+    assert stalled.wait(20)
+    watchdog.stop()
     watchdog.stop()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from headrace.attention.base import AttentionBackend, StepRows
 from headrace.attention.select import make_backend
 from headrace.checkpoint.source import open_checkpoint
@@ -17,6 +18,8 @@ from headrace.models.spec import CausalLM, kv_shape, model_class_for
 
 CPU = torch.device("cpu")
 MAX_POSITIONS = 160
+# As when serving: torch's OpenMP threads would take the cores from the kernels' own.
+torch.set_num_threads(1)
 BACKENDS = ["torch_native", *([] if why_not() else ["cpu"])]
 
 _BASE: dict[str, Any] = {
@@ -153,10 +156,12 @@ class Runner:
         return torch.cat(out)
 
 
-def open_runner(folder: Path, backend: str, dtype: torch.dtype = torch.float32, impl: Any = "auto") -> Runner:
+def open_runner(
+    folder: Path, backend: str, dtype: torch.dtype = torch.float32, impl: Any = "auto", quantization: Any = "none"
+) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
-    model = load_model(checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS))
+    model = load_model(checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS, quantization))
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
     attention.make_kv_pool(kv_shape(checkpoint.config, dtype), 4 * MAX_POSITIONS, 16, CPU)

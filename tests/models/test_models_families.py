@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from headrace.models.spec import native_specs
 from model_harness import BACKENDS, FAMILIES, Runner, open_runner, random_tokens, save_tiny, tiny_config
+
+from headrace.models.spec import native_specs
 
 # float32 on both sides, sums in another order: differences of 1e-5 at logits of order 5.
 TOLERANCE = 2e-4

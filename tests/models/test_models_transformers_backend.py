@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from model_harness import BACKENDS, MAX_POSITIONS, open_runner, random_tokens, save_tiny, tiny_config
+
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.errors import ModelError
 from headrace.models.spec import model_class_for
-from model_harness import BACKENDS, MAX_POSITIONS, open_runner, random_tokens, save_tiny, tiny_config
 
 TOLERANCE = 2e-4
 PROMPT = random_tokens(70, seed=1)
@@ -74,10 +75,15 @@ def test_a_family_of_ours_can_be_served_by_transformers_instead(tmp_path: Path):
     ("model_type", "config"),
     [
         ("opt", {**_SHAPE, "ffn_dim": 96, "word_embed_proj_dim": 64}),
-        ("deepseek_v3", {**_SHAPE, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+        (
+            "deepseek_v3",
+            {**_SHAPE, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+        ),
     ],
 )
-def test_attention_of_another_kind_is_refused_with_the_reason(model_type: str, config: dict[str, object], tmp_path: Path):
+def test_attention_of_another_kind_is_refused_with_the_reason(
+    model_type: str, config: dict[str, object], tmp_path: Path
+):
     save_tiny(transformers.AutoConfig.for_model(model_type, **config), tmp_path)
 
     with pytest.raises(ModelError, match=rf"{model_type}|layer 0"):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -23,10 +24,11 @@ import transformers
 import headrace
 
 MODEL = "tiny-llama"
+VOCAB_SIZE = 320
 CONTEXT_LENGTH = 1024
 MAX_TOTAL_TOKENS = 2048
 MAX_RUNNING = 8
-MAX_QUEUED = 16
+MAX_QUEUED = 64
 USER_KEY = "user-key-5f1d"
 ADMIN_KEY = "admin-key-9c4e"
 
@@ -62,18 +64,19 @@ def write_tiny_model(folder: Path, max_shard_size: str = "5GB") -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=384,
+        vocab_size=VOCAB_SIZE,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -108,6 +111,13 @@ def events(reply: httpx.Response) -> Iterator[str]:
         if line:
             assert line.startswith("data: "), line
             yield line.removeprefix("data: ")
+
+
+def is_taken(client: httpx.Client, rid: str) -> bool:
+    """Whether a live request has this rid. The probe itself is refused either way: it wants too much."""
+    reply = client.post("/generate", json={"input_ids": [5], "rid": rid, "sampling_params": greedy(CONTEXT_LENGTH)})
+    assert reply.status_code == 400
+    return reply.json()["error"]["param"] == "rid"
 
 
 def each_at_once(work: Callable[[Any], Any], items: Iterable[Any], workers: int = 64) -> list[Any]:
@@ -177,9 +187,7 @@ class Server:
         with self.client() as client:
             long = {"text": "warm " * 150, "sampling_params": greedy(16, n=4), "return_logprob": True}
             for body in (long, long | {"stream": True}, {"text": "x" * 4000, "sampling_params": greedy(1)}):
-                for replies in range(2):
-                    del replies
-                    client.post("/generate", json=body)
+                client.post("/generate", json=body)
             each_at_once(lambda i: self.generate(client, [5 + i] * 60, 60), range(MAX_RUNNING + 4), 12)
             for text in ("y" * 200_000, "z " * 50_000):
                 client.post("/tokenize", json={"prompt": text})
@@ -188,6 +196,7 @@ class Server:
             client.post("/v1/chat/completions", json=chat)
         self.golden = self.canary()
         self.flush()
+        wait_until(lambda: len(self.process.net_connections(kind="tcp")) <= 2, "only its own client is connected")
         self.baseline = self.vitals()
         return self
 
@@ -243,6 +252,29 @@ class Server:
         """Arm a fault."""
         body = {"stage": stage, "kind": kind, "rid": rid, "at_token": at_token, "seconds": seconds}
         assert self.admin.post("/inject_fault", json=body).status_code == 200
+
+    @contextlib.contextmanager
+    def held(self, client: httpx.Client, seconds: float) -> Iterator["Stream"]:
+        """A running request whose second step takes `seconds`: what is sent meanwhile waits, and is then met together."""
+        rid = f"holds-{secrets.token_hex(4)}"
+        self.inject("forward", "sleep", rid, at_token=2, seconds=seconds)
+        body = {"text": "hold on", "rid": rid, "sampling_params": greedy(4)}
+        holder = Stream(client, "/generate", body)
+        assert holder.began.wait(ANSWER_S)
+        try:
+            yield holder
+        finally:
+            holder.join()
+
+    def raw_post(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """Send a request over a connection of its own and leave the reply unread."""
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        connection = socket.create_connection((host, int(port)), timeout=ANSWER_S)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        key = f"authorization: Bearer {USER_KEY}\r\n" if self.keys else ""
+        connection.sendall(f"{head}{key}content-length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
 
     def state(self) -> dict[str, Any]:
         """/internal_state."""
@@ -330,15 +362,25 @@ class Oracle:
         )
 
 
-class Stream:
-    """A streaming request read in a thread: what came, when it began, how it ended."""
+def check_refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """An error in the one shape that gives nothing of the machine or the program away. Returns its `error`."""
+    assert reply.status_code == status, (reply.status_code, reply.text[:500])
+    assert reply.headers["content-type"] == "application/json"
+    assert not (leak := LEAKS.search(reply.text)), (leak, reply.text[:500])
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
 
-    def __init__(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+
+class Stream:
+    """A request answered in a thread: what came, when it began, how it ended. One that does not stream has one payload."""
+
+    def __init__(self, client: httpx.Client, path: str, body: dict[str, Any], stream: bool = True) -> None:
         self.began = threading.Event()
         self.payloads: list[str] = []
         self.status = 0
         self.error: Exception | None = None
-        self._client, self._path, self._body = client, path, body | {"stream": True}
+        self._client, self._path, self._body = client, path, body | {"stream": stream}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -346,7 +388,7 @@ class Stream:
         try:
             with self._client.stream("POST", self._path, json=self._body) as reply:
                 self.status = reply.status_code
-                if reply.status_code != 200:
+                if reply.status_code != 200 or not self._body["stream"]:
                     self.payloads.append(reply.read().decode())
                     return
                 for payload in events(reply):

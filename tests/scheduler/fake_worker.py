@@ -61,15 +61,13 @@ class FakeWorker:
         self.fail_steps: set[int] = set()
         self.nan_rids: set[str] = set()
         self.rids: dict[int, str] = {}
+        self.broken: set[int] = set()  # rows of a failed step: what a step already planned makes of them is thrown away
         self.num_computed = 0
         self.num_prefill_rows = 0
         self.closed = False
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         self.queue.append(batch)
-
-    def ready(self) -> bool:
-        return bool(self.queue)
 
     def close(self) -> None:
         self.closed = True
@@ -82,9 +80,11 @@ class FakeWorker:
             self.slots[new.seq] = [int(s) for s in new.prefix_slots]
             self.specs[new.seq] = (new.logprobs, new.num_prompt_tokens)
             self.rids[new.seq] = new.rid
+            self.broken.discard(new.seq)
         assert len(set(batch.seqs.tolist())) == len(batch.seqs), "a sequence stands twice in a step"
         assert len(set(batch.out_slots.tolist())) == len(batch.out_slots), "a slot is written twice in a step"
         if batch.step in self.fail_steps:
+            self.broken.update(batch.seqs.tolist())
             raise ExecutionError("injected")
         out = np.full(len(batch.seqs), -1, np.int32)
         errors: dict[int, str] = {}
@@ -93,6 +93,10 @@ class FakeWorker:
         at = 0
         for row, seq in enumerate(batch.seqs.tolist()):
             start, count = int(batch.starts[row]), int(batch.counts[row])
+            if seq in self.broken:
+                at += count
+                out[row] = 0 if batch.samples[row] else -1
+                continue
             tokens, slots = self.tokens[seq], self.slots[seq]
             assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
             assert start + count <= len(tokens), "computes a token that is not known"

@@ -428,3 +428,20 @@ def test_wrong_accounting_at_idle_is_logged_counted_and_repaired(caplog):
     assert rig.finish["b"].type == "length"
     rig.kv.flush()
     assert rig.kv.state().free_tokens == 50
+
+
+def test_a_stop_string_check_that_breaks_ends_its_request_alone():
+    class Broken:
+        def push(self, token_id):
+            raise RuntimeError("cannot decode")
+
+    rig = Rig(num_pages=200)
+    rig.scheduler._stop_checkers = lambda request: Broken()
+    sampling = ResolvedSamplingParams(max_new_tokens=9, seed=0, ignore_eos=True, stop=("x",))
+    rig.inbox.send(TokenizedGenerateReqInput("bad", np.array(prompt(6), np.int32).tobytes(), sampling))
+    rig.add("good", prompt(7, start=3), **LONG)
+    rig.drain()
+
+    assert (rig.finish["bad"].status_code, rig.finish["bad"].message) == (500, "internal error")
+    assert rig.finish["good"].type == "length"
+    rig.check_idle()

@@ -142,6 +142,22 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_chunk(client: httpx.Cli
     assert error["param"] == "messages"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_can_never_fit_is_not_even_tokenized(client: httpx.Client, server: Running, stream: bool):
+    huge = "x" * (CONTEXT_LENGTH * 256 + 1)
+    chats: list[object] = [
+        [{"role": "user", "content": huge}],
+        [{"role": "user", "content": "a"}] * (CONTEXT_LENGTH + 1),
+    ]
+    bodies = [("/generate", {"text": ["a", huge]}), ("/v1/completions", {"model": MODEL, "prompt": huge})]
+    bodies += [("/v1/chat/completions", {"model": MODEL, "messages": messages}) for messages in chats]
+    for route, body in bodies:
+        error = check_error(client.post(route, json=body | {"stream": stream}))
+        assert error["code"] == "context_length_exceeded"
+    assert check_error(client.post("/tokenize", json={"prompt": huge}))["param"] == "prompt"
+    assert not server.frontend.calls
+
+
 def test_nasty_text_is_served(client: httpx.Client):
     for text in ("\x00", "\ufeff", "a" * 400, "e" + "\u0301" * 100, "<|user|>", "{{ 7*7 }}", "\r\n\r\n", "\U0010ffff"):
         assert (

@@ -241,6 +241,10 @@ def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Runnin
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]}, "messages[0].content[0].txt"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "file": {}}]}]}, "messages[0].content[0].file"),
+        ({"messages": [{"role": "assistant", "content": "a", "annotations": [{}]}]}, "messages[0].annotations"),
+        ({"chat_template_kwargs": {"enable_thinkin": True}}, "chat_template_kwargs"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
     ],
@@ -279,6 +283,21 @@ def test_values_that_ask_for_nothing_are_accepted(client: httpx.Client):
         client.post("/v1/completions", json={"model": MODEL, "prompt": "a", "best_of": 1, "suffix": ""}).status_code
         == 200
     )
+
+
+def test_a_reply_of_the_official_client_can_be_sent_back(client: httpx.Client, server: Running):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as official:
+        message = official.chat.completions.create(**CHAT).choices[0].message
+    sent_back = [message.model_dump(), message.model_dump() | {"tool_calls": [], "annotations": []}]
+    for one in sent_back:
+        assert {"annotations", "audio", "function_call", "refusal", "tool_calls"} <= one.keys()
+        assert client.post("/v1/chat/completions", json=CHAT | {"messages": [*CHAT["messages"], one]}).status_code == 200
+
+
+def test_arguments_that_the_template_uses_reach_it(client: httpx.Client, server: Running):
+    body = CHAT | {"chat_template_kwargs": {"reasoning_effort": "none at all"}}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert byte_tokenizer().decode(server.frontend.calls[0].input_ids, False).endswith("[none at all]")
 
 
 def test_every_field_of_the_official_client_is_known():

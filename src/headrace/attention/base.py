@@ -85,6 +85,18 @@ class StepRows:
     slots: torch.Tensor
 
 
+@dataclass(slots=True)
+class PagedKv:
+    """A pool in the layout of `headrace.kernels.kv_cache_shapes`, and the step's place in it, for a call that runs all layers.
+
+    rows, page_table (int32[num_rows, max_pages]): of the step prepared last.
+    """
+
+    pool: KvPool
+    rows: StepRows
+    page_table: torch.Tensor
+
+
 class AttentionBackend(Protocol):
     """Writes K and V of a step into the pool and attends over it.
 
@@ -99,6 +111,9 @@ class AttentionBackend(Protocol):
 
     def prepare(self, rows: StepRows) -> None:
         """Once per step, before any layer: build what all layers share."""
+
+    def paged_kv(self) -> PagedKv | None:
+        """What a native call for all layers needs instead of `forward`; None when the pool has another layout."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """Write k and v, then causal attention of q over each sequence's whole prefix.

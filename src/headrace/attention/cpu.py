@@ -7,7 +7,7 @@ that runs the model.
 import torch
 
 from headrace import kernels
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
 
 
 class CpuAttention:
@@ -16,9 +16,7 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._pool: KvPool
-        self._rows: StepRows
-        self._page_table: torch.Tensor
+        self._kv: PagedKv
 
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
         """Zero-filled pages of 16 tokens in the layout of `kernels.kv_cache_shapes`."""
@@ -27,32 +25,43 @@ class CpuAttention:
         k_shape, v_shape = kernels.kv_cache_shapes(
             num_slots // page_size, shape.num_kv_heads, shape.head_dim, shape.dtype
         )
-        self._pool = KvPool(
+        pool = KvPool(
             k=[zero_filled(k_shape, shape.dtype, device) for _ in range(shape.num_layers)],
             v=[zero_filled(v_shape, shape.dtype, device) for _ in range(shape.num_layers)],
             num_slots=num_slots,
             page_size=page_size,
         )
-        return self._pool
+        self._kv = PagedKv(pool, _no_rows(), torch.empty(0, 0, dtype=torch.int32))
+        return pool
+
+    def paged_kv(self) -> PagedKv | None:
+        """The pool and the step."""
+        return self._kv
 
     def prepare(self, rows: StepRows) -> None:
         """Page ids of each sequence, int32[num_rows, max_pages]."""
-        self._rows = rows
-        self._page_table = rows.slots[:, :: kernels.PAGE_SIZE] // kernels.PAGE_SIZE
+        self._kv.rows = rows
+        self._kv.page_table = torch.from_numpy(rows.slots.numpy()[:, :: kernels.PAGE_SIZE] // kernels.PAGE_SIZE)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
-        kernels.write_kv(k, v, k_cache, v_cache, self._rows.out_slots)
+        rows = self._kv.rows
+        k_cache, v_cache = self._kv.pool.k[layer.layer_id], self._kv.pool.v[layer.layer_id]
+        kernels.write_kv(k, v, k_cache, v_cache, rows.out_slots)
         out = kernels.paged_attention(
             q,
             k_cache,
             v_cache,
-            self._page_table,
-            self._rows.seq_lens,
-            self._rows.row_starts,
+            self._kv.page_table,
+            rows.seq_lens,
+            rows.row_starts,
             layer.scale,
             window=layer.sliding_window,
             softcap=layer.soft_cap,
         )
         return out.view(q.shape[0], -1)
+
+
+def _no_rows() -> StepRows:
+    nothing = torch.empty(0, dtype=torch.int32)
+    return StepRows([], [], nothing, nothing, torch.zeros(1, dtype=torch.int32), nothing, nothing.view(0, 0))

@@ -9,7 +9,7 @@ position 0, with the softmax carried from block to block (M. Milakov and N. Gime
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
 
 QUERY_TILE = 16
 KEY_BLOCK = 128
@@ -43,12 +43,16 @@ class TorchNativeAttention:
         """Remember the rows."""
         self._rows = rows
 
+    def paged_kv(self) -> PagedKv | None:
+        """None: slots are not in pages."""
+        return None
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         k_cache[self._rows.out_slots] = k.to(k_cache.dtype)
         v_cache[self._rows.out_slots] = v.to(v_cache.dtype)
-        attend = _attend_tiled if q.device.type == "cpu" else _attend_whole
+        attend = attend_tiled if q.device.type == "cpu" else attend_whole
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         begin = 0
         for row, (start, count) in enumerate(zip(self._rows.starts, self._rows.counts, strict=True)):
@@ -58,7 +62,7 @@ class TorchNativeAttention:
         return out.view(q.shape[0], -1)
 
 
-def _attend_tiled(
+def attend_tiled(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -104,7 +108,7 @@ def _attend_tiled(
     return out
 
 
-def _attend_whole(
+def attend_whole(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -112,7 +116,7 @@ def _attend_whole(
     start: int,
     layer: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """As `_attend_tiled`, over all keys at once, softmax in float32."""
+    """As `attend_tiled`, over all keys at once, softmax in float32."""
     count, length = q.shape[0], slots.shape[0]
     group = layer.num_q_heads // layer.num_kv_heads
     keys = k_cache[slots].to(q.dtype).permute(1, 2, 0)

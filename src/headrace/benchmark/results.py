@@ -114,7 +114,7 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
             f"{median['prompt_throughput']:.0f}",
             f"{median['output_throughput']:.1f}",
             f"{median['total_throughput']:.0f}",
-            f"{spread[main_rate] / 2:.0%}",
+            f"{spread[main_rate] / 2:.0%}" if len(result.repetitions) > 1 else "-",
             f"{median['goodput']:.2f}" if "goodput" in median else "-",
             f"[red]{num_errors}[/red]" if num_errors else "0",
             result.repetitions[0].token_source,

@@ -183,10 +183,18 @@ async def measure(
                     on_done = start_bar(f"[{repetition + 1}/{options.repeat}] {title}", len(workload.prompts))
                     summary = await _run_once(target, workload, options, on_done)
                     summaries.setdefault((name, target.name), []).append(summary)
+                    console.print(f"[dim][{repetition + 1}/{options.repeat}] {_in_one_line(title, summary)}[/dim]")
     return [
         Result(target_name, name, flushed[target_name], repetitions)
         for (name, target_name), repetitions in summaries.items()
     ]
+
+
+def _in_one_line(title: str, summary: Summary) -> str:
+    """What a workload came to, for whoever watches a long run."""
+    errors = f", {summary.num_errors} errors" if summary.num_errors else ""
+    rates = f"prompt {summary.prompt_throughput:.0f} tok/s, output {summary.output_throughput:.1f} tok/s"
+    return f"{title}: {summary.duration_s:.1f} s, {rates}{errors}"
 
 
 async def _run_once(target: Target, workload: Workload, options: LoadOptions, on_done: Callable[[], None]) -> Summary:

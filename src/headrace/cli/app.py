@@ -37,7 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(
-    help="Measure a server or an engine on the preset workloads A-D (docs/benchmarking.md).",
+    help="Measure a server, an engine, its steps or its kernels (docs/benchmarking.md, docs/performance.md).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -132,7 +132,7 @@ def chat(
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Chat in the terminal. /help lists what can be typed; Ctrl-C stops a reply. Reads lines when input is a pipe."""
+    """Chat in the terminal. /help lists what can be typed; Ctrl-C stops a reply. In a pipe every line is a message."""
     from headrace.cli.chat import ChatSampling, EngineChat, ServerChat, run_chat
 
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
@@ -310,7 +310,63 @@ def bench_offline(
     run_offline(server_args, load, Console())
 
 
+@bench.command("step")
+@_ENGINE_OPTIONS
+def bench_step(
+    model: _Model = None,
+    batch: Annotated[str, typer.Option(help="Rows of a decode step, comma-separated.")] = "1,8,32",
+    context: Annotated[str, typer.Option(help="Cached tokens of each row, comma-separated.")] = "256",
+    prefill: Annotated[
+        str, typer.Option(help="Prompt tokens of a prefill step, comma-separated; empty: none.")
+    ] = "512",
+    repeat: Annotated[int, typer.Option(help="Steps of each shape.")] = 20,
+    output: _Output = None,
+    *,
+    server_args: ServerArgs,
+) -> None:
+    """Time prefill and decode steps on the CPU, without a server, beside the machine's limits."""
+    from headrace.benchmark.step import StepOptions, run_step
+
+    options = StepOptions(
+        batches=_counts("--batch", batch), contexts=_counts("--context", context),
+        prefills=_counts("--prefill", prefill), repeat=repeat, output=output,
+    )  # fmt: skip
+    run_step(with_model(server_args, model), options, Console())
+
+
+@bench.command("kernels")
+def bench_kernels(
+    shapes: Annotated[str, typer.Option(help="Which models' shapes, comma-separated: 135m, 1b.")] = "135m,1b",
+    ops: Annotated[str, typer.Option(help="Which ops, comma-separated; empty: all.")] = "",
+    rows: Annotated[str, typer.Option(help="Rows of each call, comma-separated.")] = "1,8,32,256",
+    context: Annotated[int, typer.Option(help="Keys that attention sees.")] = 256,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of weights and KV.")] = "bfloat16",
+    repeat: Annotated[int, typer.Option(help="Calls of each shape.")] = 20,
+    num_threads: Annotated[int | None, typer.Option(help="Default: what this process may use.")] = None,
+    output: _Output = None,
+) -> None:
+    """Time each kernel over the shapes of a model, in GB/s and GFLOP/s."""
+    from headrace.benchmark.kernels import KernelOptions, run_kernels
+
+    options = KernelOptions(
+        shapes=_words(shapes), ops=_words(ops), rows=_counts("--rows", rows), context=context, dtype=dtype,
+        repeat=repeat, num_threads=num_threads, output=output,
+    )  # fmt: skip
+    run_kernels(options, Console())
+
+
 # --- what commands share
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _counts(option: str, text: str) -> tuple[int, ...]:
+    words = _words(text)
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise ConfigError(f"{option} takes positive numbers with commas between them, got {text!r}")
+    return tuple(int(word) for word in words)
 
 
 def with_model(server_args: ServerArgs, model: str | None) -> ServerArgs:

@@ -162,13 +162,17 @@ class ServerChat:
 
 
 def run_chat(source: ChatSource, console: Console, system: str | None = None) -> None:
-    """Talk until the user leaves. When input is no terminal, each line is a message and only replies are printed."""
+    """Talk until the user leaves.
+
+    When input is no terminal, each line is a message, also one that begins with a slash, and only replies are printed; the
+    first reply that fails is raised as its HeadraceError.
+    """
     interactive = sys.stdin.isatty()
     conversation = Conversation(system)
     if interactive:
         console.print(f"[bold]{escape(source.name)}[/bold]  [dim]/help lists the commands, Ctrl-D leaves[/dim]")
     while (line := _read_line(console, interactive)) is not None:
-        if line.startswith("/"):
+        if interactive and line.startswith("/"):
             if not _command(line, conversation, console):
                 break
         elif line:
@@ -240,7 +244,10 @@ def _command(line: str, conversation: Conversation, console: Console) -> bool:
 
 
 def _answer(source: ChatSource, conversation: Conversation, line: str, console: Console, interactive: bool) -> None:
-    """Ask, print the reply as it comes, and remember both. A failed turn is forgotten; a stopped one keeps what came."""
+    """Ask, print the reply as it comes, and remember both. A failed turn is forgotten; a stopped one keeps what came.
+
+    Raises HeadraceError when not interactive.
+    """
     conversation.messages.append({"role": "user", "content": line})
     parts: list[str] = []
     num_tokens, stopped = 0, False
@@ -258,6 +265,10 @@ def _answer(source: ChatSource, conversation: Conversation, line: str, console: 
         # Closing the iterator is what tells the engine or the server to stop.
         _close(pieces)
     except HeadraceError as error:
+        if not interactive:
+            if parts:
+                console.print()
+            raise
         conversation.messages.pop()
         console.print(f"[red]{escape(error.message)}[/red]")
         return

@@ -102,11 +102,16 @@ def _attention_backends() -> list[dict[str, Any]]:
 
     from headrace.attention.select import PREFERENCE, reasons_against
     from headrace.config.resolve import AttentionNeeds
+    from headrace.kernels.cpu import why_not
 
     rows = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         needs = AttentionNeeds(
-            device=device, native_kernels=True, head_dim=_TYPICAL_HEAD_DIM, kv_cache_dtype="bfloat16", page_size=None
+            device=device,
+            native_kernels=device == "cpu" and not why_not(),
+            head_dim=_TYPICAL_HEAD_DIM,
+            kv_cache_dtype="bfloat16",
+            page_size=None,
         )
         rows += [{"name": n, "device": device, "reasons_against": reasons_against(n, needs)} for n in PREFERENCE]
     return rows

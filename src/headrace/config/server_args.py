@@ -3,14 +3,38 @@
 `ServerArgs` holds what the user said; `config.resolve` turns it, with the model and device, into what will be used.
 """
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from headrace.errors import ConfigError
 
+MAX_INT = 2**63 - 1
+LONGEST_S = 1e9
+"""Thirty years: longer waits than any clock of the system can count are refused."""
 
-def _opt(default: Any, group: str, help_text: str) -> Any:
-    return field(default=default, metadata={"group": group, "help": help_text})
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a number may be: least <= value <= most, above < value < below. Text: filled = not empty."""
+
+    least: float = -math.inf
+    most: float = MAX_INT
+    above: float = -math.inf
+    below: float = math.inf
+    filled: bool = False
+
+
+_POSITIVE = Bounds(least=1)
+_COUNT = Bounds(least=0)
+_SECONDS = Bounds(least=0.0, most=LONGEST_S)
+_FILLED = Bounds(filled=True)
+
+
+def _opt(default: Any, group: str, help_text: str, bounds: Bounds = Bounds()) -> Any:  # noqa: B008 - frozen
+    return field(default=default, metadata={"group": group, "help": help_text, "bounds": bounds})
 
 
 _M, _S, _Q, _K, _O = "Model", "Serving", "Memory and schedule", "Kernels", "Observability"
@@ -21,7 +45,7 @@ class ServerArgs:
     """Options of a server or an Engine. Names are SGLang's where the meaning is the same."""
 
     model_path: str = _opt(
-        "smollm2", _M, "A known name (see `headrace models`), a Hugging Face directory, or a .gguf file."
+        "smollm2", _M, "A known name (see `headrace models`), a Hugging Face directory, or a .gguf file.", _FILLED
     )
     tokenizer_path: str | None = _opt(None, _M, "Directory or file of another tokenizer than the model's own.")
     served_model_name: str | None = _opt(
@@ -38,29 +62,36 @@ class ServerArgs:
     model_impl: Literal["auto", "headrace", "transformers"] = _opt(
         "auto", _M, "Our own model code, or the transformers one with our attention; auto prefers ours."
     )
-    context_length: int | None = _opt(None, _M, "Longest prompt + output in tokens; default: the model's.")
+    context_length: int | None = _opt(None, _M, "Longest prompt + output in tokens; default: the model's.", _POSITIVE)
     sampling_defaults: Literal["model", "openai"] = _opt(
         "model", _M, "Where sampling defaults come from: the model's generation_config, or plain 1.0 / off."
     )
-    random_seed: int = _opt(0, _M, "Seed of dummy weights and of requests that bring none.")
+    random_seed: int = _opt(0, _M, "Seed of dummy weights, and of the seeds given to requests that bring none.", _COUNT)
     json_model_override_args: str = _opt("{}", _M, "JSON object merged into config.json.")
 
-    host: str = _opt("127.0.0.1", _S, "Address to listen on.")
-    port: int = _opt(30000, _S, "Port to listen on; 0 = any free one.")
-    api_key: str | None = _opt(None, _S, "Key for every route but health, ready and metrics.")
-    admin_api_key: str | None = _opt(None, _S, "Key for the control routes; default: the api key guards them too.")
+    host: str = _opt("127.0.0.1", _S, "Address to listen on.", _FILLED)
+    port: int = _opt(30000, _S, "Port to listen on; 0 = any free one.", Bounds(least=0, most=65535))
+    api_key: str | None = _opt(None, _S, "Key for every route but health, ready and metrics.", _FILLED)
+    admin_api_key: str | None = _opt(
+        None, _S, "Key for the control routes; default: the api key guards them too.", _FILLED
+    )
     allow_origins: str = _opt("*", _S, "CORS origins, comma-separated; empty = no CORS.")
     warmups: str = _opt("", _S, "Comma-separated warm-up routines to run before ready: generate, chat.")
     skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
     single_process: bool = _opt(False, _S, "Scheduler and detokenizer as threads of the main process.")
-    max_n: int = _opt(64, _S, "Most samples of one prompt.")
-    max_batch_prompts: int = _opt(1024, _S, "Most prompts of one request.")
-    max_body_bytes: int = _opt(32 << 20, _S, "Largest request body.")
-    stream_interval: int = _opt(1, _S, "Send a chunk every so many tokens of a stream.")
+    max_n: int = _opt(64, _S, "Most samples of one prompt.", _POSITIVE)
+    max_batch_prompts: int = _opt(1024, _S, "Most prompts of one request.", _POSITIVE)
+    max_body_bytes: int = _opt(32 << 20, _S, "Largest request body.", _POSITIVE)
+    stream_interval: int = _opt(1, _S, "Send a chunk every so many tokens of a stream.", _POSITIVE)
     incremental_streaming_output: bool = _opt(False, _S, "/generate streams deltas instead of the text so far.")
-    drain_timeout_s: float = _opt(30.0, _S, "After SIGTERM, wait so long for running requests.")
-    request_timeout_s: float = _opt(0.0, _S, "Abort a request after so long; 0 = never.")
-    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after so long.")
+    drain_timeout_s: float = _opt(30.0, _S, "After SIGTERM, wait so long for running requests.", _SECONDS)
+    request_timeout_s: float = _opt(
+        0.0,
+        _S,
+        "Abort a request after so long (408, or what there is when it has begun to answer); 0 = never.",
+        _SECONDS,
+    )
+    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after so long.", _SECONDS)
     custom_logit_processors: str = _opt(
         "",
         _S,
@@ -69,18 +100,34 @@ class ServerArgs:
     disable_openapi: bool = _opt(False, _S, "No /openapi.json and /docs.")
 
     mem_fraction_static: float = _opt(
-        0.5, _Q, "Share of free memory (container limits respected) for weights and KV pool."
+        0.5,
+        _Q,
+        "Share of free memory (container limits respected) for weights and KV pool.",
+        Bounds(above=0.0, below=1.0),
     )
-    max_total_tokens: int | None = _opt(None, _Q, "KV pool size in tokens; default: from mem_fraction_static.")
-    max_running_requests: int = _opt(64, _Q, "Most samples in a step.")
-    max_queued_requests: int = _opt(2048, _Q, "Most samples that wait; more are answered 503.")
-    chunked_prefill_size: int = _opt(512, _Q, "Most prompt tokens of one request in a step; -1 = whole prompts.")
-    max_prefill_tokens: int = _opt(2048, _Q, "Most tokens in a step over all requests.")
+    max_total_tokens: int | None = _opt(
+        None, _Q, "KV pool size in tokens; default: from mem_fraction_static.", _POSITIVE
+    )
+    max_running_requests: int = _opt(64, _Q, "Most samples in a step.", _POSITIVE)
+    max_queued_requests: int = _opt(
+        2048, _Q, "Most samples that wait beyond those that fill the running slots; more are answered 503.", _POSITIVE
+    )
+    chunked_prefill_size: int = _opt(
+        512, _Q, "Most prompt tokens of one request in a step; -1 = whatever --max-prefill-tokens allows."
+    )
+    max_prefill_tokens: int = _opt(
+        2048,
+        _Q,
+        "Most tokens in a step over all requests, and so of a chunk; one token for each running request always fits.",
+        _POSITIVE,
+    )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = _opt(
         "fcfs", _Q, "Order of the queue: arrival, longest cached prefix, or priority (higher first, ageing)."
     )
-    schedule_conservativeness: float = _opt(1.0, _Q, "Larger = admit fewer, retract less.")
-    priority_ageing_s: float = _opt(10.0, _Q, "With policy priority: waiting so long raises the priority by one.")
+    schedule_conservativeness: float = _opt(1.0, _Q, "Larger = admit fewer, retract less.", Bounds(above=0.0, most=1e9))
+    priority_ageing_s: float = _opt(
+        10.0, _Q, "With policy priority: waiting so long raises the priority by one.", _SECONDS
+    )
     page_size: int | None = _opt(None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers.")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
         "auto", _Q, "Element type of the KV cache."
@@ -92,7 +139,7 @@ class ServerArgs:
     attention_backend: Literal["auto", "torch_native", "cpu"] = _opt(
         "auto", _K, "Attention kernels; see `headrace doctor`."
     )
-    num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.")
+    num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.", _POSITIVE)
     quantization: Literal["none", "int8", "int8-fast", "int4"] = _opt(
         "none",
         _K,
@@ -104,43 +151,61 @@ class ServerArgs:
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Least severe line that is logged.")
     log_requests: bool = _opt(False, _O, "One line per finished request, with counts and times.")
     log_requests_level: Literal[0, 1] = _opt(
-        0, _O, "1 = also the beginning of prompt and text. Off by default: they are private."
+        0, _O, "With --log-requests: 1 = also the beginning of prompt and text. Off by default: they are private."
     )
-    decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every so many steps; 0 = never.")
+    decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every so many steps; 0 = never.", _COUNT)
     disable_metrics: bool = _opt(False, _O, "No /metrics.")
-    watchdog_timeout_s: float = _opt(300.0, _O, "End the server when a step takes longer than this; 0 = never.")
-    soft_watchdog_timeout_s: float = _opt(30.0, _O, "Warn when a loop stands still for so long; 0 = never.")
+    watchdog_timeout_s: float = _opt(
+        300.0, _O, "End the server when a step takes longer than this; 0 = never.", _SECONDS
+    )
+    soft_watchdog_timeout_s: float = _opt(30.0, _O, "Warn when a loop stands still for so long; 0 = never.", _SECONDS)
     enable_fault_injection: bool = _opt(False, _O, "Test hook: accept fault requests. Never in production.")
 
     def __post_init__(self) -> None:
         """Checks that need neither model nor device. Raises ConfigError."""
-        positive = ("max_n", "max_batch_prompts", "max_body_bytes", "stream_interval", "max_running_requests",
-                    "max_queued_requests", "max_prefill_tokens")  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_total_tokens", "context_length", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for field_ in fields(self):
+            option = "--" + field_.name.replace("_", "-")
+            _check(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
         if self.page_size not in (None, 1, 16):
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
-        if not 0.0 < self.mem_fraction_static < 1.0:
-            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {self.mem_fraction_static}")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
-        if self.schedule_conservativeness <= 0:
-            raise ConfigError(f"--schedule-conservativeness must be above 0, got {self.schedule_conservativeness}")
-        for field_ in fields(self):
-            choices = getattr(field_.type, "__args__", ())
-            if (
-                choices
-                and getattr(field_.type, "__origin__", None) is Literal
-                and getattr(self, field_.name) not in choices
-            ):
-                raise ConfigError(
-                    f"--{field_.name.replace('_', '-')} must be one of {', '.join(map(str, choices))}, "
-                    f"got {getattr(self, field_.name)!r}"
-                )
+        if self.log_requests_level and not self.log_requests:
+            raise ConfigError("--log-requests-level 1 says what --log-requests writes: give both")
+
+
+def _check(option: str, value: object, annotation: Any, bounds: Bounds) -> None:
+    """Raises ConfigError, naming the option, unless `value` has the field's type and is within its bounds."""
+    if get_origin(annotation) is Literal:
+        _check_choice(option, value, get_args(annotation))
+        return
+    kinds = get_args(annotation) or (annotation,)
+    if value is None and NoneType in kinds:
+        return
+    kind = kinds[0]
+    # An int is a fine float; a bool is neither.
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        what = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+        raise ConfigError(f"{option} must be {what}, got {value!r:.80}")
+    if isinstance(value, str) and bounds.filled and not value.strip():
+        raise ConfigError(f"{option} must not be empty; leave it out instead")
+    if isinstance(value, int | float) and kind is not bool:
+        _check_number(option, value, bounds)
+
+
+def _check_choice(option: str, value: object, choices: Collection[object]) -> None:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ConfigError(f"{option} must be one of {', '.join(map(str, choices))}, got {value!r:.80}")
+
+
+def _check_number(option: str, value: float, bounds: Bounds) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{option} must be a finite number, got {value}")
+    for holds, what in (
+        (value >= bounds.least, f"at least {bounds.least:g}"),
+        (value <= bounds.most, f"at most {bounds.most:g}"),
+        (value > bounds.above, f"above {bounds.above:g}"),
+        (value < bounds.below, f"below {bounds.below:g}"),
+    ):
+        if not holds:
+            raise ConfigError(f"{option} must be {what}, got {value:.20g}")

@@ -65,18 +65,26 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         device = torch.device(config.device)
         placement = Placement(device, getattr(torch, config.dtype), config.context_length, config.quantization)
         model = load_model(checkpoint, spec, placement, config=model_config, seed=args.random_seed, progress=progress)
+        if config.native_kernels:
+            # What is left to torch is small, and its spinning OpenMP threads take the cores from the kernels' own.
+            resources.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
         weight_bytes = model_bytes(model)
         shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
-        decisions = [f"model class {spec.name}", *config.decisions]
+        decisions = [_model_decision(spec.name, model_config.model_type), *config.decisions]
         pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, device, decisions)
         attention = select.make_backend(config.attention_backend)
         pool = attention.make_kv_pool(shape, pool_plan.num_tokens, config.page_size, device)
+        reason = model.fuse(attention) if config.device == "cpu" else f"the device is {config.device}"
+        decisions.append(
+            f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
+        )
         table = SequenceTable(config.max_running_requests, pool_plan.context_length, model_config.hidden_size, device)
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
         sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), resources.pop_all())
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
-        _logger.info("%s", decision)
+        _logger.debug("%s", decision)
     return worker, ReadyInfo(
         max_total_tokens=pool_plan.num_tokens,
         max_running_requests=config.max_running_requests,
@@ -124,6 +132,15 @@ def open_model(args: ServerArgs) -> Checkpoint:
 def model_bytes(model: CausalLM) -> int:
     """Bytes that the model's weights take by their shapes and kept precision."""
     return round(sum(math.prod(weight.shape) * weight.itemsize for weight in model.weights()))
+
+
+def _model_decision(model_class: str, model_type: str) -> str:
+    if model_class != "transformers":
+        return f"model class {model_class}: ours for model type {model_type}"
+    return (
+        f"model class transformers: its code for model type {model_type} with our attention and linear layers; the last bits of a "
+        "row may depend on what else is in the batch"
+    )
 
 
 def _plan_pool(

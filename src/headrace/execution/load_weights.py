@@ -66,7 +66,7 @@ def fill_from_checkpoint(
             weight.load_quantized(matrix)
             done += matrix.codes.numel() * 4  # as total_bytes counts it: in float32
         else:
-            tensor = checkpoint.checked_tensor(stored_name)
+            tensor = checkpoint.checked_tensor(stored_name, check_finite=True)
             if weight is not None:
                 weight.load(tensor)
             done += tensor.numel() * tensor.element_size()

@@ -64,8 +64,8 @@ class ModelRunner:
         batch = ForwardBatch.from_plan(plan, self.table)
         hidden = self._forward(plan, batch)
         outcome = _Outcome(np.full(len(plan.seqs), -1, dtype=np.int32))
-        for row, seq in enumerate(plan.seqs.tolist()):
-            new = self.table.specs[seq].new
+        for row in np.flatnonzero(~self.table.plain[plan.seqs]).tolist():
+            new = self.table.specs[int(plan.seqs[row])].new
             if new.return_hidden_states:
                 part = hidden[batch.row_starts[row] : batch.row_starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
@@ -87,8 +87,8 @@ class ModelRunner:
     def _forward(self, plan: ModelWorkerBatch, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm."""
         inputs = self.model.embed(batch.token_ids)
-        for row, seq in enumerate(plan.seqs.tolist()):
-            embeds = self.table.specs[seq].input_embeds
+        for row in np.flatnonzero(~self.table.plain[plan.seqs]).tolist():
+            embeds = self.table.specs[int(plan.seqs[row])].input_embeds
             start = batch.rows.starts[row]
             if embeds is not None and start < len(embeds):
                 given = embeds[start : start + batch.rows.counts[row]]
@@ -119,18 +119,21 @@ class ModelRunner:
             logits = self.model.logits(hidden[offset + low : offset + high])
             next_ids = self.table.tokens[batch.seq_rows[row], low + 1 : high + 1]
             blocks.append(prompt_logprobs(logits, next_ids.cpu().numpy(), spec))
-        outcome.prompt_logprobs[row] = _joined(blocks)
+        joined = LogprobBlock.joined(blocks)
+        assert joined is not None, (first, end)
+        outcome.prompt_logprobs[row] = joined
 
     def _sample(
         self, plan: ModelWorkerBatch, batch: ForwardBatch, hidden: torch.Tensor, sampled: list[int], outcome: _Outcome
     ) -> None:
         """Sample the last position of the rows `sampled` and write the tokens to the token buffer."""
-        last = [batch.row_starts[row + 1] - 1 for row in sampled]
-        if len(last) < hidden.shape[0]:
+        if len(sampled) < hidden.shape[0]:
+            last = [batch.row_starts[row + 1] - 1 for row in sampled]
             hidden = hidden[torch.tensor(last, device=hidden.device)]
         logits = self.model.logits(hidden)
-        seqs = [int(plan.seqs[row]) for row in sampled]
-        positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
+        seq_rows = plan.seqs[plan.samples]
+        next_positions = (plan.starts + plan.counts)[plan.samples]
+        seqs, positions = seq_rows.tolist(), next_positions.tolist()
         specs = [self.table.specs[seq].new for seq in seqs]
         num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
         rids = [new.rid for new in specs]
@@ -142,9 +145,15 @@ class ModelRunner:
             # A step planned before the error is known may still embed the token: it must be an id.
             token_ids = token_ids.clone()
             token_ids[torch.tensor(list(errors), device=token_ids.device)] = 0
-        seq_rows = batch.seq_rows if len(sampled) == len(plan.seqs) else batch.seq_rows[torch.from_numpy(plan.samples)]
-        self.table.tokens[seq_rows, torch.tensor(positions, device=token_ids.device)] = token_ids
-        outcome.token_ids[sampled] = token_ids.cpu().numpy()
+        host_ids = token_ids.cpu().numpy()
+        if self.table.host is not None:
+            self.table.host.tokens[seq_rows, next_positions] = host_ids
+        else:
+            at_rows, at_positions = (
+                torch.from_numpy(part).to(token_ids.device, torch.int64) for part in (seq_rows, next_positions)
+            )
+            self.table.tokens[at_rows, at_positions] = token_ids
+        outcome.token_ids[plan.samples] = host_ids
         for index, message in errors.items():
             outcome.errors[sampled[index]] = message
             outcome.token_ids[sampled[index]] = -1
@@ -192,16 +201,3 @@ def _do_fault(fault: FaultReq) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         raise ExecutionError("injected fault in the forward pass")
-
-
-def _joined(blocks: list[LogprobBlock]) -> LogprobBlock:
-    """Consecutive blocks as one."""
-    if len(blocks) == 1:
-        return blocks[0]
-    return LogprobBlock(
-        token_ids=b"".join(block.token_ids for block in blocks),
-        values=b"".join(block.values for block in blocks),
-        top_ids=b"".join(block.top_ids for block in blocks),
-        top_values=b"".join(block.top_values for block in blocks),
-        picked=b"".join(block.picked for block in blocks),
-    )

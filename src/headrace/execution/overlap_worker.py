@@ -1,7 +1,7 @@
 """One rank's model behind a thread of its own, so that the scheduler plans while the model computes.
 
 Owns the thread and the order of steps. The next step may be submitted before this one is collected: it reads the tokens that this
-one samples from the runner's token buffer. Every step runs in the one thread; `submit`, `collect` and `ready` are the scheduler's.
+one samples from the runner's token buffer. Every step runs in the one thread; `submit` and `collect` are the scheduler's.
 """
 
 import queue
@@ -36,10 +36,6 @@ class TpModelWorkerClient:
         if isinstance(result, ExecutionError):
             raise result
         return result
-
-    def ready(self) -> bool:
-        """See `Worker.ready`."""
-        return not self._done.empty()
 
     def close(self) -> None:
         """Let the steps in flight finish, end the thread, release the worker. Idempotent."""

@@ -7,6 +7,7 @@ each position. Does not allocate slots: the scheduler does. Used by the thread t
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.messages.step import NewSequence
@@ -19,11 +20,26 @@ class SequenceSpec:
     new: NewSequence
     input_embeds: torch.Tensor | None
 
+    @property
+    def is_plain(self) -> bool:
+        """True when nothing but token ids goes in and nothing but a sampled token comes out."""
+        return self.input_embeds is None and self.new.logprobs is None and not self.new.return_hidden_states
+
+
+@dataclass(frozen=True, slots=True)
+class HostTables:
+    """The tables' own memory as numpy arrays, where the model is on the CPU: a step of one token a row is a matter of microseconds,
+    which torch would spend on each of its calls."""
+
+    tokens: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int32]
+
 
 class SequenceTable:
     """Rows 0 .. max_seqs - 1, one a live sequence; row contents of ended sequences are junk until reused.
 
-    tokens: int64[max_seqs, context_length + 1]. slots: int32[max_seqs, context_length]. Both on the model's device.
+    tokens: int64[max_seqs, context_length + 1]. slots: int32[max_seqs, context_length]. Both on the model's device. host: the same
+    memory, None on other devices than the CPU. plain: by row, `SequenceSpec.is_plain`.
     """
 
     def __init__(self, max_seqs: int, context_length: int, hidden_size: int, device: torch.device) -> None:
@@ -31,6 +47,8 @@ class SequenceTable:
         self.context_length = context_length
         self.tokens = torch.zeros(max_seqs, context_length + 1, dtype=torch.int64, device=device)
         self.slots = torch.zeros(max_seqs, context_length, dtype=torch.int32, device=device)
+        self.host = HostTables(self.tokens.numpy(), self.slots.numpy()) if device.type == "cpu" else None
+        self.plain = np.ones(max_seqs, dtype=np.bool_)
         self.specs: dict[int, SequenceSpec] = {}
         self._hidden_size = hidden_size
         self._device = device
@@ -48,4 +66,5 @@ class SequenceTable:
         if new.input_embeds:
             values = torch.frombuffer(bytearray(new.input_embeds), dtype=torch.float32)
             embeds = values.view(new.num_prompt_tokens, self._hidden_size).to(self._device)
-        self.specs[new.seq] = SequenceSpec(new, embeds)
+        spec = self.specs[new.seq] = SequenceSpec(new, embeds)
+        self.plain[new.seq] = spec.is_plain

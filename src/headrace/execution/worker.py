@@ -34,10 +34,6 @@ class TpModelWorker:
             raise result
         return result
 
-    def ready(self) -> bool:
-        """See `Worker.ready`."""
-        return bool(self._done)
-
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""
         self._resources.close()

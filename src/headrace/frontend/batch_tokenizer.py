@@ -97,7 +97,7 @@ class AsyncDynamicBatchTokenizer:
         if len(text) > LONG_CHARACTERS:
             return (await self._in_thread(self._long, [text]))[0]
         if len(text) <= INLINE_CHARACTERS and self._running is None:
-            return self._tokenizer.encode_batch([text])[0]
+            return self._encode([text])[0]
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._queue.append((text, future))
         if self._running is None:
@@ -137,9 +137,14 @@ class AsyncDynamicBatchTokenizer:
             except Exception as own_error:
                 future.set_exception(own_error)
 
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        # A raw prompt is the developer's own text: special tokens written in it are meant, as with transformers and the peers.
+        # What users say in a chat goes another way, where they never are (`Tokenizer.encode_rendered`).
+        return self._tokenizer.encode_batch(texts, True, True)
+
     async def _in_thread(self, pool: ThreadPoolExecutor, texts: list[str]) -> list[list[int]]:
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, self._tokenizer.encode_batch, texts)
+            return await asyncio.get_running_loop().run_in_executor(pool, self._encode, texts)
         except RuntimeError as error:
             if "shutdown" in str(error):
                 raise CapacityError("the server is stopping") from error

@@ -73,8 +73,8 @@ class ReqState:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet.
 
     shown_id: `meta_info.id`, the prompt's rid, the same for all samples of a prompt. index: place in the answer.
-    first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet. prompt_start: first
-    prompt token whose logprob is wanted.
+    first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
+    first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     """
 
     rid: str
@@ -87,11 +87,10 @@ class ReqState:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     finished_s: float = 0.0
-    first_prompt_id: int = 0
+    first_logprob_id: int | None = None
     num_prompt_tokens: int = 0
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
-    prompt_start: int = 0
     wants_logprobs: bool = False
     wants_hidden_states: bool = False
     queued: bool = True
@@ -210,9 +209,8 @@ class ReqState:
         return (len(self.output_ids) - 1) / elapsed_s if elapsed_s > 0 else None
 
     def _start_prompt_logprobs(self) -> None:
-        # The engine sends logprobs from token 1 on: nothing comes before token 0.
-        if self.prompt_start == 0 and not self.input_logprobs.tokens:
-            self.input_logprobs.add_unknown(self.first_prompt_id, self.call.token_text)
+        if self.first_logprob_id is not None and not self.input_logprobs.tokens:
+            self.input_logprobs.add_unknown(self.first_logprob_id, self.call.token_text)
 
 
 class CallState:

@@ -23,7 +23,15 @@ from typing import Any, Self
 import aiohttp
 
 from headrace.config.server_args import ServerArgs
-from headrace.errors import CapacityError, ConfigError, ExecutionError, HeadraceError, NotFoundError, RequestError
+from headrace.errors import (
+    AuthError,
+    CapacityError,
+    ConfigError,
+    ExecutionError,
+    HeadraceError,
+    NotFoundError,
+    RequestError,
+)
 
 FIRST_PORT, LAST_PORT = 10000, 40000
 READY_POLL_S = 0.1
@@ -96,6 +104,8 @@ class Runtime:
         try:
             with self._open("/flush_cache", b"") as reply:
                 return bool(reply.status == 200)
+        except (AuthError, NotFoundError):
+            raise
         except RequestError:
             return False
 
@@ -212,6 +222,8 @@ def _error(status: int, body: bytes, retry_after: str | None) -> HeadraceError:
         message, param = f"the server answered {status}", None
     if status in (429, 503):
         return CapacityError(message, float(retry_after or 1.0), status)
+    if status == 401:
+        return AuthError(message, param)
     if status == 404:
         return NotFoundError(message, param)
     return RequestError(message, param) if status < 500 else ExecutionError(message)

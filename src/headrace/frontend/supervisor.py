@@ -12,7 +12,7 @@ from headrace.log import get_logger
 logger = get_logger(__name__)
 
 CHECK_INTERVAL_S = 0.2
-SILENCE_LIMIT_S = 3.0
+SILENCE_LIMIT_S = 5.0
 
 
 class WatchedProcess(Protocol):

@@ -8,6 +8,7 @@ method says that it may be called from any thread. No torch.
 import asyncio
 import functools
 import itertools
+import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
@@ -60,7 +61,7 @@ CONTROL_TIMEOUT_S = 10.0
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
-HEARTBEAT_LIMIT_S = 3.0
+HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
 LOGGED_TEXT_CHARACTERS = 200
 HEALTH_RID_PREFIX = "headrace-health-"
@@ -96,6 +97,8 @@ class TokenizerManager:
         self.num_unknown_outputs = 0
         self._names: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
+        # Requests without a seed differ from each other, and repeat when a server is started again.
+        self._seeds = random.Random(args.random_seed)
         self._num_queued = 0
         self._accepting = True
         self._idle = asyncio.Event()
@@ -275,7 +278,7 @@ class TokenizerManager:
             default_max_new_tokens=default_max_new_tokens,
             room_tokens=room,
             bad_word_ids=bad_word_ids,
-            seed=self.args.random_seed & MAX_SEED,
+            seed=self._seeds.getrandbits(63),
             max_n=self.args.max_n,
         )
 
@@ -283,6 +286,7 @@ class TokenizerManager:
     def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
         if not prompt.return_logprob:
             return None
+        """The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it."""
         start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
         if start > num_tokens:
             raise RequestError(
@@ -290,7 +294,7 @@ class TokenizerManager:
             )
         if start < num_tokens and prompt.input_embeds is not None:
             raise RequestError("logprob_start_len: embeddings of a prompt have no logprobs", "logprob_start_len")
-        return LogprobSpec(start, prompt.top_logprobs_num, prompt.token_ids_logprob)
+        return LogprobSpec(start + 1, prompt.top_logprobs_num, prompt.token_ids_logprob)
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Token sequences that spell the words, at the start of a text and after a space."""
@@ -314,11 +318,11 @@ class TokenizerManager:
         requests = []
         for j, sample in enumerate(own):
             sample.num_prompt_tokens = len(ids)
-            sample.first_prompt_id = ids[0]
             sample.wants_hidden_states = prompt.return_hidden_states
             if logprobs is not None:
                 sample.wants_logprobs = True
-                sample.prompt_start = logprobs.prompt_start
+                first = logprobs.prompt_start - 1
+                sample.first_logprob_id = ids[first] if first < len(ids) else None
                 sample.top_num = logprobs.top_num
                 sample.picked_ids = logprobs.token_ids
             requests.append(
@@ -362,8 +366,13 @@ class TokenizerManager:
     ) -> dict[str, Any] | list[dict[str, Any]]:
         for _ in state.samples:
             await self._next(state, is_disconnected)
-        # A list with nothing but failures is answered as one: there is nothing to tell apart.
-        failures = [sample.failed for sample in state.samples if sample.failed is not None and not sample.output_ids]
+        # A list with nothing but failures is answered as one: there is nothing to tell apart. A fault of ours is a failure even
+        # after some tokens: nothing of this answer has been sent yet.
+        failures = [
+            sample.failed
+            for sample in state.samples
+            if sample.failed is not None and (not sample.output_ids or isinstance(sample.failed, ExecutionError))
+        ]
         if len(failures) == len(state.samples):
             raise failures[0]
         chunks = [sample.chunk() for sample in state.samples]
@@ -418,9 +427,10 @@ class TokenizerManager:
             self._loop = asyncio.get_running_loop()
             self._loop_thread = threading.get_ident()
             self._handle_task = self._loop.create_task(self.handle_loop())
+            self._watchdog.start()
 
     async def handle_loop(self) -> None:
-        """Take messages until cancelled. If it breaks, every waiter gets an error."""
+        """Take messages until cancelled. If it breaks, every waiter gets an error and the manager is no longer healthy."""
         try:
             while True:
                 with self._watchdog.disabled():
@@ -430,7 +440,6 @@ class TokenizerManager:
         except Exception:
             logger.exception("the loop that takes outputs failed")
             self.fail_all("internal error")
-            raise
 
     def _on_outputs(self, batch: BatchStrOut) -> None:
         now = self._clock()
@@ -646,12 +655,15 @@ class TokenizerManager:
         self._note_idle()
 
     async def close(self) -> None:
-        """Stop the loop and the threads; waiters get an error. Idempotent."""
+        """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""
         self.fail_all("the server has stopped")
         if self._handle_task is not None and not self._handle_task.done():
             self._handle_task.cancel()
             await asyncio.gather(self._handle_task, return_exceptions=True)
+        # Here, because an end that a loop watches is to be closed on that loop.
+        self._from_engine.close()
         self._batch_tokenizer.close()
+        self._watchdog.stop()
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)

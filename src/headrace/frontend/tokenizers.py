@@ -157,8 +157,7 @@ class Tokenizer:
         """As `encode`, for several texts at once on several cores."""
         backend = self._backend if allow_special else self._plain
         try:
-            if len(texts) == 1:
-                return [backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
+            # Also for one text: `encode` of the library keeps the GIL for as long as it takes.
             return [item.ids for item in backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
         except (TypeError, UnicodeEncodeError):
             for text in texts:
@@ -175,9 +174,9 @@ class Tokenizer:
         """
         check_unicode(prompt.text)
         if all(segment.template for segment in prompt.segments):
-            return list(self._backend.encode(prompt.text, add_special_tokens=False).ids)
+            return list(self._backend.encode_batch_fast([prompt.text], add_special_tokens=False)[0].ids)
         text, own = self._hide_template_specials(prompt)
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         in_order = iter(own)
         return [next(in_order) if index in self._sentinel_ids else index for index in ids]
 

@@ -1,5 +1,6 @@
 """Kernels: one function per op, backed by native code or torch, chosen by device and instruction set."""
 
+from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.ops import (
     argmax,
     embedding,
@@ -19,6 +20,9 @@ from headrace.kernels.registry import OpReport, num_threads, prefer, report, set
 
 __all__ = [
     "PAGE_SIZE",
+    "DecoderLayerSpec",
+    "DecoderSpec",
+    "FusedDecoder",
     "OpReport",
     "PackedLinear",
     "argmax",

@@ -29,6 +29,9 @@ Layout = Literal[
     "torch_by_row",
 ]
 
+QUANT_SCHEMES: dict[str, int] = {"native_int8": 0, "native_int8_fast": 1, "native_int4": 2, "native_int4_min": 3}
+"""QuantScheme of csrc/cpu/ops.h, by layout."""
+
 MAX_QUANTIZED_K = 65536
 """Longest row of a quantised linear: sums of its products fit 32 bits."""
 

@@ -99,6 +99,11 @@ def for_layout(layout: str) -> Op:
     return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], "linear")
 
 
+def runs_native(device_type: str) -> bool:
+    """Whether the native kernels run the ops on this device type."""
+    return _choose(device_type)[0].name == "native"
+
+
 def report() -> list[OpReport]:
     """What runs each op on CPU, and why not something faster."""
     implementation, reason = _choose("cpu")

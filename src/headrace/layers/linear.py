@@ -37,6 +37,11 @@ class Linear:
         self._packed: PackedLinear
         self.observer: Callable[[torch.Tensor], None] | None = None
 
+    @property
+    def packed(self) -> PackedLinear:
+        """The stack as the kernels take it; there once every part has been loaded."""
+        return self._packed
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_size] -> [rows, sum(outputs)]."""
         if self.observer is not None:

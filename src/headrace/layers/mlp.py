@@ -1,6 +1,7 @@
 """Gated feed-forward layer (N. Shazeer, "GLU Variants Improve Transformer", 2020). Runs in the thread that runs the model."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
@@ -9,10 +10,10 @@ from headrace.errors import ModelError
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
 
-_ACTIVATIONS = {
-    "silu": kernels.silu_mul,
-    "gelu_pytorch_tanh": kernels.gelu_tanh_mul,
-}
+Activation = Literal["silu", "gelu_tanh"]
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_GATES = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}
 
 
 class GatedMlp:
@@ -26,16 +27,17 @@ class GatedMlp:
     ) -> None:
         if act not in _ACTIVATIONS:
             raise ModelError(f"activation {act!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
-        self._act = _ACTIVATIONS[act]
+        self.activation = _ACTIVATIONS[act]
+        self._gate = _GATES[self.activation]
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self._gate_up = Linear(hidden_size, sizes, placement, bias=bias)
-        self._down = Linear(intermediate_size, {"down_proj": hidden_size}, placement, bias=bias)
+        self.gate_up = Linear(hidden_size, sizes, placement, bias=bias)
+        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, placement, bias=bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> [rows, hidden_size]."""
-        return self._down(self._act(self._gate_up(x)))
+        return self.down(self._gate(self.gate_up(x)))
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.gate_proj`, `.up_proj`, `.down_proj`."""
-        yield from self._gate_up.weights(f"{prefix}.")
-        yield from self._down.weights(f"{prefix}.")
+        yield from self.gate_up.weights(f"{prefix}.")
+        yield from self.down.weights(f"{prefix}.")

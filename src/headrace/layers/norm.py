@@ -22,6 +22,11 @@ class RMSNorm:
         self._stored: torch.Tensor
         self._weight: torch.Tensor
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """float32[size], the factor as it is applied."""
+        return self._weight
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [rows, size] -> [rows, size]. residual: becomes residual + x in place, and that is normalised."""
         return kernels.rms_norm(x, self._weight, self._eps, residual)

@@ -27,12 +27,12 @@ class Rotary:
         )
         positions = torch.arange(placement.max_positions, dtype=torch.float32)
         angles = positions[:, None] * frequencies[None, :]
-        self._cos = (angles.cos() * attention_factor).to(placement.device)
-        self._sin = (angles.sin() * attention_factor).to(placement.device)
+        self.cos = (angles.cos() * attention_factor).to(placement.device)
+        self.sin = (angles.sin() * attention_factor).to(placement.device)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
         """Rotate q [tokens, num_q_heads, head_dim] and k [tokens, num_kv_heads, head_dim] in place; positions int32[tokens]."""
-        kernels.rotary(q, k, positions, self._cos, self._sin)
+        kernels.rotary(q, k, positions, self.cos, self.sin)
 
 
 def inverse_frequencies(

@@ -57,7 +57,10 @@ class PoolState(msgspec.Struct, frozen=True, gc=False):
 
 
 class InternalState(msgspec.Struct, frozen=True, gc=False):
-    """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval."""
+    """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval.
+
+    forward_s: time the worker spent in steps since start.
+    """
 
     pool: PoolState
     num_running: int
@@ -77,6 +80,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     gen_throughput: float
     new_token_ratio: float
     waiting_tokens: int
+    forward_s: float = 0.0
 
 
 class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):

@@ -1,5 +1,6 @@
 """Results on their way out: scheduler -> detokenizer -> tokenizer manager."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -32,6 +33,13 @@ class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_values: bytes = b""
     picked: bytes = b""
 
+    @classmethod
+    def joined(cls, blocks: Sequence["LogprobBlock"]) -> "LogprobBlock | None":
+        """Blocks of consecutive tokens as one; None when there are none."""
+        if len(blocks) < 2:
+            return blocks[0] if blocks else None
+        return cls(*(b"".join(getattr(block, name) for block in blocks) for name in cls.__struct_fields__))
+
 
 class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How the detokenizer treats a sample. Sent with its first output.
@@ -57,7 +65,6 @@ class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int
     num_retractions: int = 0
     queue_time_s: float = 0.0
-    computed_prefill_tokens: int = 0
 
 
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):

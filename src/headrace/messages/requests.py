@@ -53,7 +53,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
 class LogprobSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Which logprobs a sample wants.
 
-    prompt_start: first prompt index whose logprob is wanted (index 0 has none: it is null); num_prompt_tokens = outputs only.
+    prompt_start: first prompt index whose logprob is wanted, >= 1; num_prompt_tokens or more = outputs only.
     top_num: most likely alternatives per position. token_ids: further ids whose logprob is wanted at each position.
     """
 

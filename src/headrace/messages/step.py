@@ -98,8 +98,5 @@ class Worker(Protocol):
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when that whole step failed (its rows gave nothing)."""
 
-    def ready(self) -> bool:
-        """True when `collect` would not wait."""
-
     def close(self) -> None:
         """Release threads and memory."""

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, PagedKv
 from headrace.checkpoint.model_config import ModelConfig, RopeConfig
+from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
+from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead
@@ -58,7 +60,7 @@ class Attention:
         self._q_size = config.num_q_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
         slides = config.layer_types[layer] == "sliding_attention" and config.sliding_window is not None
-        self._spec = AttentionLayerSpec(
+        self.spec = AttentionLayerSpec(
             layer_id=layer,
             num_q_heads=config.num_q_heads,
             num_kv_heads=config.num_kv_heads,
@@ -68,37 +70,37 @@ class Attention:
             soft_cap=config.attn_logit_softcapping or 0.0,
         )
         sizes = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
-        self._qkv = Linear(config.hidden_size, sizes, placement, bias=options.qkv_bias)
-        self._out = Linear(self._q_size, {"o_proj": config.hidden_size}, placement, bias=options.out_bias)
-        self._rotary = rotary
-        self._head_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self.qkv = Linear(config.hidden_size, sizes, placement, bias=options.qkv_bias)
+        self.out = Linear(self._q_size, {"o_proj": config.hidden_size}, placement, bias=options.out_bias)
+        self.rotary = rotary
+        self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
         if options.qk_norm:
             q_norm, k_norm = (
                 RMSNorm(config.head_dim, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
                 for _ in range(2)
             )
-            self._head_norms = (q_norm, k_norm)
+            self.head_norms = (q_norm, k_norm)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
-        spec = self._spec
-        qkv = self._qkv(x)
+        spec = self.spec
+        qkv = self.qkv(x)
         q, k, v = qkv.split((self._q_size, self._kv_size, self._kv_size), dim=1)
         q = q.unflatten(1, (spec.num_q_heads, spec.head_dim))
         k = k.unflatten(1, (spec.num_kv_heads, spec.head_dim))
         v = v.unflatten(1, (spec.num_kv_heads, spec.head_dim))
-        if self._head_norms is not None:
-            q, k = self._head_norms[0].heads(q), self._head_norms[1].heads(k)
-        self._rotary(q, k, positions)
-        return self._out(attention.forward(q, k, v, spec))
+        if self.head_norms is not None:
+            q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
+        self.rotary(q, k, positions)
+        return self.out(attention.forward(q, k, v, spec))
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.q_proj`, `.k_proj`, `.v_proj`, `.o_proj`, and `.q_norm`, `.k_norm` where there are."""
-        yield from self._qkv.weights(f"{prefix}.")
-        yield from self._out.weights(f"{prefix}.")
-        if self._head_norms is not None:
-            yield from self._head_norms[0].weights(f"{prefix}.q_norm")
-            yield from self._head_norms[1].weights(f"{prefix}.k_norm")
+        yield from self.qkv.weights(f"{prefix}.")
+        yield from self.out.weights(f"{prefix}.")
+        if self.head_norms is not None:
+            yield from self.head_norms[0].weights(f"{prefix}.q_norm")
+            yield from self.head_norms[1].weights(f"{prefix}.k_norm")
 
 
 class Block:
@@ -128,6 +130,30 @@ class Block:
         x = self._mlp(self._mlp_norm(x, residual))
         return x if self._after is None else self._after[1](x)
 
+    def fused(self) -> DecoderLayerSpec | None:
+        """The layer for a native call that runs all of them; None when its feed-forward layer is sparse."""
+        attention, mlp = self._attention, self._mlp
+        if not isinstance(mlp, GatedMlp):
+            return None
+        heads, after = attention.head_norms, self._after
+        return DecoderLayerSpec(
+            attention_norm=self._attention_norm.weight,
+            qkv=attention.qkv.packed,
+            head_norms=None if heads is None else (heads[0].weight, heads[1].weight),
+            cos=attention.rotary.cos,
+            sin=attention.rotary.sin,
+            scale=attention.spec.scale,
+            window=attention.spec.sliding_window,
+            softcap=attention.spec.soft_cap,
+            out=attention.out.packed,
+            after_attention=None if after is None else after[0].weight,
+            mlp_norm=self._mlp_norm.weight,
+            gate_up=mlp.gate_up.packed,
+            activation=mlp.activation,
+            down=mlp.down.packed,
+            after_mlp=None if after is None else after[1].weight,
+        )
+
     def weights(self, prefix: str) -> Iterator[Weight]:
         """The layer's tensors; sandwich norms have Gemma's names."""
         yield from self._attention_norm.weights(f"{prefix}.input_layernorm")
@@ -145,6 +171,8 @@ class DecoderLM:
     """Embedding, blocks, final norm, logits: a `CausalLM`."""
 
     def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
+        self._config = config
+        self._fused: tuple[FusedDecoder, PagedKv] | None = None
         ropes: dict[str, Rotary] = {}
 
         def rotary(rope: RopeConfig) -> Rotary:
@@ -184,11 +212,39 @@ class DecoderLM:
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """See `CausalLM.forward`."""
+        if self._fused is not None and attention.paged_kv() is self._fused[1]:
+            decoder, kv = self._fused
+            rows = kv.rows
+            return decoder(hidden, positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)
         residual, added = hidden, None
         for block in self._blocks:
             added = block(added, residual, positions, attention)
         assert added is not None
         return self._norm(added, residual)
+
+    def fuse(self, attention: AttentionBackend) -> str:
+        """See `CausalLM.fuse`."""
+        self._fused = None
+        kv = attention.paged_kv()
+        if kv is None:
+            return f"attention backend {attention.name} keeps no pages in the kernels' layout"
+        layers = [block.fused() for block in self._blocks]
+        dense = tuple(layer for layer in layers if layer is not None)
+        if len(dense) < len(layers):
+            return f"layer {layers.index(None)} has a mixture of experts"
+        config = self._config
+        spec = DecoderSpec(
+            layers=dense,
+            final_norm=self._norm.weight,
+            eps=config.rms_norm_eps,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        reason = why_not(spec)
+        if not reason:
+            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v), kv
+        return reason
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.logits`."""

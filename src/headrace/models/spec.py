@@ -35,6 +35,12 @@ class CausalLM(Protocol):
         positions: int32[num_tokens]. attention: prepared for this step. Returns the hidden states after the final norm, same shape.
         """
 
+    def fuse(self, attention: AttentionBackend) -> str:
+        """Run all layers as one native call from now on when the attention is this backend, whose pool is made.
+
+        Returns "" or the reason why that cannot be; `forward` gives the same bits either way. Again after weights were loaded anew.
+        """
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size], after the final norm -> float32[rows, vocab_size]."""
 

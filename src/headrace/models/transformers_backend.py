@@ -119,6 +119,10 @@ class TransformersLM:
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
 
+    def fuse(self, attention: AttentionBackend) -> str:
+        """See `CausalLM.fuse`."""
+        return "transformers runs the layers"
+
     def check(self) -> None:
         """Run two tokens through a recording attention. Raises ModelError unless every layer attends through us, once, as configured."""
         config = self._step.config
@@ -173,6 +177,9 @@ class _Recorder:
 
     def prepare(self, rows: object) -> None:
         """Nothing to do."""
+
+    def paged_kv(self) -> None:
+        """None: it stores nothing."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """Zeros [num_tokens, num_q_heads * head_dim]."""

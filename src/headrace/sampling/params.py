@@ -17,6 +17,9 @@ T = TypeVar("T", int, float)
 GREEDY_BELOW = 1e-6
 """A temperature under this is greedy: dividing logits by it would overflow float32."""
 
+MIN_REPETITION_PENALTY = 1e-5
+"""Logits are divided by it: a smaller one overflows float32."""
+
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 4096
 MAX_LOGIT_BIAS = 1024
@@ -105,11 +108,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         _between("temperature", temperature, 0.0, math.inf)
         _between("top_p", top_p, 0.0, 1.0, low_open=True)
+        _require(top_k != 0, "top_k", "top_k must be at least 1, got 0; to turn it off use -1")
         _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 (off) or at least 1, got {top_k}")
         _between("min_p", min_p, 0.0, 1.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("repetition_penalty", repetition_penalty, 0.0, 2.0, low_open=True)
+        _require(
+            repetition_penalty >= MIN_REPETITION_PENALTY,
+            "repetition_penalty",
+            f"repetition_penalty must be at least {MIN_REPETITION_PENALTY:g}, got {repetition_penalty}",
+        )
         _require(1 <= self.n <= max_n, "n", f"n must be between 1 and {max_n}, got {self.n}")
         _require(max_new_tokens >= 0, "max_new_tokens", f"max_new_tokens must be at least 0, got {max_new_tokens}")
         _require(

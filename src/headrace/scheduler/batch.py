@@ -46,7 +46,10 @@ class ScheduleBatch:
         for i, row in enumerate(self.rows):
             seqs[i], starts[i], counts[i], samples[i] = row.req.seq, row.start, row.count, row.samples
             pages = row.req.pages
-            slots += [pages[p // size] * size + p % size for p in range(row.start, row.start + row.count)]
+            if row.count == 1:
+                slots.append(pages[row.start // size] * size + row.start % size)
+            else:
+                slots += [pages[p // size] * size + p % size for p in range(row.start, row.start + row.count)]
         return ModelWorkerBatch(
             step=self.step,
             new=tuple(self.new),

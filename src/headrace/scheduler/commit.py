@@ -35,7 +35,6 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
             _settle(state, req)
             continue
         prompt_part = max(0, min(row.start + row.count, req.num_prompt_tokens) - row.start)
-        req.computed_prefill_tokens += prompt_part
         state.counters.computed_prefill_tokens += prompt_part
         was_prefilling = req.is_prefilling
         req.num_computed = row.start + row.count
@@ -44,7 +43,12 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
             req.keep_kv = False
             req.finish = FinishReason("abort", message=result.errors[index], status_code=500)
         else:
-            _take_row(state, req, row.start, row.samples, index, result)
+            try:
+                _take_row(state, req, row.start, row.samples, index, result)
+            except Exception:
+                # The boundary of one request's faults, its stop strings' decoding among them.
+                logger.exception("taking the output of %r failed", req.rid)
+                req.finish = FinishReason("abort", message="internal error", status_code=500)
         if was_prefilling and not req.is_prefilling and req.finish is None:
             state.kv.share(req)
         out = end(state, req) if req.finish is not None else report(state, req)
@@ -153,13 +157,14 @@ def _output(req: Req) -> TokenIDOut:
     options = stats = None
     if first:
         sampling = asked.sampling
+        prompt = asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES]
         options = DecodeOptions(
             sampling.skip_special_tokens,
             sampling.spaces_between_special_tokens,
             sampling.no_stop_trim,
             sampling.stop,
             sampling.stop_regex,
-            b"" if asked.input_embeds else asked.input_ids[-CONTEXT_TOKENS * TOKEN_BYTES :],
+            b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :],
         )
     if first or last:
         stats = SampleStats(
@@ -167,7 +172,6 @@ def _output(req: Req) -> TokenIDOut:
             cached_tokens=max(0, req.cached_tokens),
             num_retractions=req.num_retractions,
             queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
-            computed_prefill_tokens=req.computed_prefill_tokens,
         )
     out = TokenIDOut(
         rid=req.rid,
@@ -176,8 +180,8 @@ def _output(req: Req) -> TokenIDOut:
         finish=req.finish,
         options=options,
         stats=stats,
-        logprobs=_joined(req.pending_logprobs),
-        prompt_logprobs=_joined(req.prompt_logprobs),
+        logprobs=LogprobBlock.joined(req.pending_logprobs),
+        prompt_logprobs=LogprobBlock.joined(req.prompt_logprobs),
         hidden_states=b"".join(req.pending_hidden),
     )
     req.emitted = True
@@ -186,18 +190,3 @@ def _output(req: Req) -> TokenIDOut:
     req.prompt_logprobs.clear()
     req.pending_hidden.clear()
     return out
-
-
-def _joined(blocks: list[LogprobBlock]) -> LogprobBlock | None:
-    """Blocks of consecutive tokens as one."""
-    if not blocks:
-        return None
-    if len(blocks) == 1:
-        return blocks[0]
-    return LogprobBlock(
-        token_ids=b"".join(b.token_ids for b in blocks),
-        values=b"".join(b.values for b in blocks),
-        top_ids=b"".join(b.top_ids for b in blocks),
-        top_values=b"".join(b.top_values for b in blocks),
-        picked=b"".join(b.picked for b in blocks),
-    )

@@ -22,12 +22,13 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     budget = state.config.step_tokens
     pool_is_full = False
     # Decode rows cost one token each and must not wait behind anybody's prompt.
-    for req in sorted(state.running, key=lambda r: r.num_to_schedule > 1):
-        count = min(req.num_to_schedule, state.config.chunk_tokens, budget)
+    wanted = [(req, req.num_to_schedule) for req in state.running]
+    for req, num_wanted in [*(w for w in wanted if w[1] <= 1), *(w for w in wanted if w[1] > 1)]:
+        count = min(num_wanted, state.config.chunk_tokens, budget)
         if count <= 0 or req.seq < 0:  # nothing to do, no budget, or retracted just now
             continue
         if _make_room(state, batch, req, req.num_scheduled + count):
-            _add_row(state, batch, req, count)
+            _add_row(state, batch, req, count, num_wanted)
             budget -= count
         else:
             pool_is_full = True
@@ -70,7 +71,8 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: floa
             req.num_computed = req.num_scheduled = 0
             break
         kv.admit(req, match)
-        count = min(req.num_to_schedule, config.chunk_tokens, budget)
+        num_wanted = req.num_to_schedule
+        count = min(num_wanted, config.chunk_tokens, budget)
         if not kv.grow(req, req.num_scheduled + count):
             req.keep_kv = True
             kv.release(req)
@@ -80,7 +82,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: floa
         state.running.append(req)
         _note_first_schedule(state, req, match.num_tokens, now_s)
         batch.new.append(_new_sequence(state, req))
-        _add_row(state, batch, req, count)
+        _add_row(state, batch, req, count, num_wanted)
         budget -= count
 
 
@@ -177,9 +179,9 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
     )
 
 
-def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int) -> None:
-    """Put `count` tokens of the request into the plan and move its marks."""
-    samples = count == req.num_to_schedule and req.asked.sampling.max_new_tokens > 0
+def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int, num_wanted: int) -> None:
+    """Put `count` of the `num_wanted` tokens that the request could compute into the plan and move its marks."""
+    samples = count == num_wanted and req.asked.sampling.max_new_tokens > 0
     batch.rows.append(Row(req, req.num_scheduled, count, samples))
     for fault in state.faults[:]:
         if fault.rid == req.rid and samples and fault.at_token == req.num_outputs + req.num_sampling:

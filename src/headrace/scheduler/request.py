@@ -71,7 +71,6 @@ class Req:
     # counts for the client
     cached_tokens: int = -1
     num_retractions: int = 0
-    computed_prefill_tokens: int = 0
     first_scheduled_s: float = 0.0
     # what has been sent
     num_sent_outputs: int = 0
@@ -84,8 +83,9 @@ class Req:
 
     @classmethod
     def from_input(cls, asked: TokenizedGenerateReqInput, now_s: float, order: int) -> "Req":
-        """A request that has just arrived."""
-        return cls(asked, now_s, order, bytearray(asked.input_ids), len(asked.input_ids) // TOKEN_BYTES)
+        """A request that has just arrived. Bytes beyond whole tokens are left out; admission refuses them."""
+        num_tokens = len(asked.input_ids) // TOKEN_BYTES
+        return cls(asked, now_s, order, bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES]), num_tokens)
 
     @property
     def rid(self) -> str:

@@ -23,7 +23,7 @@ def make_room(state: SchedulerState, wanting: Req) -> bool:
         wanting.finish = FinishReason(
             "abort",
             message=f"the KV cache holds {total} tokens and this request alone needs more ({wanting.num_tokens} so far)",
-            status_code=503 if wanting.num_outputs else 400,
+            status_code=400,
         )
         state.ended.append(wanting)
         return False

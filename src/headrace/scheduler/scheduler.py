@@ -25,6 +25,7 @@ from headrace.messages.control import (
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
+from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.kv_manager import KVManager
@@ -93,7 +94,7 @@ class Scheduler:
             self.worker.submit(batch.worker_batch())
             state.in_flight.append(batch)
         if state.in_flight:
-            self._idle = False
+            self._leave_idle()
             self._commit_oldest()
         self._report()
 
@@ -109,6 +110,7 @@ class Scheduler:
             return
         state.in_flight.popleft()
         state.counters.num_steps += 1
+        state.counters.forward_s += result.forward_s
         self._send_batch(commit.commit(state, batch, result))
         every = self.config.decode_log_interval
         if every and state.counters.num_steps % every == 0:
@@ -196,9 +198,23 @@ class Scheduler:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
         if len(self.state.waiting) >= self.config.max_queued:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
-        ids = req.tokens()
-        if len(req.asked.input_ids) % TOKEN_BYTES or int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
+        whole = len(req.asked.input_ids) % TOKEN_BYTES == 0
+        if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+        self._check_allowed(req.asked.sampling)
+
+    def _check_allowed(self, sampling: ResolvedSamplingParams) -> None:
+        """Raises RequestError for a list of allowed tokens of which none is left to sample."""
+        if not sampling.allowed_token_ids:
+            return
+        forbidden = {ids[0] for ids in sampling.bad_words if len(ids) == 1}
+        if sampling.min_new_tokens:
+            forbidden.update(sampling.stop_token_ids, () if sampling.ignore_eos else self.config.eos_token_ids)
+        if forbidden.issuperset(sampling.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: bad_words and min_new_tokens together forbid every one of these tokens",
+                "allowed_token_ids",
+            )
 
     def _inject_admission_fault(self, req: Req) -> None:
         for fault in self.state.faults[:]:
@@ -231,6 +247,13 @@ class Scheduler:
         self.state.ratio.reset()
         self._gen_throughput = 0.0
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
+
+    def _leave_idle(self) -> None:
+        if self._idle:
+            self._idle = False
+            now = self._clock()
+            self._throughput_mark = (now, self.state.counters.generation_tokens)
+            self._next_stats_s = now + STATS_INTERVAL_S
 
     def _report(self) -> None:
         now = self._clock()

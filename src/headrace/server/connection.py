@@ -22,10 +22,15 @@ BODY_TIMEOUT_S = 30.0
 WRITE_STALL_S = 20.0
 """A client that leaves the send buffer full for so long is cut off; its request is then aborted as for any disconnect."""
 
+LINGER_S = 1.0
+"""After a refusal, what the client still sends is thrown away for so long before the connection is closed."""
+
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_URL_BYTES = 16 << 10
 MAX_CONNECTIONS = 10_000
+MAX_LINGERING = 64
+"""Connections beyond the limit that may linger after having been refused."""
 MAX_PIPELINED = 16
 """Requests that may wait behind the one being answered; then the connection is not read until it has been."""
 
@@ -59,6 +64,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stall: asyncio.TimerHandle | None = None
         self._cycles: list[RequestResponseCycle] = []
         self._receiving = False  # between the first byte of a request and its last
+        self._lingering = False
         self._in_headers = True
         self._header_bytes = 0
         self._num_headers = 0
@@ -86,12 +92,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests. The time for the headers starts with their first byte."""
-        if self.parser is None or self.transport.is_closing():
+        if self.parser is None or self._lingering or self.transport.is_closing():
             return
         if not self._receiving and self._deadline is None:
             self._expect(HEADER_TIMEOUT_S)
         super().data_received(data)
-        if self._receiving and self._in_headers and self.parser is not None and not self.transport.is_closing():
+        if self._receiving and self._in_headers and not self._lingering and not self.transport.is_closing():
             # The parser keeps a header to itself until it has all of it, so unfinished ones are counted by the bytes read.
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
@@ -205,4 +211,18 @@ class LimitedProtocol(HttpToolsProtocol):
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
                 % (status, _PHRASES[status], len(body), headers, body)
             )
+            if len(self.connections) < self._max_connections + MAX_LINGERING:
+                self._linger()
+                return
         self.transport.close()
+
+    def _linger(self) -> None:
+        """Close in two steps: closing while the client still sends would make it lose the answer."""
+        self._lingering = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application waits for the rest of the body, which nobody will read.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)

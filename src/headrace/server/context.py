@@ -5,13 +5,13 @@ Runs in the event loop of the main process.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from headrace.config.server_args import ServerArgs
-from headrace.errors import NotFoundError, RequestError
+from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
@@ -24,7 +24,13 @@ Output = dict[str, Any]
 """One output of `generate_request`: {text, output_ids, meta_info[, index]} (SPEC H1)."""
 
 TEXT_WORK_LIMIT_S = 10.0
-"""Rendering and tokenizing one request may take so long; then the request is refused."""
+"""Rendering and tokenizing one request may take so long, from when a thread begins; then the request is refused."""
+
+TEXT_WAIT_LIMIT_S = 10.0
+"""A request waits so long for a thread to be free; then the server has no room for it."""
+
+MAX_CHARS_PER_TOKEN = 256
+"""More than any token of text has, with room for normalizers that shorten: a bound on work, not on prompts."""
 
 
 class RequestFrontend(Protocol):
@@ -109,9 +115,52 @@ class ServingContext:
             message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
             raise NotFoundError(message, "model", "model_not_found")
 
+    def check_text_length(self, param: str, num_chars: int) -> None:
+        """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried."""
+        limit = self.model.context_length * MAX_CHARS_PER_TOKEN
+        if num_chars > limit:
+            context = self.model.context_length
+            message = (
+                f"{param}: {num_chars} characters are too long for a context of {context} tokens (at most {limit})"
+            )
+            raise RequestError(message, param, "context_length_exceeded")
+
+    def check_prompt_size(
+        self, param: str, text: str | list[str] | None, input_ids: list[int | list[int]] | None
+    ) -> None:
+        """Raises RequestError for prompts that cannot fit, by their lengths alone: nothing is looked at one by one."""
+        for one in [text] if isinstance(text, str) else text or []:
+            self.check_text_length(param, len(one))
+        ids = input_ids or []
+        for count in [len(row) for row in ids if isinstance(row, list)] or [len(ids)]:
+            if count > self.model.context_length:
+                context = self.model.context_length
+                message = f"{param}: the prompt has {count} tokens and the context is {context} tokens"
+                raise RequestError(message, param, "context_length_exceeded")
+
     async def in_text_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` (rendering, tokenizing) off the event loop. Raises RequestError after `TEXT_WORK_LIMIT_S`."""
-        future: Awaitable[T] = asyncio.get_running_loop().run_in_executor(self.text_threads, work)
+        """Run `work` (rendering, tokenizing) off the event loop.
+
+        Raises CapacityError when no thread is free within `TEXT_WAIT_LIMIT_S`, RequestError when the work itself takes longer
+        than `TEXT_WORK_LIMIT_S`.
+        """
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def run() -> T:
+            loop.call_soon_threadsafe(begun.set)
+            return work()
+
+        future = loop.run_in_executor(self.text_threads, run)
+        try:
+            await asyncio.wait_for(begun.wait(), TEXT_WAIT_LIMIT_S)
+        except TimeoutError:
+            raise CapacityError(
+                f"the prompt waited {TEXT_WAIT_LIMIT_S:g} s to be prepared: too many long prompts at once"
+            ) from None
+        finally:
+            if not begun.is_set():
+                future.cancel()
         try:
             return await asyncio.wait_for(future, TEXT_WORK_LIMIT_S)
         except TimeoutError:

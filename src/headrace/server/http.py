@@ -28,7 +28,8 @@ T = TypeVar("T")
 log = get_logger(__name__)
 encode_json = msgspec.json.Encoder().encode
 
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
+_LONG_NUMBER = b"0" * 19
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
 _AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
@@ -98,7 +99,7 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     """
     try:
         value = decoder.decode(body)
-        if _LONG_NUMBER.search(body):
+        if _LONG_NUMBER in body.translate(_DIGITS):
             _refuse_wide_integers(msgspec.json.decode(body))
     except msgspec.ValidationError as exc:
         raise _field_error(str(exc)) from None

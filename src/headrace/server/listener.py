@@ -1,6 +1,6 @@
 """The HTTP server: the listening socket, uvicorn's loop around the application, start and stop.
 
-Signals are the caller's: uvicorn's own handlers are off. Runs in the thread that calls `serve` or `serve_app`; `shutdown` may
+Signals are the caller's: uvicorn's own handlers are off. Runs in the thread that calls `Server.run`; `shutdown` may
 be called from any thread.
 """
 
@@ -28,13 +28,20 @@ class Server:
     """Serves one application on one socket. The port is bound when this is made, so `port` is the real one.
 
     should_exit: asked about ten times a second; True stops the server. started: set once requests are accepted.
+    listening: what `bind` gave, when the port was taken before the model was loaded; clients then wait instead of being refused.
     """
 
-    def __init__(self, app: FastAPI, args: ServerArgs, should_exit: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        args: ServerArgs,
+        should_exit: Callable[[], bool] = lambda: False,
+        listening: socket.socket | None = None,
+    ) -> None:
         """Bind. Raises ConfigError when the address cannot be used."""
         self.app = app
         self.started = threading.Event()
-        self._socket = bind(args.host, args.port)
+        self._socket = listening if listening is not None else bind(args.host, args.port)
         self.host = args.host
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -95,17 +102,6 @@ class Server:
             raise (error if isinstance(error, HeadraceError) else ConfigError("the server did not start")) from error
         finally:
             self._socket.close()
-
-
-def serve_app(
-    app: FastAPI,
-    args: ServerArgs,
-    on_started: Callable[[Server], None] = lambda server: None,
-    should_exit: Callable[[], bool] = lambda: False,
-) -> None:
-    """Bind and serve until `should_exit()` or `Server.shutdown`. Raises ConfigError when the address cannot be used."""
-    server = Server(app, args, should_exit)
-    server.run(lambda: on_started(server))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -24,6 +24,8 @@ class NativeAPI:
     async def generate(self, exchange: Exchange) -> None:
         """One prompt or a batch; streams frames of outputs when the request says so."""
         request = await exchange.read_json(_DECODER)
+        param = "text" if request.text is not None else "input_ids"
+        self.context.check_prompt_size(param, request.text, request.input_ids)
         outputs = self.context.frontend.generate_request(request)
         if request.stream:
             await stream_reply(exchange, outputs, render_output, lambda: b"")

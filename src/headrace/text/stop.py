@@ -18,8 +18,7 @@ import re2
 from headrace.errors import RequestError
 from headrace.text.incremental import IncrementalDecoder
 
-MAX_STOP_STRINGS = 32
-MAX_STOP_CHARS = 4096
+MAX_STOP_PATTERNS = 32
 MAX_REGEX_CHARS = 1024
 REGEX_WINDOW_CHARS = 4096  # a match of a stop pattern that is longer is not found
 _REGEX_MEMORY_BYTES = 1 << 20
@@ -40,21 +39,10 @@ class StopMatch:
     cut: int
 
 
-def check_stop_strings(stop: Sequence[str]) -> None:
-    """Raise RequestError for stop strings that cannot be honoured."""
-    if len(stop) > MAX_STOP_STRINGS:
-        raise RequestError(f"{len(stop)} stop strings; at most {MAX_STOP_STRINGS}", param="stop")
-    for text in stop:
-        if not text:
-            raise RequestError("a stop string is empty", param="stop")
-        if len(text) > MAX_STOP_CHARS:
-            raise RequestError(f"a stop string has {len(text)} characters; at most {MAX_STOP_CHARS}", param="stop")
-
-
 def check_stop_regex(patterns: Sequence[str]) -> None:
     """Raise RequestError for patterns that RE2 does not take (look-around, back references), or that match nothing at all."""
-    if len(patterns) > MAX_STOP_STRINGS:
-        raise RequestError(f"{len(patterns)} stop patterns; at most {MAX_STOP_STRINGS}", param="stop_regex")
+    if len(patterns) > MAX_STOP_PATTERNS:
+        raise RequestError(f"{len(patterns)} stop patterns; at most {MAX_STOP_PATTERNS}", param="stop_regex")
     for pattern in patterns:
         _compile(pattern)
 
@@ -143,20 +131,9 @@ class StopMatcher:
         self._window = ""  # the last characters, for the patterns
         self._num_chars = 0
 
-    @property
-    def num_chars(self) -> int:
-        """Characters decoded so far."""
-        return self._num_chars
-
     def push(self, token_id: int) -> StopMatch | None:
         """Take one output token; the stop that it completes, if any. After a match the matcher is finished."""
-        return self._take(self._decoder.push(token_id))
-
-    def flush(self) -> StopMatch | None:
-        """As `push`, for the text the decoder still held when the output ended."""
-        return self._take(self._decoder.flush())
-
-    def _take(self, text: str) -> StopMatch | None:
+        text = self._decoder.push(token_id)
         if not text:
             return None
         before = self._num_chars
@@ -170,11 +147,13 @@ class StopMatcher:
         return self._match_patterns(text) if self._patterns else None
 
     def _match_patterns(self, text: str) -> StopMatch | None:
-        self._window = (self._window + text)[-max(REGEX_WINDOW_CHARS, len(text)) :]
+        # One character before the searched ones stays, so that `^`, `\A` and `\b` see that the output did not begin there.
+        self._window = (self._window + text)[-max(REGEX_WINDOW_CHARS, len(text)) - 1 :]
         first = self._num_chars - len(self._window)
+        begin = 1 if first else 0
         best: StopMatch | None = None
         for pattern, compiled in self._patterns:
-            hit = compiled.search(self._window)
+            hit = compiled.search(self._window, begin)
             if hit is None:
                 continue
             start, end = hit.span()
@@ -208,8 +187,3 @@ class HoldBack:
         keep = len(text) - self._automaton.depth[self._state]
         self._held = text[keep:]
         return text[:keep]
-
-    def flush(self) -> str:
-        """Release what is held: the output ended and no stop completed."""
-        text, self._held, self._state = self._held, "", 0
-        return text

@@ -116,3 +116,58 @@ def select_isa(isa: str) -> None: ...
 def isa() -> str: ...
 def set_num_threads(n: int) -> None: ...
 def num_threads() -> int: ...
+
+class Decoder:
+    """A linear is (address, is bfloat16, QuantScheme or -1, column scales, bias, n, k); an absent tensor is 0."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        gelu: bool,
+        cache_is_bf16: bool,
+        num_pages: int,
+        final_norm: int,
+    ) -> None: ...
+    def add_layer(
+        self,
+        attention_norm: int,
+        qkv: tuple[int, bool, int, int, int, int, int],
+        q_norm: int,
+        k_norm: int,
+        cos: int,
+        sin: int,
+        rotary_dim: int,
+        max_positions: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        k_cache: int,
+        v_cache: int,
+        out: tuple[int, bool, int, int, int, int, int],
+        after_attention: int,
+        mlp_norm: int,
+        gate_up: tuple[int, bool, int, int, int, int, int],
+        down: tuple[int, bool, int, int, int, int, int],
+        after_mlp: int,
+    ) -> None: ...
+    def forward(
+        self,
+        hidden: int,
+        out: int,
+        tokens: int,
+        positions: int,
+        out_slots: int,
+        page_table: int,
+        max_pages: int,
+        seq_lens: int,
+        q_starts: int,
+        num_seqs: int,
+    ) -> None: ...
+
+def probe_read(memory: int, bytes: int) -> float: ...
+def probe_fma(rounds: int) -> float: ...

@@ -11,6 +11,7 @@ from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix
 from headrace.kernels.cpu import _native
 from headrace.kernels.packing import (
     PAGE_SIZE,
+    QUANT_SCHEMES,
     PackedLinear,
     check_linear,
     check_quantized,
@@ -18,8 +19,6 @@ from headrace.kernels.packing import (
     pack_native_quantized,
 )
 
-# QuantScheme of csrc/cpu/ops.h
-_QUANTIZED_LAYOUTS = {"native_int8": 0, "native_int8_fast": 1, "native_int4": 2, "native_int4_min": 3}
 
 
 def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
@@ -47,7 +46,7 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         _native.linear_quantized(
             x.data_ptr(),
             x_stride,
-            _QUANTIZED_LAYOUTS[packed.layout],
+            QUANT_SCHEMES[packed.layout],
             packed.data.data_ptr(),
             packed.column_scales.data_ptr(),
             0 if packed.bias is None else packed.bias.data_ptr(),

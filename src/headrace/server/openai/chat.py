@@ -4,9 +4,12 @@ Owns the checks of messages, the prompt made from them and the chat chunks. Rend
 the event loop of the main process.
 """
 
+import functools
+import re
 from collections.abc import Sequence
 
 from headrace.errors import RequestError
+from headrace.frontend.chat_templates import RESERVED_KWARGS
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
@@ -24,7 +27,8 @@ from headrace.server.openai.base import (
 from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, ChatMessage, refuse_unsupported
 
 _ROLES = ("system", "developer", "user", "assistant")
-_MESSAGE_FIELDS_NOT_YET = ("audio", "tool_calls", "tool_call_id", "function_call", "refusal")
+_MESSAGE_FIELDS_NOT_YET = ("audio", "tool_calls", "tool_call_id", "function_call", "refusal", "annotations")
+_PART_FIELDS_NOT_YET = ("image_url", "input_audio", "file", "refusal")
 
 
 class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
@@ -50,7 +54,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
             if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
                 message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
                 raise RequestError(message, "top_logprobs")
-        check_messages(request.messages)
+        check_messages(request.messages, self.context.model.context_length)
         if request.continue_final_message and request.messages[-1].role != "assistant":
             raise RequestError(
                 "continue_final_message needs a last message of the role assistant", "continue_final_message"
@@ -163,10 +167,13 @@ def _token(tokenizer: Tokenizer, entry: LogprobEntry) -> dict[str, object]:
     return {"token": shown, "logprob": finite_logprob(value), "bytes": list(raw)}
 
 
-def check_messages(messages: Sequence[ChatMessage]) -> None:
+def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None:
     """Raises RequestError naming the message that this server cannot use."""
     if not messages:
         raise RequestError("messages is empty", "messages")
+    if len(messages) > context_length:
+        reason = f"{len(messages)} messages are more than a context of {context_length} tokens can hold"
+        raise RequestError(reason, "messages", "context_length_exceeded")
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role in ("tool", "function"):
@@ -192,6 +199,10 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
                     )
                 if part.text is None:
                     raise RequestError(f"{where}.content[{place}].text is missing", f"{where}.content[{place}].text")
+                for name in _PART_FIELDS_NOT_YET:
+                    if getattr(part, name) is not None:
+                        field = f"{where}.content[{place}].{name}"
+                        raise RequestError(f"{field} does not belong to a part of type text", field)
 
 
 def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> list[int]:
@@ -199,9 +210,18 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
     template = context.model.chat_template
     if template is None:
         raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
+    context.check_text_length("messages", sum(_num_chars(message) for message in request.messages))
     kwargs = dict(request.chat_template_kwargs or {})
+    # The reserved names have a message of their own when the template is rendered.
+    if unknown := kwargs.keys() - RESERVED_KWARGS - _words(template.source):
+        shown = sorted(unknown)[0][:100]
+        raise RequestError(
+            f"chat_template_kwargs: this model's chat template does not use {shown!r}",
+            "chat_template_kwargs",
+            "unsupported_parameter",
+        )
     if request.reasoning_effort is not None:
-        if "reasoning_effort" not in template.source:
+        if "reasoning_effort" not in _words(template.source):
             raise RequestError(
                 "reasoning_effort: this model's chat template does not use it",
                 "reasoning_effort",
@@ -214,7 +234,21 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
         continue_final_message=bool(request.continue_final_message),
         kwargs=kwargs,
     )
+    context.check_text_length("messages", len(rendered.text))
     return context.model.tokenizer.encode_rendered(rendered)
+
+
+@functools.lru_cache(maxsize=8)
+def _words(source: str) -> frozenset[str]:
+    """What looks like a name in the source of a template."""
+    return frozenset(re.findall(r"\w+", source))
+
+
+def _num_chars(message: ChatMessage) -> int:
+    content = message.content
+    if isinstance(content, list):
+        return sum(len(part.text or "") for part in content)
+    return len(content or "") + len(message.reasoning_content or "")
 
 
 def template_message(message: ChatMessage, keep_parts: bool) -> dict[str, object]:

@@ -50,6 +50,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
     async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
         """Texts stay texts, token ids stay ids; echo with logprobs asks for the prompt's logprobs as well."""
         text, ids = split_prompt(request.prompt)
+        self.context.check_prompt_size("prompt", text, ids)
         wants_logprobs = request.logprobs is not None
         generation_id = self.new_id(request)
         call = GenerateReqInput(

@@ -127,11 +127,15 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     suffix: str | None = None
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message. Only `text` parts are supported; others are refused by their type."""
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message. Only `text` parts are supported; others are refused by their type, with the fields they have."""
 
     type: str
     text: str | None = None
+    image_url: object | None = None
+    input_audio: object | None = None
+    file: object | None = None
+    refusal: object | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +150,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tool_calls: list[object] | None = None
     tool_call_id: str | None = None
     function_call: object | None = None
+    annotations: list[object] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):

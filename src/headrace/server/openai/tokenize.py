@@ -49,7 +49,7 @@ class TokenizeAPI:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            check_messages(body.messages)
+            check_messages(body.messages, self.context.model.context_length)
         tokens = await self.context.in_text_thread(lambda: self._tokens(body))
         is_list = isinstance(body.prompt, list)
         await exchange.reply_json(
@@ -71,7 +71,8 @@ class TokenizeAPI:
             return [chat_prompt_ids(self.context, chat)]
         assert body.prompt is not None, "one of prompt and messages is given"
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        return self.context.model.tokenizer.encode_batch(texts, body.add_special_tokens) if texts else []
+        self.context.check_text_length("prompt", sum(map(len, texts)))
+        return self.context.model.tokenizer.encode_batch(texts, body.add_special_tokens, True) if texts else []
 
     async def detokenize(self, exchange: Exchange) -> None:
         """`{text}`; a list when `tokens` was a list of lists."""

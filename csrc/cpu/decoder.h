@@ -1,0 +1,91 @@
+// All layers of a decoder in one call: what it owns is the order of the ops and the buffers between them. Every op is the kernel
+// that a call of its own would run, so both ways give the same bits.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "ops.h"
+
+namespace headrace {
+
+// A packed weight as in LinearArgs.
+struct DecoderLinear {
+  const void* weight;
+  bool weight_is_bf16;
+  int scheme;                  // a QuantScheme, or -1: float weights
+  const float* column_scales;  // null for float weights
+  const float* bias;
+  int64_t n, k;
+};
+
+// Null where the layer has no such part. cos, sin: [max_positions, rotary_dim / 2].
+struct DecoderLayer {
+  const float* attention_norm;
+  DecoderLinear qkv;
+  const float *q_norm, *k_norm;
+  const float *cos, *sin;
+  int64_t rotary_dim, max_positions;
+  float scale;
+  int64_t window;
+  float softcap;
+  void *k_cache, *v_cache;
+  DecoderLinear out;
+  const float* after_attention;
+  const float* mlp_norm;
+  DecoderLinear gate_up, down;
+  const float* after_mlp;
+};
+
+struct DecoderShape {
+  int64_t hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim;
+  float eps;
+  bool gelu;  // gelu_tanh_mul instead of silu_mul
+  bool cache_is_bf16;
+  int64_t num_pages;
+};
+
+// hidden [tokens, hidden_size]: what the first layer takes; overwritten with the residual stream. out [tokens, hidden_size]: after
+// the final norm. The rest as in paged_attention and write_kv.
+struct DecoderStep {
+  float* hidden;
+  float* out;
+  int64_t tokens;
+  const int32_t* positions;
+  const int32_t* out_slots;
+  const int32_t* page_table;
+  int64_t max_pages;
+  const int32_t* seq_lens;
+  const int32_t* q_starts;
+  int64_t num_seqs;
+};
+
+class Decoder {
+ public:
+  Decoder(const DecoderShape& shape, const float* final_norm) : shape_(shape), final_norm_(final_norm) {}
+  void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
+
+  // Throws std::invalid_argument, and then nothing is written, when a position, a slot, a length or a page does not fit.
+  // One call at a time; a second one waits.
+  void forward(const DecoderStep& step);
+
+ private:
+  struct Buffers {
+    float *normed, *qkv, *attended, *gate_up, *activated, *added;
+  };
+  Buffers buffers(int64_t tokens);
+  void check(const DecoderStep& step) const;
+
+  DecoderShape shape_;
+  const float* final_norm_;
+  std::vector<DecoderLayer> layers_;
+  std::mutex mutex_;
+  struct Free {
+    void operator()(float* memory) const;
+  };
+  std::unique_ptr<float[], Free> memory_;
+  int64_t memory_floats_ = 0;
+};
+
+}  // namespace headrace

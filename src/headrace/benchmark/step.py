@@ -1,0 +1,310 @@
+"""`headrace bench step`: prefill and decode steps of a model runner, without a scheduler or a server.
+
+Owns the plans it gives the runner and what it makes of the times. Does not own the runner. The shapes are visited in turns, so that
+a busy moment of the machine meets all of them. Runs in the main process.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from headrace.attention.base import AttentionBackend
+from headrace.benchmark.results import write_json
+from headrace.benchmark.timing import Timing, timing, timing_document
+from headrace.config.resolve import override_model
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+from headrace.execution.build import build_worker, open_model
+from headrace.execution.model_runner import ModelRunner
+from headrace.execution.worker import TpModelWorker
+from headrace.kernels.probe import MachineLimits, machine_limits
+from headrace.layers.weight import Weight
+from headrace.messages.control import ReadyInfo
+from headrace.messages.step import ModelWorkerBatch, NewSequence
+from headrace.models.spec import CausalLM
+from headrace.sampling.params import ResolvedSamplingParams
+
+_GREEDY = ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temperature=0.0)
+_WARM_UP = 2
+_PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What to time. batches x contexts: decode steps of so many rows over so many cached tokens. prefills: prompt tokens of a step
+    that computes one whole prompt. repeat: steps of each shape."""
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    contexts: tuple[int, ...] = (256,)
+    prefills: tuple[int, ...] = (512,)
+    repeat: int = 20
+    output: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One kind of step: `batch` rows, each computing `new_tokens` after `context` cached ones."""
+
+    batch: int
+    context: int
+    new_tokens: int
+
+    @property
+    def kind(self) -> str:
+        """decode or prefill."""
+        return "decode" if self.context else "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """total: the runner's whole step. model: embedding, layers and logits in it. host: the rest of it."""
+
+    total: Timing
+    model: Timing
+    host: Timing
+
+
+def run_step(server_args: ServerArgs, options: StepOptions, console: Console) -> dict[str, Any]:
+    """Build the runner, measure, print, write; the results document. Raises ConfigError or ModelError."""
+    shapes = [Shape(batch, context, 1) for context in options.contexts for batch in options.batches]
+    shapes += [Shape(1, 0, tokens) for tokens in options.prefills]
+    if not shapes or options.repeat < 1 or min(min(s.batch, s.context + s.new_tokens) for s in shapes) < 1:
+        raise ConfigError("give at least one batch and context, or one prefill, all positive, and --repeat 1 or more")
+    needed = max(shape.context + shape.new_tokens for shape in shapes) + options.repeat + _WARM_UP + _PAGE
+    room = -(-needed // _PAGE) * _PAGE
+    rows = max(shape.batch for shape in shapes)
+    args = dataclasses.replace(
+        server_args,
+        disable_overlap_schedule=True,
+        max_running_requests=rows,
+        context_length=room,
+        max_total_tokens=rows * room,
+    )
+    worker, info = build_worker(args)
+    assert isinstance(worker, TpModelWorker), type(worker)
+    try:
+        if info.device != "cpu":
+            raise ConfigError(f"bench step measures the CPU; --device {info.device} is not served by it")
+        before = machine_limits()
+        bench = _StepBench(worker.runner, info, room)
+        times = bench.measure(shapes, options.repeat)
+        limits = before.best(machine_limits())
+    finally:
+        worker.close()
+    work = _Work.of(args, info)
+    results = [
+        {
+            **asdict(shape),
+            "kind": shape.kind,
+            **asdict(times[shape]),
+            "tokens_per_s": shape.batch * shape.new_tokens / times[shape].total.median_s,
+            "limit_s": work.limit_s(shape, limits),
+        }
+        for shape in shapes
+    ]
+    fused = next((decision for decision in info.decisions if decision.startswith("fused")), "")
+    subject = {
+        "model": {
+            "path": server_args.model_path,
+            "dtype": info.dtype,
+            "kv_cache_dtype": info.kv_cache_dtype,
+            "attention_backend": info.attention_backend,
+            "weight_bytes": info.weight_bytes,
+            "decisions": info.decisions,
+        },
+        "limits": asdict(limits),
+    }
+    content = timing_document("step", subject, results)
+    console.print(f"{server_args.model_path}: {info.dtype} weights, {info.kv_cache_dtype} KV, {fused}", highlight=False)
+    print_steps(console, content)
+    if options.output is not None:
+        write_json(options.output, content)
+    return content
+
+
+def print_steps(console: Console, content: dict[str, Any]) -> None:
+    """The document's results as a table."""
+    limits = content["limits"]
+    table = Table(
+        title=f"Steps (ms, median; limit by {limits['read_bytes_per_s'] / 1e9:.1f} GB/s and "
+        f"{limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s of this machine)",
+        title_justify="left",
+    )
+    for name in ("step", "rows", "cached", "new", "ms", "best", "host", "tok/s", "limit", "share"):
+        table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
+    for row in content["results"]:
+        total = row["total"]
+        table.add_row(
+            row["kind"],
+            str(row["batch"]),
+            str(row["context"]),
+            str(row["new_tokens"]),
+            f"{total['median_s'] * 1e3:.2f}",
+            f"{total['best_s'] * 1e3:.2f}",
+            f"{row['host']['median_s'] * 1e3:.2f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['limit_s'] * 1e3:.2f}",
+            f"{row['limit_s'] / total['median_s']:.0%}",
+        )
+    console.print(table)
+
+
+class _StepBench:
+    """A runner, its sequences (row r owns slots r * room onwards), and the clock around its model."""
+
+    def __init__(self, runner: ModelRunner, info: ReadyInfo, room: int) -> None:
+        self._runner = runner
+        self._room = room
+        self._vocab_size = info.vocab_size
+        self._model = _TimedModel(runner.model)
+        self._num_steps = 0
+        runner.model = self._model
+        kv = runner.attention.paged_kv()
+        for tensor in () if kv is None else (*kv.pool.k, *kv.pool.v):
+            tensor.fill_(0.01)  # memory that was never written is read from one page of zeros, faster than any real one
+
+    def measure(self, shapes: Sequence[Shape], repeat: int) -> dict[Shape, StepTimes]:
+        """Times of each shape, the shapes in turns."""
+        total: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+        model: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+        plans = {shape: self._plans(shape) for shape in shapes}
+        for turn in range(_WARM_UP + repeat):
+            for shape in shapes:
+                plan = next(plans[shape])
+                self._model.seconds = 0.0
+                begin = time.perf_counter()
+                result = self._runner.run(plan)
+                elapsed = time.perf_counter() - begin
+                assert not result.errors, result.errors
+                if turn >= _WARM_UP:
+                    total[shape].append(elapsed)
+                    model[shape].append(self._model.seconds)
+        return {
+            shape: StepTimes(
+                timing(total[shape]),
+                timing(model[shape]),
+                timing([t - m for t, m in zip(total[shape], model[shape], strict=True)]),
+            )
+            for shape in shapes
+        }
+
+    def _plans(self, shape: Shape) -> Iterator[ModelWorkerBatch]:
+        """Steps of a shape, for ever: a decode goes on, a prefill begins anew. Sequences enter with each step, since shapes in
+        turns share the rows; the first `context` tokens of a row count as cached."""
+        start = shape.context
+        while True:
+            yield self._plan(shape, start)
+            # A decode step sees one more token than the one before, as it would in a server.
+            start += shape.context > 0
+
+    def _plan(self, shape: Shape, start: int) -> ModelWorkerBatch:
+        rng = np.random.default_rng(start)
+        end = start + shape.new_tokens
+        tokens = rng.integers(0, self._vocab_size, (shape.batch, end)).astype(np.int32)
+        first = np.arange(shape.batch, dtype=np.int32) * self._room
+        slots = (first[:, None] + np.arange(end, dtype=np.int32)).astype(np.int32)
+        new = tuple(
+            NewSequence(
+                seq=row,
+                rid=str(row),
+                token_ids=tokens[row],
+                num_prompt_tokens=end,
+                prefix_slots=slots[row, :start],
+                sampling=_GREEDY,
+                end_token_ids=(),
+            )
+            for row in range(shape.batch)
+        )
+        self._num_steps += 1
+        for entering in new:
+            # Entering is the scheduler's cost of a request, not of a step.
+            self._runner.table.add(entering)
+            self._runner.sampler.add(entering.seq, entering)
+        return ModelWorkerBatch(
+            step=self._num_steps,
+            new=(),
+            seqs=np.arange(shape.batch, dtype=np.int32),
+            starts=np.full(shape.batch, start, np.int32),
+            counts=np.full(shape.batch, shape.new_tokens, np.int32),
+            samples=np.ones(shape.batch, np.bool_),
+            out_slots=np.ascontiguousarray(slots[:, start:]).reshape(-1),
+        )
+
+
+class _TimedModel:
+    """A `CausalLM` that adds up the seconds spent in it."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._inner = model
+        self.seconds = 0.0
+
+    def weights(self) -> Iterator[Weight]:
+        """The model's."""
+        return self._inner.weights()
+
+    def fuse(self, attention: AttentionBackend) -> str:
+        """The model's."""
+        return self._inner.fuse(attention)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The model's, timed."""
+        begin = time.perf_counter()
+        out = self._inner.embed(token_ids)
+        self.seconds += time.perf_counter() - begin
+        return out
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """The model's, timed."""
+        begin = time.perf_counter()
+        out = self._inner.forward(hidden, positions, attention)
+        self.seconds += time.perf_counter() - begin
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's, timed."""
+        begin = time.perf_counter()
+        out = self._inner.logits(hidden)
+        self.seconds += time.perf_counter() - begin
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a step cannot avoid. Of a mixture of experts all experts count, so its limit is too long."""
+
+    layer_parameters: int
+    head_parameters: int
+    parameter_bytes: int
+    kv_bytes_per_token: int
+    attention_flops_per_key: int
+
+    @classmethod
+    def of(cls, args: ServerArgs, info: ReadyInfo) -> "_Work":
+        """Counted from the config: a lookup reads one row of the embedding, a product the whole weight."""
+        config = override_model(open_model(args).config, args.json_model_override_args)
+        itemsize = torch.finfo(getattr(torch, info.dtype)).bits // 8
+        head = config.vocab_size * config.hidden_size
+        embeddings = head * 2  # the lookup's table and the projection's own copy, tied or not
+        return cls(
+            layer_parameters=info.weight_bytes // itemsize - embeddings,
+            head_parameters=head,
+            parameter_bytes=itemsize,
+            kv_bytes_per_token=info.kv_bytes // info.max_total_tokens,
+            attention_flops_per_key=4 * config.num_layers * config.num_q_heads * config.head_dim,
+        )
+
+    def limit_s(self, shape: Shape, limits: MachineLimits) -> float:
+        """The shortest that a step of this shape can take."""
+        tokens, keys = shape.batch * shape.new_tokens, shape.context + (shape.new_tokens + 1) / 2
+        num_bytes = (self.layer_parameters + self.head_parameters) * self.parameter_bytes
+        num_bytes += int(shape.batch * shape.context * self.kv_bytes_per_token)
+        flops = 2 * (self.layer_parameters * tokens + self.head_parameters * shape.batch)
+        return limits.shortest_s(num_bytes, flops + tokens * keys * self.attention_flops_per_key)

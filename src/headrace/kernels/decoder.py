@@ -1,0 +1,224 @@
+"""All layers of a decoder as one native call: the common block, over packed weights and the paged KV cache.
+
+Owns what such a call needs to know (`DecoderSpec`) and which models can have it (`why_not`). Does not own the ops: the call runs
+the same kernels in the same order as the layers would one by one, so both give the same bits. Made by the thread that loads the
+model, called by the one that runs it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from headrace.kernels import cpu, registry
+from headrace.kernels.packing import QUANT_SCHEMES, PackedLinear, kv_cache_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayerSpec:
+    """One layer: norm, qkv, (head norms,) rotation, attention, out, (norm,) norm, gate_up, gate, down(, norm).
+
+    Norm weights are float32 as they are applied, None where the layer has none. qkv stacks the projections of q, k and v, gate_up
+    those of gate and up. activation: of the gate, the same in all layers. cos, sin: float32[max_positions, rotary_dim / 2].
+    scale, window, softcap: see `ops.paged_attention`.
+    """
+
+    attention_norm: torch.Tensor
+    qkv: PackedLinear
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    scale: float
+    window: int
+    softcap: float
+    out: PackedLinear
+    after_attention: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: PackedLinear
+    activation: Literal["silu", "gelu_tanh"]
+    down: PackedLinear
+    after_mlp: torch.Tensor | None
+
+    @property
+    def linears(self) -> tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear]:
+        """Every linear of the layer."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A whole decoder between embedding and output projection."""
+
+    layers: tuple[DecoderLayerSpec, ...]
+    final_norm: torch.Tensor
+    eps: float
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a token between layers."""
+        return self.final_norm.numel()
+
+
+def why_not(spec: DecoderSpec) -> str:
+    """Why `FusedDecoder` cannot run this decoder here, or ""."""
+    if not registry.runs_native("cpu"):
+        return cpu.why_not() or "another implementation than the native kernels is preferred"
+    for index, layer in enumerate(spec.layers):
+        for linear in layer.linears:
+            if not linear.layout.startswith("native"):
+                return f"layer {index} has weights of layout {linear.layout}"
+    return ""
+
+
+class FusedDecoder:
+    """A decoder bound to the KV cache of its layers. Keeps every tensor it reads alive.
+
+    It reads the weights where they were when it was made: make another one after weights have been loaded again.
+    """
+
+    def __init__(self, spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor]) -> None:
+        """k_caches, v_caches: one each layer, laid out by `packing.kv_cache_shapes`. ValueError when anything does not fit."""
+        reason = why_not(spec)
+        native = cpu.load()
+        if reason or native is None:
+            raise ValueError(f"the fused decoder cannot run: {reason}")
+        self._spec = spec
+        self._caches = (k_caches, v_caches)
+        _check(spec, k_caches, v_caches)
+        intermediate_size = spec.layers[0].down.k
+        self._decoder = native.Decoder(
+            spec.hidden_size,
+            intermediate_size,
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.eps,
+            spec.layers[0].activation == "gelu_tanh",
+            k_caches[0].dtype == torch.bfloat16,
+            k_caches[0].shape[0],
+            spec.final_norm.data_ptr(),
+        )
+        for layer, k_cache, v_cache in zip(spec.layers, k_caches, v_caches, strict=True):
+            q_norm, k_norm = layer.head_norms or (None, None)
+            self._decoder.add_layer(
+                layer.attention_norm.data_ptr(),
+                _linear(layer.qkv),
+                _address(q_norm),
+                _address(k_norm),
+                layer.cos.data_ptr(),
+                layer.sin.data_ptr(),
+                2 * layer.cos.shape[1],
+                layer.cos.shape[0],
+                layer.scale,
+                layer.window,
+                layer.softcap,
+                k_cache.data_ptr(),
+                v_cache.data_ptr(),
+                _linear(layer.out),
+                _address(layer.after_attention),
+                layer.mlp_norm.data_ptr(),
+                _linear(layer.gate_up),
+                _linear(layer.down),
+                _address(layer.after_mlp),
+            )
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        out_slots: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        q_starts: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run all layers and the final norm.
+
+        hidden: float32[tokens, hidden_size], what the first layer takes; overwritten. positions, out_slots: int32[tokens].
+        page_table, seq_lens, q_starts: see `ops.paged_attention`. Returns float32[tokens, hidden_size]. ValueError when a size,
+        position, slot or page does not fit, and then no KV is written.
+        """
+        tokens = hidden.shape[0]
+        _contiguous("hidden", hidden, torch.float32, (tokens, self._spec.hidden_size))
+        _contiguous("positions", positions, torch.int32, (tokens,))
+        _contiguous("out_slots", out_slots, torch.int32, (tokens,))
+        num_seqs, max_pages = page_table.shape
+        _contiguous("page_table", page_table, torch.int32, (num_seqs, max_pages))
+        _contiguous("seq_lens", seq_lens, torch.int32, (num_seqs,))
+        _contiguous("q_starts", q_starts, torch.int32, (num_seqs + 1,))
+        out = torch.empty_like(hidden)
+        self._decoder.forward(
+            hidden.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            positions.data_ptr(),
+            out_slots.data_ptr(),
+            page_table.data_ptr(),
+            max_pages,
+            seq_lens.data_ptr(),
+            q_starts.data_ptr(),
+            num_seqs,
+        )
+        return out
+
+
+def _check(spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor]) -> None:
+    """ValueError unless every tensor has the size and precision that the native call takes for granted."""
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    q_size, kv_size = spec.num_q_heads * head_dim, spec.num_kv_heads * head_dim
+    if not spec.layers or spec.num_q_heads % spec.num_kv_heads:
+        raise ValueError(
+            f"decoder: {len(spec.layers)} layers, {spec.num_q_heads} q heads, {spec.num_kv_heads} KV heads"
+        )
+    if len(k_caches) != len(spec.layers) or len(v_caches) != len(spec.layers):
+        raise ValueError(f"decoder: {len(spec.layers)} layers but {len(k_caches)} K and {len(v_caches)} V caches")
+    _contiguous("final_norm", spec.final_norm, torch.float32, (hidden,))
+    intermediate = spec.layers[0].down.k
+    dtype, num_pages = k_caches[0].dtype, k_caches[0].shape[0]
+    k_shape, v_shape = kv_cache_shapes(num_pages, spec.num_kv_heads, head_dim, dtype)
+    sizes = ((q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * intermediate, hidden), (hidden, intermediate))
+    for layer, k_cache, v_cache in zip(spec.layers, k_caches, v_caches, strict=True):
+        _contiguous("K cache", k_cache, dtype, k_shape)
+        _contiguous("V cache", v_cache, dtype, v_shape)
+        for name, linear, size in zip(("qkv", "out", "gate_up", "down"), layer.linears, sizes, strict=True):
+            if (linear.n, linear.k) != size:
+                raise ValueError(f"decoder: {name} is [{linear.n}, {linear.k}], not {list(size)}")
+        for norm in (layer.attention_norm, layer.mlp_norm, layer.after_attention, layer.after_mlp):
+            if norm is not None:
+                _contiguous("norm", norm, torch.float32, (hidden,))
+        for norm in layer.head_norms or ():
+            _contiguous("head norm", norm, torch.float32, (head_dim,))
+        _contiguous("cos", layer.cos, torch.float32, tuple(layer.cos.shape))
+        _contiguous("sin", layer.sin, torch.float32, tuple(layer.cos.shape))
+        if layer.activation != spec.layers[0].activation:
+            raise ValueError(f"decoder: layers with {layer.activation} and with {spec.layers[0].activation}")
+        if layer.cos.dim() != 2 or 2 * layer.cos.shape[1] > head_dim or layer.window < 0 or layer.softcap < 0:
+            raise ValueError(
+                f"decoder: cos {tuple(layer.cos.shape)}, head_dim {head_dim}, window {layer.window}, softcap {layer.softcap}"
+            )
+
+
+def _contiguous(what: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
+        raise ValueError(
+            f"decoder: {what} must be contiguous {dtype} {list(shape)} on CPU, "
+            f"got {x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
+        )
+
+
+def _linear(packed: PackedLinear) -> tuple[int, bool, int, int, int, int, int]:
+    return (
+        packed.data.data_ptr(),
+        packed.layout == "native_bf16",
+        QUANT_SCHEMES.get(packed.layout, -1),
+        _address(packed.column_scales),
+        _address(packed.bias),
+        packed.n,
+        packed.k,
+    )
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

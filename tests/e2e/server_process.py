@@ -1,0 +1,100 @@
+"""A real server in a process of its own, and ways to talk to it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_URL = re.compile(r"^\s+URL\s+(http://\S+)$")
+
+
+@dataclass
+class ServerProcess:
+    """The server's address and what it has written to stderr."""
+
+    url: str
+    log: list[str] = field(default_factory=list)
+
+    def get(self, path: str) -> Any:
+        """JSON of a GET that succeeds."""
+        return httpx.get(self.url + path, timeout=30).raise_for_status().json()
+
+    def post(self, path: str, body: object) -> Any:
+        """JSON of a POST that succeeds."""
+        return httpx.post(self.url + path, json=body, timeout=60).raise_for_status().json()
+
+    def stream(self, path: str, body: dict[str, Any]) -> bytes:
+        """Everything that a streamed reply says."""
+        with httpx.stream("POST", self.url + path, json=body | {"stream": True}, timeout=60) as reply:
+            assert reply.status_code == 200, reply.read()
+            return b"".join(reply.iter_raw())
+
+    def state(self) -> dict[str, Any]:
+        """Counters and pool accounting of the scheduler."""
+        state: dict[str, Any] = self.get("/internal_state")
+        return state
+
+    def wait_until_idle(self) -> dict[str, Any]:
+        """The state when nothing runs or waits; every look asks the scheduler. Fails after many."""
+        for _ in range(500):
+            state = self.state()
+            if state["num_running"] == 0 and state["num_waiting"] == 0 and state["num_in_flight_steps"] == 0:
+                return state
+        raise AssertionError(f"still busy: {state}")
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics by name without labels, those of one name added up."""
+        values: dict[str, float] = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            if not line.startswith("#"):
+                name = re.split(r"[{ ]", line, maxsplit=1)[0]
+                values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        return values
+
+
+@contextmanager
+def serving(model: str, *options: str) -> Iterator[ServerProcess]:
+    """`headrace serve model --port 0 options`, until the block ends; then it must leave with code 0."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", *options]
+    paths = [str(here), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        server = ServerProcess("")
+        try:
+            for line in process.stderr:
+                server.log.append(line)
+                if found := _URL.match(line):
+                    server.url = found[1]
+                    break
+            assert server.url, f"the server did not start:\n{''.join(server.log)}"
+            drain = threading.Thread(target=server.log.extend, args=(process.stderr,), daemon=True)
+            drain.start()
+            yield server
+        finally:
+            process.terminate()
+            code = process.wait(timeout=60)
+            if server.url:
+                drain.join()
+    assert code == 0, f"exit code {code}:\n{''.join(server.log)}"
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    """The objects of a stream, whose framing must be exactly `data: {...}` and empty lines, ended by one `[DONE]`."""
+    frames = raw.decode().split("\n\n")
+    assert frames[-1] == "", raw[-200:]
+    assert frames[-2] == "data: [DONE]", raw[-200:]
+    assert all(frame.startswith("data: {") and "\n" not in frame for frame in frames[:-2]), raw[:500]
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]

@@ -1,0 +1,113 @@
+"""What is counted is what Prometheus reads."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.messages.control import InternalState, PoolState
+from headrace.metrics.catalog import Metrics
+from headrace.metrics.export import render
+
+
+def values(metrics):
+    """Every sample by (name without prefix, labels other than the model and bucket)."""
+    found = {}
+    for family in text_string_to_metric_families(render(metrics).decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny"
+            found[(sample.name.removeprefix("headrace:"), *labels.values())] = sample.value
+    return found
+
+
+def state(**changes):
+    fields = {
+        "pool": PoolState(1000, 400, 350, 250, 8, 6, True),
+        "num_running": 2,
+        "num_waiting": 3,
+        "num_in_flight_steps": 1,
+        "num_steps": 9,
+        "num_retracted": 4,
+        "num_aborted": 0,
+        "num_finished": 5,
+        "prompt_tokens": 50,
+        "generation_tokens": 60,
+        "cached_tokens": 10,
+        "computed_prefill_tokens": 40,
+        "prefix_query_tokens": 40,
+        "memory_repairs": 0,
+        "dropped_frames": 0,
+        "gen_throughput": 12.5,
+        "new_token_ratio": 0.5,
+        "waiting_tokens": 7,
+    }
+    return InternalState(**{**fields, **changes})
+
+
+def test_gauges_are_the_schedulers_last_state():
+    metrics = Metrics("tiny")
+    metrics.set_scheduler_state(state(num_running=8))
+    metrics.set_scheduler_state(state())
+
+    got = values(metrics)
+
+    want = {
+        "num_running_reqs": 2,
+        "num_queue_reqs": 3,
+        "gen_throughput": 12.5,
+        "token_usage": 0.25,
+        "kv_available_tokens": 400,
+        "kv_evictable_tokens": 350,
+        "cache_hit_rate": 0.25,
+    }
+    assert {name: got[(name,)] for name in want} == want
+
+
+def test_counters_of_the_scheduler_add_up_also_when_it_was_started_again():
+    metrics = Metrics("tiny")
+    for retracted, queried in ((4, 40), (6, 100), (1, 30)):
+        metrics.set_scheduler_state(state(num_retracted=retracted, prefix_query_tokens=queried))
+
+    got = values(metrics)
+
+    assert got[("retracted_requests_total",)] == 6 + 1
+    assert got[("prefix_query_tokens_total",)] == 100 + 30
+
+
+def test_ends_are_counted_by_their_reason():
+    metrics = Metrics("tiny")
+    for reason in ("stop", "stop", "length", "abort"):
+        metrics.count_end(reason)
+
+    got = values(metrics)
+
+    assert {reason: got[("requests_total", reason)] for reason in ("stop", "length", "abort")} == {
+        "stop": 2,
+        "length": 1,
+        "abort": 1,
+    }
+    assert got[("aborted_requests_total",)] == 1
+
+
+def test_token_counters_and_token_histograms_stay_apart():
+    metrics = Metrics("tiny")
+    for length in (3, 5):
+        metrics.prompt_tokens.inc(length)
+        metrics.prompt_length.observe(length)
+    metrics.generation_tokens.inc(7)
+    metrics.generation_length.observe(7)
+
+    got = values(metrics)
+
+    assert got[("prompt_tokens_total",)] == got[("request_prompt_tokens_sum",)] == 8
+    assert got[("request_prompt_tokens_bucket", "4.0")] == 1
+    assert got[("request_prompt_tokens_bucket", "8.0")] == 2
+    assert got[("request_prompt_tokens_count",)] == 2
+    assert got[("generation_tokens_total",)] == got[("request_generation_tokens_sum",)] == 7
+
+
+def test_every_metric_can_move():
+    """A name that nothing feeds would promise what is not measured."""
+    metrics = Metrics("tiny")
+    metrics.set_scheduler_state(state(num_retracted=0, prefix_query_tokens=0, cached_tokens=0))
+    names = {name for name, *_ in values(metrics)}
+
+    assert not names & {"num_grammar_queue_reqs", "spec_accept_length", "replayed_requests_total"}

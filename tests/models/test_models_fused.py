@@ -1,0 +1,116 @@
+"""A decoder's layers in one native call give the bits of the ops one by one."""
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from model_harness import FAMILIES, Runner, open_runner, random_tokens, save_tiny, tiny_config
+
+from headrace import kernels
+from headrace.kernels import cpu
+
+if cpu.why_not():
+    pytest.skip(cpu.why_not(), allow_module_level=True)
+
+PROMPT = random_tokens(70, seed=1)
+OTHER = random_tokens(37, seed=2)
+ISAS = [isa for isa, reason in cpu.isas() if not reason]
+SPARSE = {"qwen3_moe", "mixtral"}
+DENSE = [family for family in FAMILIES if family not in SPARSE]
+
+
+@functools.cache
+def checkpoint(family: str) -> tuple[Path, tempfile.TemporaryDirectory]:
+    folder = tempfile.TemporaryDirectory()
+    save_tiny(tiny_config(family), Path(folder.name))
+    return Path(folder.name), folder
+
+
+@functools.cache
+def pair(family: str, dtype: torch.dtype) -> tuple[Runner, Runner]:
+    """The same model op by op and fused."""
+    plain, fused = (open_runner(checkpoint(family)[0], "cpu", dtype) for _ in range(2))
+    assert fused.model.fuse(fused.attention) == ""
+    return plain, fused
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    threads = kernels.num_threads()
+    yield
+    cpu.select_isa(ISAS[0])
+    kernels.set_num_threads(threads)
+
+
+def logits(runner: Runner) -> list[torch.Tensor]:
+    """Prefill, chunks, decode, and a step that mixes them."""
+    out = [runner.chunks(0, PROMPT, []), runner.chunks(1, PROMPT, [7, 16, 1, 30]), runner.chunks(2, OTHER, [30])]
+    for i in range(3):
+        out += runner.step([(0, 70 + i, [i]), (2, 37 + i, [i + 5])])
+    return [*out, *runner.step([(3, 0, OTHER), (1, 70, [9]), (2, 40, PROMPT[:20])])]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", DENSE)
+def test_one_call_for_all_layers_gives_the_bits_of_the_ops(
+    family: str, dtype: torch.dtype, isa: str, threads: int, as_before: None
+):
+    plain, fused = pair(family, dtype)
+    cpu.select_isa(isa)
+    kernels.set_num_threads(threads)
+
+    for got, want in zip(logits(fused), logits(plain), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("family", sorted(SPARSE))
+def test_a_mixture_of_experts_runs_op_by_op_and_says_why(family: str):
+    runner = open_runner(checkpoint(family)[0], "cpu")
+
+    assert "mixture of experts" in runner.model.fuse(runner.attention)
+    assert runner.chunks(0, OTHER, []).shape == (len(OTHER), 199)
+
+
+def test_another_attention_backend_runs_op_by_op_and_says_why():
+    runner = open_runner(checkpoint("llama")[0], "torch_native")
+
+    assert "torch_native" in runner.model.fuse(runner.attention)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-fast", "int4"])
+@torch.inference_mode()
+def test_quantised_layers_fused_give_the_bits_of_the_ops(scheme):
+    folder = checkpoint("qwen2")[0]
+    plain, fused = (open_runner(folder, "cpu", torch.bfloat16, quantization=scheme) for _ in range(2))
+    assert fused.model.fuse(fused.attention) == ""
+    for got, want in zip(logits(fused), logits(plain), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_weights_packed_for_torch_run_op_by_op():
+    with kernels.prefer("torch"):
+        runner = open_runner(checkpoint("llama")[0], "cpu")
+        assert "preferred" in runner.model.fuse(runner.attention)
+
+    assert "layout torch" in runner.model.fuse(runner.attention)
+
+
+@torch.inference_mode()
+def test_a_slot_beyond_the_pool_is_refused_before_anything_is_written():
+    runner = open_runner(checkpoint("llama")[0], "cpu")
+    runner.model.fuse(runner.attention)
+    kv = runner.attention.paged_kv()
+    assert kv is not None
+    runner.step([(0, 0, OTHER)])
+    before = [tensor.clone() for tensor in (*kv.pool.k, *kv.pool.v)]
+    kv.rows.out_slots[3] = kv.pool.num_slots
+
+    with pytest.raises(ValueError, match=f"slot {kv.pool.num_slots} at index 3"):
+        runner.model.forward(runner.model.embed(torch.tensor(OTHER)), kv.rows.positions, runner.attention)
+    for now, then in zip((*kv.pool.k, *kv.pool.v), before, strict=True):
+        assert torch.equal(now, then)
