@@ -161,7 +161,9 @@ def open_runner(
 ) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
-    model = load_model(checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS, quantization))
+    model = load_model(
+        checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS, quantization)
+    )
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
     attention.make_kv_pool(kv_shape(checkpoint.config, dtype), 4 * MAX_POSITIONS, 16, CPU)

@@ -51,6 +51,11 @@ class QuantizedMatrix:
             return values.sub_(2 ** (BITS[self.scheme] - 1)).mul_(scales)
         return values.mul_(scales).sub_(self.minimums.repeat_interleave(self.group_size, dim=1)[:, :k])
 
+    def rows(self, begin: int, end: int) -> "QuantizedMatrix":
+        """Rows begin .. end - 1."""
+        minimums = None if self.minimums is None else self.minimums[begin:end]
+        return QuantizedMatrix(self.scheme, self.codes[begin:end], self.scales[begin:end], minimums, self.group_size)
+
     def regrouped(self, group_size: int) -> "QuantizedMatrix":
         """The same weights with smaller groups; group_size divides the present one."""
         if group_size == self.group_size:

@@ -33,7 +33,7 @@ _SECONDS = Bounds(least=0.0, most=LONGEST_S)
 _FILLED = Bounds(filled=True)
 
 
-def _opt(default: Any, group: str, help_text: str, bounds: Bounds = Bounds()) -> Any:  # noqa: B008 - frozen
+def _opt(default: Any, group: str, help_text: str, bounds: Bounds = Bounds()) -> Any:
     return field(default=default, metadata={"group": group, "help": help_text, "bounds": bounds})
 
 

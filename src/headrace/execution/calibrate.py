@@ -125,11 +125,14 @@ def _calibrate(
         progress(f"calibration text: {number + 1} of {len(windows)} windows")
     for layer in layers:
         layer.observer = None
-    for number, weight in enumerate(weights):
-        hessian = hessians[id(weight.layer)].sum
-        values = weight.read().float()
-        if values.shape[1] % KERNEL_GROUP:
-            matrices[weight.name] = quantize(values, "int8")
-        else:
-            matrices[weight.name] = gptq.quantize(values, hessian)
-        progress(f"quantised {number + 1} of {len(weights)} matrices")
+    for number, layer in enumerate(layers):
+        parts = [weight for weight in weights if weight.layer is layer]
+        values = torch.cat([part.read().float() for part in parts])
+        hessian = hessians[id(layer)].sum
+        aligned = values.shape[1] % KERNEL_GROUP == 0
+        whole = gptq.quantize(values, hessian) if aligned else quantize(values, "int8")
+        begin = 0
+        for part in parts:
+            matrices[part.name] = whole.rows(begin, begin + part.shape[0])
+            begin += part.shape[0]
+        progress(f"quantised {number + 1} of {len(layers)} layers")

@@ -20,7 +20,6 @@ from headrace.kernels.packing import (
 )
 
 
-
 def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
     """See `headrace.kernels.ops.pack_linear`."""
     if isinstance(weight, QuantizedMatrix):

@@ -1,7 +1,8 @@
 """int4 with error feedback: each column's rounding error is made good, as far as the inputs seen allow, by the columns after it.
 
 Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022), algorithm 1, with
-the grid of each group found when its turn comes, from the weights as corrected so far. Runs in the thread that quantises a checkpoint.
+the columns in the order of their inputs' size; grids are those of the weights before correction, so the order leaves no trace in the
+file. Runs in the thread that quantises a checkpoint.
 """
 
 import torch
@@ -20,27 +21,29 @@ def quantize(weight: torch.Tensor, hessian: torch.Tensor) -> QuantizedMatrix:
     """
     n, k = weight.shape
     assert k % KERNEL_GROUP == 0, k
-    rest = weight.T.contiguous()  # [k, n]: a column of the weight is contiguous
-    feedback = _feedback(hessian)
-    codes = torch.empty(k, n, dtype=torch.uint8)
-    scales, minimums = torch.empty(k // KERNEL_GROUP, n), torch.empty(k // KERNEL_GROUP, n)
     importance = hessian.diagonal().clamp(min=1e-12)
+    groups = weight.reshape(n, -1, KERNEL_GROUP)
+    scales, minimums = grid(groups, importance.reshape(-1, KERNEL_GROUP))
+    # Columns with the largest inputs first: what is left over at the end has nowhere to go.
+    order = torch.argsort(importance, descending=True)
+    feedback = _feedback(hessian[order][:, order])
+    column_scales = scales.T.repeat_interleave(KERNEL_GROUP, dim=0)[order]
+    column_minimums = minimums.T.repeat_interleave(KERNEL_GROUP, dim=0)[order]
+    rest = weight.T[order].contiguous()  # [k, n]: a column of the weight is contiguous
+    codes = torch.empty(k, n, dtype=torch.uint8)
     for begin in range(0, k, _BLOCK):
         end = min(begin + _BLOCK, k)
         errors = torch.empty(end - begin, n)
         for column in range(begin, end):
-            group = column // KERNEL_GROUP
-            if column % KERNEL_GROUP == 0:
-                columns = slice(column, column + KERNEL_GROUP)
-                scales[group], minimums[group] = grid(rest[columns].T, importance[columns])
-            scale, minimum = scales[group], minimums[group]
-            code = encode(rest[column], scale, minimum)
+            code = encode(rest[column], column_scales[column], column_minimums[column])
             codes[column] = code
-            error = (rest[column] - (code * scale - minimum)) / feedback[column, column]
-            errors[column - begin] = error
-            rest[column + 1 : end].addr_(feedback[column, column + 1 : end], error, alpha=-1.0)
+            rounded = code * column_scales[column] - column_minimums[column]
+            errors[column - begin] = (rest[column] - rounded) / feedback[column, column]
+            rest[column + 1 : end].addr_(feedback[column, column + 1 : end], errors[column - begin], alpha=-1.0)
         rest[end:].addmm_(feedback[begin:end, end:].T, errors, alpha=-1.0)
-    return QuantizedMatrix("int4", codes.T.contiguous(), scales.T.contiguous(), minimums.T.contiguous(), KERNEL_GROUP)
+    unsorted = torch.empty_like(codes)
+    unsorted[order] = codes
+    return QuantizedMatrix("int4", unsorted.T.contiguous(), scales, minimums, KERNEL_GROUP)
 
 
 def _feedback(hessian: torch.Tensor) -> torch.Tensor:
