@@ -14,6 +14,9 @@
 namespace headrace {
 namespace {
 
+// Tokens whose feed-forward layer is computed at once: its buffers, the widest, need not hold a whole prefill.
+constexpr int64_t kMlpTokens = 384;
+
 void linear(const DecoderLinear& w, const float* x, float* y, int64_t rows) {
   if (w.scheme >= 0) {
     run_linear_quantized(x, w.k, static_cast<QuantScheme>(w.scheme), w.weight, w.column_scales, w.bias, y, w.n, rows, w.n, w.k,
@@ -64,9 +67,11 @@ Decoder::Buffers Decoder::buffers(int64_t tokens) {
   const DecoderShape& s = shape_;
   const int64_t q_size = s.num_q_heads * s.head_dim, qkv_size = q_size + 2 * s.num_kv_heads * s.head_dim;
   const int64_t sizes[] = {s.hidden_size, qkv_size, q_size, 2 * s.intermediate_size, s.intermediate_size, s.hidden_size};
-  auto rounded = [&](int64_t size) { return (tokens * size + 15) / 16 * 16; };
+  const int64_t mlp_tokens = tokens < kMlpTokens ? tokens : kMlpTokens;
+  const int64_t counts[] = {tokens, tokens, tokens, mlp_tokens, mlp_tokens, tokens};
+  auto floats = [&](int i) { return (counts[i] * sizes[i] + 15) / 16 * 16; };
   int64_t total = 0;
-  for (const int64_t size : sizes) total += rounded(size);
+  for (int i = 0; i < 6; ++i) total += floats(i);
   if (total > memory_floats_) {
     memory_.reset();
     memory_floats_ = 0;
@@ -79,7 +84,7 @@ Decoder::Buffers Decoder::buffers(int64_t tokens) {
   float* next = memory_.get();
   for (int i = 0; i < 6; ++i) {
     at[i] = next;
-    next += rounded(sizes[i]);
+    next += floats(i);
   }
   return {at[0], at[1], at[2], at[3], at[4], at[5]};
 }
@@ -151,10 +156,13 @@ void Decoder::forward(const DecoderStep& step) {
     linear(layer.out, b.attended, b.added, tokens);
     if (layer.after_attention != nullptr) norm(b.added, nullptr, layer.after_attention, b.added);
     norm(b.added, step.hidden, layer.mlp_norm, b.normed);
-    linear(layer.gate_up, b.normed, b.gate_up, tokens);
-    const GatedArgs gated = {b.gate_up, 2 * s.intermediate_size, b.activated, tokens, s.intermediate_size};
-    s.gelu ? k.gelu_tanh_mul(gated) : k.silu_mul(gated);
-    linear(layer.down, b.activated, b.added, tokens);
+    for (int64_t begin = 0; begin < tokens; begin += kMlpTokens) {
+      const int64_t count = tokens - begin < kMlpTokens ? tokens - begin : kMlpTokens;
+      linear(layer.gate_up, b.normed + begin * s.hidden_size, b.gate_up, count);
+      const GatedArgs gated = {b.gate_up, 2 * s.intermediate_size, b.activated, count, s.intermediate_size};
+      s.gelu ? k.gelu_tanh_mul(gated) : k.silu_mul(gated);
+      linear(layer.down, b.activated, b.added + begin * s.hidden_size, count);
+    }
     if (layer.after_mlp != nullptr) norm(b.added, nullptr, layer.after_mlp, b.added);
     added = b.added;
   }

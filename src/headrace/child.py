@@ -2,11 +2,10 @@
 
 `python -m headrace.child KIND` reads one JSON line on stdin (options and addresses: nothing of it shows in `ps`) and writes JSON
 lines on the descriptor named there: progress while it loads, then "ready" or "error". A child ignores SIGINT and SIGTERM, because
-its parent drains and tells it to leave; it is killed by the kernel when the parent dies.
+its parent drains and tells it to leave; it ends at once when the parent, which keeps that stdin open, has died.
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -20,15 +19,15 @@ import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, HeadraceError, ModelError
+from headrace.frontend import lifeline
 from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 
 Kind = Literal["scheduler", "detokenizer"]
-_PR_SET_PDEATHSIG = 1
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a child is given. parent_pid: to notice a parent that died before the kernel was asked to watch it."""
+    """What a child is given. parent_pid: see `lifeline`."""
 
     args: ServerArgs
     ports: Ports
@@ -74,8 +73,9 @@ class ChildProcess:
         os.close(report_fd)
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once; `wait_ready` says so
+            # Left open: its end of file tells the child that we are gone.
             self._popen.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
-            self._popen.stdin.close()
+            self._popen.stdin.flush()
         self._buffer = b""
 
     @property
@@ -131,12 +131,18 @@ class ChildProcess:
             self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._popen.kill()
-            self._popen.wait()
+        self._reap()
 
     def kill(self) -> None:
         """End it now."""
         self._popen.kill()
+        self._reap()
+
+    def _reap(self) -> None:
         self._popen.wait()
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what a child that died at once did not read
+            self._popen.stdin.close()
 
 
 class Reporter:
@@ -174,7 +180,7 @@ class Reporter:
     def _write(self, report: Report) -> None:
         if self._closed:
             return
-        # A parent that is gone or no longer listens: PDEATHSIG deals with the first.
+        # A parent that is gone or no longer listens: the lifeline deals with the first.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._fd, self._encoder.encode(report) + b"\n")
 
@@ -184,21 +190,13 @@ class Reporter:
             os.close(self._fd)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux prctl(2), PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:
-            os._exit(1)
-
-
 def main() -> None:
     """Entry of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kind = sys.argv[1]
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
-    die_with_parent(bootstrap.parent_pid)
+    lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
     from headrace import log
     from headrace.launch import run_detokenizer, run_scheduler
     from headrace.messages.channel import ZmqChannels

@@ -4,6 +4,7 @@ HeadraceError
 ├── RequestError          the caller's fault                       400
 │   ├── NotFoundError     unknown model, adapter, session, rid     404
 │   ├── AuthError         missing or wrong key                     401
+│   ├── LateError         not done within the server's time limit  408
 │   └── TooLargeError     body or prompt beyond a byte limit       413
 ├── CapacityError         no room now; `retry_after_s` says when   429 / 503
 ├── ConfigError           the options cannot work: refuse to start (process exit 2)
@@ -53,6 +54,12 @@ class AuthError(RequestError):
 
     status_code = 401
     error_type = "authentication_error"
+
+
+class LateError(RequestError):
+    """The request took longer than the server allows. Asking again would take as long."""
+
+    status_code = 408
 
 
 class TooLargeError(RequestError):

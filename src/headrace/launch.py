@@ -7,6 +7,7 @@ bodies of the children. torch is imported only inside `run_scheduler`: with chil
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from headrace.child import ChildProcess
 from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
+from headrace.frontend import lifeline
 from headrace.frontend.chat_templates import ChatTemplate, chat_template_of, read_template_argument
 from headrace.frontend.detokenizer_manager import DetokenizerManager
 from headrace.frontend.supervisor import Supervisor
@@ -51,6 +53,9 @@ logger = log.get_logger(__name__)
 
 HEARTBEAT_S = 0.5
 STOP_CHILD_S = 3.0
+START_POLL_S = 0.2
+OWNER_GONE_S = (0.5, 1.0)
+"""A server whose owner has died drains for so long, then ends its requests for so long, then is gone."""
 
 OnReady = Callable[[ReadyInfo | None], None]
 OnProgress = Callable[[int, int], None]
@@ -92,8 +97,22 @@ def served_name(args: ServerArgs) -> str:
 # -- the bodies of the scheduler and the detokenizer
 
 
-def run_scheduler(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
-    """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`."""
+def _die_of_watchdog() -> None:
+    """A step that never ends cannot be interrupted: the process goes, and its parent answers every waiter."""
+    os._exit(3)
+
+
+def run_scheduler(
+    args: ServerArgs,
+    channels: Channels,
+    on_ready: OnReady,
+    on_progress: OnProgress,
+    on_stall: Callable[[], None] = _die_of_watchdog,
+) -> None:
+    """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`.
+
+    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s.
+    """
     from headrace.execution.build import build_worker
 
     receiver = channels.receiver("to_scheduler")
@@ -103,7 +122,7 @@ def run_scheduler(args: ServerArgs, channels: Channels, on_ready: OnReady, on_pr
     worker, ready = build_worker(args, on_progress)
     cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size)
     allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
-    watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=_die_of_watchdog)
+    watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
     scheduler = Scheduler(
         scheduler_config(args, model, ready),
         KVManager(allocator, cache, ready.max_running_requests),
@@ -123,13 +142,14 @@ def run_scheduler(args: ServerArgs, channels: Channels, on_ready: OnReady, on_pr
 
 def scheduler_config(args: ServerArgs, model: ModelConfig, ready: ReadyInfo) -> SchedulerConfig:
     """The scheduler's limits."""
-    chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else ready.context_length
+    wanted = args.chunked_prefill_size if args.chunked_prefill_size > 0 else ready.context_length
     return SchedulerConfig(
         policy=args.schedule_policy,
-        chunk_tokens=chunk,
-        step_tokens=max(args.max_prefill_tokens, chunk, ready.max_running_requests),
+        chunk_tokens=min(wanted, args.max_prefill_tokens),
+        step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
         max_running=ready.max_running_requests,
-        max_queued=args.max_queued_requests,
+        # Those that will run at once are queued for a moment too.
+        max_queued=ready.max_running_requests + args.max_queued_requests,
         max_steps_in_flight=1 if args.disable_overlap_schedule else 2,
         eos_token_ids=frozenset(model.eos_token_ids),
         vocab_size=ready.vocab_size,
@@ -167,11 +187,6 @@ def _stop_checker(tokenizer: Tokenizer, request: TokenizedGenerateReqInput) -> S
         context_ids=unpack_int32(request.input_ids[-32:]) if not request.input_embeds else (),
     )
     return StopMatcher(sampling.stop, sampling.stop_regex, decoder)
-
-
-def _die_of_watchdog() -> None:
-    """A step that never ends cannot be interrupted: the process goes, and its parent answers every waiter."""
-    os._exit(3)
 
 
 @contextlib.contextmanager
@@ -273,15 +288,17 @@ class ThreadParts(Parts):
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
         """Start both threads and wait until they can serve. Raises why one cannot."""
-        for name, run in (("scheduler", run_scheduler), ("detokenizer", run_detokenizer)):
+        scheduler = functools.partial(run_scheduler, on_stall=self._stalled)
+        for name, run in (("scheduler", scheduler), ("detokenizer", run_detokenizer)):
             thread = threading.Thread(target=self._guard, args=(name, run, on_progress), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        for _ in self._threads:
-            self._started.acquire()
-        if self._error is not None:
+        num_missing = len(self._threads)
+        while num_missing and self._error is None and not should_stop():
+            num_missing -= self._started.acquire(timeout=START_POLL_S)
+        if num_missing or self._error is not None:
             self.stop()
-            raise self._error
+            raise self._error or ExecutionError("stopped while starting")
         assert self._ready is not None
         return self._ready
 
@@ -290,6 +307,11 @@ class ThreadParts(Parts):
     ) -> None:
         started = False
 
+        def progress(done: int, total: int) -> None:
+            if self._stopped:
+                raise ExecutionError("stopped while starting")
+            on_progress(done, total)
+
         def on_ready(info: ReadyInfo | None) -> None:
             nonlocal started
             self._ready = info or self._ready
@@ -297,14 +319,19 @@ class ThreadParts(Parts):
             self._started.release()
 
         try:
-            run(self._args, self.channels, on_ready, on_progress)
+            run(self._args, self.channels, on_ready, progress)
         except BaseException as error:
             if not started:
-                self._error = error
+                self._error = self._error or error
                 self._started.release()
-                return
-            logger.exception("the %s thread died", name)
-            self._on_death(f"the {name} died; the request was lost")
+            elif not self._stopped:
+                logger.exception("the %s thread died", name)
+                self._on_death(f"the {name} died; the request was lost")
+
+    def _stalled(self) -> None:
+        """The process is the user's: it is told, and not ended."""
+        limit_s = self._args.watchdog_timeout_s
+        self._on_death(f"a step took longer than {limit_s:g} s (--watchdog-timeout-s); the request was lost")
 
     def watch(self, manager: TokenizerManager, on_death: Callable[[str], None]) -> None:
         """Call `on_death(message)` when a thread dies."""
@@ -398,6 +425,7 @@ def launch_engine(
             manager.fail_all(message)
             engine.on_death()
 
+        manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, died)
         return engine
 
@@ -418,6 +446,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
+    lifeline.follow_owner(_leave_with_owner)
     started_s = time.monotonic()
     # Bound first: a port in use is found before the model is loaded, and clients that come early wait.
     listening = bind(args.host, args.port)
@@ -434,6 +463,14 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
             return runner.run(_serve(engine, listening, announce, stopping))
     finally:
         engine.shutdown()
+
+
+def _leave_with_owner() -> None:
+    """In a thread: stop as for signals, and go in any case."""
+    for wait_s in OWNER_GONE_S:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(wait_s)
+    os._exit(1)
 
 
 async def _serve(

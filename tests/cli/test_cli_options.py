@@ -12,6 +12,8 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
 FIELDS = {f.name: f for f in fields(ServerArgs)}
+NEEDED_WITH = {"log_requests_level": ["--log-requests"]}
+"""Options without which another is refused."""
 
 
 def another_value(f):
@@ -43,7 +45,7 @@ def test_no_options_give_the_defaults():
 def test_every_field_can_be_set(name):
     value, argv = another_value(FIELDS[name])
 
-    got = getattr(parse(argv), name)
+    got = getattr(parse([*argv, *NEEDED_WITH.get(name, [])]), name)
 
     assert got == value
     assert type(got) is type(value)

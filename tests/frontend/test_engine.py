@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 
+import numpy as np
 import pytest
 from frontend_fakes import READY, ByteTokenizer, FakeEngine
 
@@ -80,6 +81,33 @@ def test_one_prompt_several_prompts_and_several_samples(engine):
     assert [a["text"] for a in engine.generate("a", {"n": 2})] == ["a", "a"]
     assert engine.generate(input_ids=[104, 105])["text"] == "hi"
     assert engine.generate(text="by its other name")["text"] == "by its other name"
+
+
+class Tensor:
+    """As arrays and tensors: ids that come out of `tolist`."""
+
+    def __init__(self, *ids):
+        self._ids = ids
+
+    def tolist(self):
+        return list(self._ids)
+
+
+@pytest.mark.parametrize("ids", [(104, 105), Tensor(104, 105), np.array([104, 105]), [np.int64(104), 105]])
+def test_token_ids_may_be_any_sequence_or_array(engine, ids):
+    assert engine.generate(input_ids=ids)["text"] == "hi"
+
+
+@pytest.mark.parametrize("ids", [([104], (105,)), [Tensor(104), np.array([105])], np.array([[104], [105]])])
+def test_several_prompts_of_token_ids_may_be_sequences_and_arrays(engine, ids):
+    assert [answer["text"] for answer in engine.generate(input_ids=ids)] == ["h", "i"]
+
+
+@pytest.mark.parametrize("ids", ["hi", {104}, 104, np.array(104)])
+def test_what_is_no_sequence_of_token_ids_is_said(engine, ids):
+    with pytest.raises(RequestError, match="input_ids must be a list") as caught:
+        engine.generate(input_ids=ids)
+    assert caught.value.param == "input_ids"
 
 
 def test_a_stream_ends_with_the_same_answer(engine):

@@ -11,7 +11,7 @@ from headrace.frontend import runtime
 from headrace.frontend.runtime import Runtime, command_line, free_port
 
 SERVER = r"""
-import json, sys
+import json, os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,9 +39,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(503, {"error": {"message": "queue is full"}}, Retry_After="7")
         if text == "bad":
             return self.reply(400, {"error": {"message": "no good", "param": "text"}})
+        if text == "cut":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"data: {")
+            return
         if not request.get("stream"):
-            return self.reply(200, {"text": text, "key": self.headers["Authorization"]})
+            answer = {"text": text, "key": self.headers["Authorization"]}
+            if text == "keys":
+                answer = {n: os.environ.get(n) for n in ("HEADRACE_API_KEY", "HEADRACE_ADMIN_API_KEY")}
+            return self.reply(200, answer)
         frames = [{"text": text[: i + 1]} for i in range(len(text))]
+        if text == "killed":
+            return self.reply(200, "".join(f"data: {json.dumps(f)}\n\n" for f in frames).encode())
         if text == "breaks":
             frames.append({"error": {"message": "broke"}})
         out = "".join(f"data: {json.dumps(f)}\n\n" for f in frames) + "data: [DONE]\n\n"
@@ -92,6 +103,27 @@ def test_it_speaks_to_its_server(stand_in):
     assert process.poll() is not None
     assert stand_in[0][:4] == [sys.executable, "-m", "headrace.cli", "serve"]
     assert not any(word.rpartition("=")[2] == "k" for word in stand_in[0])
+
+
+@pytest.mark.parametrize("prompt", ["killed", "cut"])
+async def test_an_answer_that_breaks_off_is_an_error(stand_in, prompt):
+    with Runtime(model_path="tiny") as server:
+        with pytest.raises(ExecutionError, match="before it was complete"):
+            list(server.generate(prompt, stream=True))
+        with pytest.raises(ExecutionError, match="before it was complete"):
+            [chunk async for chunk in server.async_generate(prompt)]
+        if prompt == "cut":
+            with pytest.raises(ExecutionError, match="before it was complete"):
+                server.generate(prompt)
+
+
+def test_keys_of_the_environment_are_not_the_server_s_unless_given(stand_in, monkeypatch):
+    monkeypatch.setenv("HEADRACE_API_KEY", "of another server")
+    monkeypatch.setenv("HEADRACE_ADMIN_API_KEY", "of another server")
+    with Runtime(model_path="tiny") as server:
+        assert server.generate("keys") == {"HEADRACE_API_KEY": None, "HEADRACE_ADMIN_API_KEY": None}
+    with Runtime(model_path="tiny", api_key="k") as server:
+        assert server.generate("keys") == {"HEADRACE_API_KEY": "k", "HEADRACE_ADMIN_API_KEY": None}
 
 
 async def test_it_streams_asynchronously(stand_in):

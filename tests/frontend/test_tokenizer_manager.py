@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from frontend_fakes import CONTEXT_LENGTH, EOS, READY, STATE, FakeEngine, request, turns
 
-from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
+from headrace.errors import CapacityError, ExecutionError, LateError, NotFoundError, RequestError
 from headrace.messages.control import FaultReq, Heartbeat, SchedulerStats
 from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import pack_float32, pack_int32
@@ -464,6 +464,8 @@ async def test_the_end_of_a_child_reaches_every_waiter(make_frontend):
 
 async def test_a_loop_that_breaks_answers_every_waiter(make_frontend, caplog):
     frontend = make_frontend()
+    broken = []
+    frontend.manager.on_broken = lambda: broken.append(frontend.manager.failure)
     task = frontend.start("p")
     await frontend.engine.until(lambda: frontend.engine.requests)
     frontend.engine.outbox.send(Heartbeat(["not", "hashable"]))
@@ -471,6 +473,7 @@ async def test_a_loop_that_breaks_answers_every_waiter(make_frontend, caplog):
     with pytest.raises(ExecutionError, match="internal error"):
         await task
     assert not await frontend.manager.health()
+    assert broken == ["internal error"]
     assert "the loop that takes outputs failed" in caplog.text
 
 
@@ -501,7 +504,8 @@ async def test_outputs_of_unknown_rids_are_counted_and_dropped(make_frontend):
 
 
 async def test_a_full_queue_answers_with_retry_after_until_first_tokens_come(make_frontend):
-    frontend = make_frontend(max_queued_requests=2)
+    # One that fills the running slot, one that waits.
+    frontend = make_frontend(ready=msgspec.structs.replace(READY, max_running_requests=1), max_queued_requests=1)
     engine = frontend.engine
     tasks = [frontend.start("p", rid=rid) for rid in ("a", "b")]
     await engine.until(lambda: len(engine.requests) == 2)
@@ -520,8 +524,9 @@ async def test_a_full_queue_answers_with_retry_after_until_first_tokens_come(mak
 
 
 async def test_more_samples_than_the_queue_can_ever_hold_are_a_bad_request(make_frontend):
+    frontend = make_frontend(ready=msgspec.structs.replace(READY, max_running_requests=2), max_queued_requests=3)
     with pytest.raises(RequestError, match="asks for 6 samples"):
-        await make_frontend(max_queued_requests=5).start(["a", "b", "c"], sampling_params={"n": 2})
+        await frontend.start(["a", "b", "c"], sampling_params={"n": 2})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -635,6 +640,82 @@ async def test_logprobs_of_outputs_only_have_no_texts_and_no_input_entries_unles
     assert "output_top_logprobs" not in meta
 
 
+PROMPT_BLOCK = LogprobBlock(pack_int32([98, 99]), pack_float32([-1, -2]))
+ONE_BLOCK = LogprobBlock(pack_int32([120]), pack_float32([-0.5]))
+PROMPT_LISTS = [(None, 97, None), (-1.0, 98, None), (-2.0, 99, None)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_samples_of_a_prompt_share_the_logprobs_that_the_first_one_asks_for(make_frontend, stream):
+    frontend = make_frontend()
+    engine = frontend.engine
+    fields = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
+    task = frontend.start("abc", rid="r", stream=stream, **fields)
+    await engine.until(lambda: len(engine.requests) == 2)
+    assert [engine.requests[rid].logprobs.prompt_start for rid in ("r/0", "r/1")] == [1, 4]
+    # The prompt was cached, so the second sample is done first.
+    engine.emit("r/1", "x", FinishReason("length", length=1), logprobs=ONE_BLOCK)
+    await turns()
+    assert not task.answers
+    engine.emit("r/0", "x", FinishReason("length", length=1), prompt_logprobs=PROMPT_BLOCK, logprobs=ONE_BLOCK)
+
+    answers = await task
+
+    answers = answers if stream else answers[0]
+    assert sorted(answer["index"] for answer in answers) == [0, 1]
+    for answer in answers:
+        assert answer["meta_info"]["input_token_logprobs"] == PROMPT_LISTS
+        assert answer["meta_info"]["output_token_logprobs"] == [(-0.5, 120, None)]
+
+
+@pytest.mark.parametrize(
+    "options,more", [({"disable_radix_cache": True}, {}), ({}, {"return_hidden_states": True})], ids=["cache", "states"]
+)
+async def test_each_sample_asks_for_itself_where_prompts_are_not_shared(make_frontend, options, more):
+    frontend = make_frontend(**options)
+    engine = frontend.engine
+    fields = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
+    task = frontend.start("abc", rid="r", **fields, **more)
+    await engine.until(lambda: len(engine.requests) == 2)
+    assert [engine.requests[rid].logprobs.prompt_start for rid in ("r/0", "r/1")] == [1, 1]
+    for rid in ("r/0", "r/1"):
+        engine.emit(rid, finish=FinishReason("length"), prompt_logprobs=PROMPT_BLOCK)
+    for answer in (await task)[0]:
+        assert answer["meta_info"]["input_token_logprobs"] == PROMPT_LISTS
+
+
+# -- a deadline
+
+LATE = FinishReason("abort", message="too late", status_code=408)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_is_late_before_its_first_token_is_an_error(make_frontend, stream):
+    frontend = make_frontend()
+    task = frontend.start("p", rid="r", stream=stream)
+    await frontend.engine.until(lambda: frontend.engine.requests)
+    frontend.engine.emit("r", finish=LATE)
+
+    with pytest.raises(LateError, match="too late") as caught:
+        await task
+    assert caught.value.status_code == 408
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_is_late_after_it_began_ends_with_what_there_is(make_frontend, stream):
+    frontend = make_frontend()
+    task = frontend.start("p", rid="r", stream=stream)
+    await frontend.engine.until(lambda: frontend.engine.requests)
+    frontend.engine.emit("r", "ab")
+    frontend.engine.emit("r", "c", LATE)
+
+    last = (await task)[-1]
+
+    assert last["text"] == "abc"
+    # Status 0: no error frame follows.
+    assert last["meta_info"]["finish_reason"] == {"type": "abort", "message": "too late", "status_code": 0}
+
+
 async def test_hidden_states_come_as_rows(make_frontend):
     frontend = make_frontend()
     engine = frontend.engine
@@ -667,7 +748,6 @@ async def test_control_operations_bring_the_scheduler_s_answer(make_frontend):
 
     assert (await manager.flush_cache()).success
     assert await manager.internal_state() == STATE
-    assert (await manager.get_load())["num_used_tokens"] == 6
     assert await manager.health()
     assert await manager.health(generate=True)
     frontend.engine.busy = True
@@ -777,6 +857,36 @@ async def test_metrics_follow_the_requests_and_the_scheduler(make_frontend):
         "cache_hit_rate{L} 0.25",
     ):
         assert "headrace:" + line.replace("L", 'model_name="tiny"', 1) in text, line
+
+
+async def test_a_prompt_counts_when_it_has_been_computed(make_frontend):
+    frontend = make_frontend(served_model_name="tiny")
+    engine = frontend.engine
+    queued = frontend.start("abcd", rid="queued")
+    running = frontend.start("ab", rid="running")
+    scored = frontend.start("a", rid="scored", sampling_params={"max_new_tokens": 0})
+    await engine.until(lambda: len(engine.requests) == 3)
+    engine.emit("running", "x")
+    engine.emit("scored", finish=FinishReason("length"))
+    frontend.manager.abort_request("queued")
+    frontend.manager.abort_request("running")
+    engine.pump()
+    await asyncio.gather(queued, running, scored)
+
+    assert 'headrace:prompt_tokens_total{model_name="tiny"} 3.0' in render(frontend.manager.metrics).decode()
+
+
+@pytest.mark.parametrize(
+    "prompt,shown", [({"text": "ab"}, "prompt='ab'"), ({"input_ids": [97, 98]}, "prompt=[97, 98]")]
+)
+async def test_request_lines_show_the_prompt_as_it_was_given(make_frontend, caplog, prompt, shown):
+    frontend = make_frontend(log_requests=True, log_requests_level=1)
+    with caplog.at_level("INFO"):
+        await frontend.call(**prompt)
+
+    [line] = [r.getMessage() for r in caplog.records if "finished" in r.getMessage()]
+    assert shown in line
+    assert "text='ab'" in line
 
 
 @pytest.mark.parametrize("level,shown", [(0, False), (1, True)])

@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def test_one_call_for_all_layers_gives_the_bits_of_the_ops(
         assert torch.equal(got, want)
 
 
+def test_a_step_of_more_tokens_than_the_feed_forward_buffers_hold_gives_the_same_bits():
+    plain, fused = pair("llama", torch.float32)
+    rows = [(sequence, 0, random_tokens(140 + sequence, sequence)) for sequence in range(3)]
+
+    for got, want in zip(fused.step(rows), plain.step(rows), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("family", sorted(SPARSE))
 def test_a_mixture_of_experts_runs_op_by_op_and_says_why(family: str):
     runner = open_runner(checkpoint(family)[0], "cpu")
@@ -114,3 +123,18 @@ def test_a_slot_beyond_the_pool_is_refused_before_anything_is_written():
         runner.model.forward(runner.model.embed(torch.tensor(OTHER)), kv.rows.positions, runner.attention)
     for now, then in zip((*kv.pool.k, *kv.pool.v), before, strict=True):
         assert torch.equal(now, then)
+
+
+def test_two_threads_that_run_a_model_at_once_do_not_disturb_each_other(as_before: None):
+    _, fused = pair("llama", torch.float32)
+    other = open_runner(checkpoint("qwen3")[0], "cpu")
+    assert other.model.fuse(other.attention) == ""
+    kernels.set_num_threads(2)
+    runners = [fused, other]
+    want = [runner.chunks(0, PROMPT, []) for runner in runners]
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(10):
+            jobs = [pool.submit(runner.chunks, 0, PROMPT, [9]) for runner in runners]
+            for job, expected in zip(jobs, want, strict=True):
+                assert torch.equal(job.result(), expected)

@@ -288,7 +288,7 @@ def test_a_deadline_ends_waiting_and_running_requests():
     rig.turn()
     rig.turn()
 
-    assert {rid: f.status_code for rid, f in rig.finish.items()} == {"running": 503, "waiting": 503}
+    assert {rid: f.status_code for rid, f in rig.finish.items()} == {"running": 408, "waiting": 408}
 
 
 def test_priorities_order_the_queue_and_age():

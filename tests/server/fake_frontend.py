@@ -84,6 +84,7 @@ class FakeFrontend:
         self.alive = True
         self.flush = FlushCacheReply(1, True, "flushed")
         self.num_active = 0
+        self.num_unknown_outputs = 0
 
     async def generate_request(
         self,

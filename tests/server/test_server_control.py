@@ -38,7 +38,8 @@ def test_a_draining_server_is_alive_but_not_ready(client: httpx.Client, server: 
         server.status.draining = False
 
 
-def test_information_routes_and_their_aliases(client: httpx.Client):
+def test_information_routes_and_their_aliases(client: httpx.Client, server: Running):
+    server.frontend.num_unknown_outputs = 3
     info = client.get("/model_info").json()
     assert info["served_model_name"] == MODEL
     assert info["context_length"] == 512
@@ -48,6 +49,7 @@ def test_information_routes_and_their_aliases(client: httpx.Client):
     assert client.get("/get_load").json() == loads
     state = client.get("/internal_state").json()
     assert state["pool"]["consistent"] is True
+    assert state["frontend"] == {"num_unknown_outputs": 3}
     assert client.get("/server_info").json()["state"] == client.get("/get_server_info").json()["state"] == state
 
 

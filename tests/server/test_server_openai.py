@@ -272,6 +272,12 @@ def test_what_completions_do_not_do_is_refused_by_name(client: httpx.Client, ext
     assert reply.json()["error"]["param"] == param
 
 
+def test_a_refused_top_k_of_0_says_how_to_turn_it_off(client: httpx.Client):
+    reply = client.post("/v1/chat/completions", json=CHAT | {"top_k": 0})
+    assert reply.status_code == 400
+    assert "use -1" in reply.json()["error"]["message"]
+
+
 def test_values_that_ask_for_nothing_are_accepted(client: httpx.Client):
     neutral = {
         "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "store": False,
@@ -291,7 +297,9 @@ def test_a_reply_of_the_official_client_can_be_sent_back(client: httpx.Client, s
     sent_back = [message.model_dump(), message.model_dump() | {"tool_calls": [], "annotations": []}]
     for one in sent_back:
         assert {"annotations", "audio", "function_call", "refusal", "tool_calls"} <= one.keys()
-        assert client.post("/v1/chat/completions", json=CHAT | {"messages": [*CHAT["messages"], one]}).status_code == 200
+        assert (
+            client.post("/v1/chat/completions", json=CHAT | {"messages": [*CHAT["messages"], one]}).status_code == 200
+        )
 
 
 def test_arguments_that_the_template_uses_reach_it(client: httpx.Client, server: Running):

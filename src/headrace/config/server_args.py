@@ -21,7 +21,7 @@ class Bounds:
     """What a number may be: least <= value <= most, above < value < below. Text: filled = not empty."""
 
     least: float = -math.inf
-    most: float = MAX_INT
+    most: float = math.inf
     above: float = -math.inf
     below: float = math.inf
     filled: bool = False
@@ -201,6 +201,8 @@ def _check_choice(option: str, value: object, choices: Collection[object]) -> No
 def _check_number(option: str, value: float, bounds: Bounds) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{option} must be a finite number, got {value}")
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        raise ConfigError(f"{option} is too large a number")
     for holds, what in (
         (value >= bounds.least, f"at least {bounds.least:g}"),
         (value <= bounds.most, f"at most {bounds.most:g}"),
@@ -208,4 +210,4 @@ def _check_number(option: str, value: float, bounds: Bounds) -> None:
         (value < bounds.below, f"below {bounds.below:g}"),
     ):
         if not holds:
-            raise ConfigError(f"{option} must be {what}, got {value:.20g}")
+            raise ConfigError(f"{option} must be {what}, got {value}")

@@ -7,11 +7,11 @@ put together: the composition root does. Its methods may be called from any thre
 import asyncio
 import atexit
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, fields
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -28,6 +28,17 @@ Output = dict[str, Any]
 
 SECRETS = frozenset({"api_key", "admin_api_key"})
 _END = object()
+
+
+@runtime_checkable
+class Array(Protocol):
+    """What NumPy's arrays and torch's tensors have in common here."""
+
+    def tolist(self) -> Any:
+        """Numbers, in lists as deep as the array has dimensions."""
+
+
+TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
 
 
 class RunningEngine(Protocol):
@@ -83,7 +94,7 @@ class Engine:
         self,
         prompt: str | list[str] | None = None,
         sampling_params: object = None,
-        input_ids: list[int] | list[list[int]] | None = None,
+        input_ids: TokenIds | None = None,
         stream: bool = False,
         **fields_of_h1: Any,
     ) -> Any:
@@ -100,7 +111,7 @@ class Engine:
         self,
         prompt: str | list[str] | None = None,
         sampling_params: object = None,
-        input_ids: list[int] | list[list[int]] | None = None,
+        input_ids: TokenIds | None = None,
         stream: bool = False,
         **fields_of_h1: Any,
     ) -> Any:
@@ -245,8 +256,28 @@ def _request(
     """Checked types. Raises RequestError naming the field."""
     if "text" in others:
         prompt = others.pop("text") if prompt is None else prompt
+    if input_ids is not None:
+        input_ids = _plain_ids(input_ids)
     given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
     try:
         return msgspec.convert({name: value for name, value in given.items() if value is not None}, GenerateReqInput)
     except msgspec.ValidationError as error:
         raise RequestError(str(error)) from None
+
+
+def _plain_ids(ids: object) -> list[object]:
+    """Token ids, or lists of them, as lists; whether they are integers is checked with the rest. Raises RequestError."""
+    if isinstance(ids, Array):
+        ids = ids.tolist()
+    if not isinstance(ids, list | tuple):
+        raise RequestError(
+            f"input_ids must be a list of token ids, of lists of them, or an array, got {type(ids).__name__}",
+            "input_ids",
+        )
+    return [item if isinstance(item, int) else _plain_item(item) for item in ids]
+
+
+def _plain_item(item: object) -> object:
+    if isinstance(item, Array):
+        item = item.tolist()
+    return list(item) if isinstance(item, tuple) else item

@@ -17,6 +17,7 @@ from headrace.errors import (
     CapacityError,
     ExecutionError,
     HeadraceError,
+    LateError,
     NotFoundError,
     RequestError,
     TooLargeError,
@@ -75,6 +76,8 @@ class ReqState:
     shown_id: `meta_info.id`, the prompt's rid, the same for all samples of a prompt. index: place in the answer.
     first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
+    leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
+    the leader end before its first token, there are none. logged_prompt: for the log.
     """
 
     rid: str
@@ -89,6 +92,8 @@ class ReqState:
     finished_s: float = 0.0
     first_logprob_id: int | None = None
     num_prompt_tokens: int = 0
+    leader: "ReqState | None" = None
+    logged_prompt: str = ""
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
     wants_logprobs: bool = False
@@ -101,6 +106,8 @@ class ReqState:
     input_logprobs: LogprobLists = field(default_factory=LogprobLists)
     output_logprobs: LogprobLists = field(default_factory=LogprobLists)
     hidden_states: list[list[float]] = field(default_factory=list)
+    _followers: list["ReqState"] = field(default_factory=list)
+    _is_heard: bool = False
     _text: str = ""
     _new_text: list[str] = field(default_factory=list)
     _num_taken_ids: int = 0
@@ -144,13 +151,30 @@ class ReqState:
                 raise ValueError(f"{len(values)} hidden state values, rows of {hidden_size}")
             self.hidden_states += [values[i : i + hidden_size] for i in range(0, len(values), hidden_size)]
         if row.finish is None:
-            self.call.notify(self)
+            self._tell()
 
     def end(self, finish: FinishReason, now_s: float) -> None:
         """Set the finish reason and wake the waiter."""
         self.finish = finish
         self.finished_s = now_s
+        self._tell()
+
+    def follow(self, leader: "ReqState") -> None:
+        """Show the prompt logprobs of `leader`, which alone asks for them. Before anything is sent."""
+        self.leader = leader
+        self.input_logprobs = leader.input_logprobs
+        leader._followers.append(self)
+
+    def _tell(self) -> None:
+        """Wake the waiter, unless what it would see is not complete yet."""
+        self._is_heard = True
+        if self.leader is not None and not self.leader._is_heard:
+            return
         self.call.notify(self)
+        for follower in self._followers:
+            if follower._is_heard:
+                follower.call.notify(follower)
+        self._followers.clear()
 
     def chunk(self) -> dict[str, Any]:
         """The answer as it stands (SPEC H1). When the call wants deltas: what is new since the last chunk.
@@ -300,6 +324,8 @@ def error_of(finish: FinishReason) -> HeadraceError:
     match finish.status_code:
         case 404:
             return NotFoundError(finish.message)
+        case 408:
+            return LateError(finish.message)
         case 413:
             return TooLargeError(finish.message)
         case 429 | 503:

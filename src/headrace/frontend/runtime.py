@@ -5,6 +5,8 @@ client. Its methods may be called from any thread.
 """
 
 import atexit
+import contextlib
+import http.client
 import json
 import os
 import random
@@ -15,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Self
@@ -32,17 +34,19 @@ from headrace.errors import (
     NotFoundError,
     RequestError,
 )
+from headrace.frontend import lifeline
 
 FIRST_PORT, LAST_PORT = 10000, 40000
 READY_POLL_S = 0.1
 STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 16 << 20
 """Longest line of a stream that aiohttp may buffer: chunks carry the whole text so far."""
+ENDED_EARLY = "the server's answer ended before it was complete"
 _KEY_VARIABLES = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_KEY"}
 
 
 class Runtime:
-    """A server process of our own. A context manager; `shutdown` is also called at exit.
+    """A server process of our own. A context manager; `shutdown` is also called at exit, and the server ends when we are killed.
 
     start_timeout_s: how long loading may take. server_args: fields of `ServerArgs`; without `port` a free one is taken.
     Raises ConfigError for unknown options, ExecutionError when the server does not become ready.
@@ -55,14 +59,25 @@ class Runtime:
         self.url = f"http://{host}:{port}"
         environment = {**os.environ}
         for name, variable in _KEY_VARIABLES.items():
+            # A key meant for another server would lock us out of this one.
+            environment.pop(variable, None)
             if server_args.get(name) is not None:
                 # Not on the command line, which every user of the machine can read.
                 environment[variable] = server_args[name]
         key = server_args.get("admin_api_key") or server_args.get("api_key")
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         command = [sys.executable, "-m", "headrace.cli", "serve", *command_line(server_args)]
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        their_end, self._lifeline_fd = os.pipe()
+        environment[lifeline.VARIABLE] = f"{their_end}:{os.getpid()}"
+        try:
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(their_end,))
+        except BaseException:
+            os.close(self._lifeline_fd)
+            raise
+        finally:
+            os.close(their_end)
         self._lock = threading.Lock()
+        self._is_shut_down = False
         atexit.register(self.shutdown)
         try:
             self._wait_ready(start_timeout_s)
@@ -80,7 +95,7 @@ class Runtime:
         body = _body(prompt, sampling_params, others)
         if others.get("stream"):
             return self._iterate(body)
-        with self._open("/generate", body) as reply:
+        with self._open("/generate", body) as reply, _faults_mapped():
             return json.load(reply)
 
     async def async_generate(
@@ -89,15 +104,19 @@ class Runtime:
         """Stream the answer: an async iterator of dicts."""
         body = _body(prompt, sampling_params, {**others, "stream": True})
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        async with (
-            aiohttp.ClientSession(timeout=timeout, headers=self._headers, read_bufsize=MAX_LINE_BYTES) as session,
-            session.post(f"{self.url}/generate", data=body) as reply,
-        ):
-            if reply.status != 200:
-                raise _error(reply.status, await reply.read(), reply.headers.get("Retry-After"))
-            async for line in reply.content:
-                if (item := _event(line)) is not None:
-                    yield item
+        with _faults_mapped():
+            async with (
+                aiohttp.ClientSession(timeout=timeout, headers=self._headers, read_bufsize=MAX_LINE_BYTES) as session,
+                session.post(f"{self.url}/generate", data=body) as reply,
+            ):
+                if reply.status != 200:
+                    raise _error(reply.status, await reply.read(), reply.headers.get("Retry-After"))
+                async for line in reply.content:
+                    if _is_done(line):
+                        return
+                    if (item := _event(line)) is not None:
+                        yield item
+        raise ExecutionError(ENDED_EARLY)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache. False when it cannot be now."""
@@ -116,15 +135,17 @@ class Runtime:
     def shutdown(self) -> None:
         """End the server: gently, then by force. Idempotent."""
         with self._lock:
-            atexit.unregister(self.shutdown)
-            if self._process.poll() is not None:
+            if self._is_shut_down:
                 return
+            self._is_shut_down = True
+            atexit.unregister(self.shutdown)
             self._process.terminate()
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+            os.close(self._lifeline_fd)
 
     def __enter__(self) -> Self:
         return self
@@ -158,15 +179,18 @@ class Runtime:
         except urllib.error.HTTPError as error:
             with error:
                 raise _error(error.code, error.read(), error.headers.get("Retry-After")) from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ExecutionError(f"the server cannot be reached: {error}") from error
 
     def _iterate(self, body: bytes) -> Generator[dict[str, Any], None, None]:
-        with self._open("/generate", body) as reply:
+        with self._open("/generate", body) as reply, _faults_mapped():
             lines: Iterable[bytes] = reply
             for line in lines:
+                if _is_done(line):
+                    return
                 if (item := _event(line)) is not None:
                     yield item
+        raise ExecutionError(ENDED_EARLY)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -203,9 +227,22 @@ def _body(prompt: object, sampling_params: object, others: dict[str, Any]) -> by
     return json.dumps({name: value for name, value in given.items() if value is not None}).encode()
 
 
+@contextlib.contextmanager
+def _faults_mapped() -> Iterator[None]:
+    """A reply that breaks off or cannot be read is an ExecutionError."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException, aiohttp.ClientError, ValueError) as error:
+        raise ExecutionError(f"{ENDED_EARLY} ({type(error).__name__})") from error
+
+
+def _is_done(line: bytes) -> bool:
+    return line.strip() == b"data: [DONE]"
+
+
 def _event(line: bytes) -> dict[str, Any] | None:
     """The object of an SSE line; None for other lines. Raises ExecutionError for an error frame."""
-    if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+    if not line.startswith(b"data: "):
         return None
     item: dict[str, Any] = json.loads(line[len(b"data: ") :])
     if "error" in item:

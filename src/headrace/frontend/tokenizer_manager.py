@@ -63,7 +63,10 @@ ABORT_WAIT_S = 2.0
 HEALTH_TIMEOUT_S = 10.0
 HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
-LOGGED_TEXT_CHARACTERS = 200
+LOGGED_CHARACTERS = 200
+LOGGED_IDS = 50
+DEADLINE_STATUS = 408
+"""Status of the scheduler's aborts of requests that ran out of time."""
 HEALTH_RID_PREFIX = "headrace-health-"
 
 
@@ -71,7 +74,8 @@ class TokenizerManager:
     """See the module's text.
 
     ready: what the scheduler said of the model. to_detokenizer: only for test faults in the detokenizer.
-    clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. feed: watchdog of the loop that takes outputs.
+    clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs.
+    on_broken: set by the owner; called in the event loop when that loop has failed, after every waiter has been answered.
     """
 
     def __init__(
@@ -94,12 +98,14 @@ class TokenizerManager:
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
         self.rid_to_state: dict[str, ReqState] = {}
         self.failure: str | None = None
+        self.on_broken: Callable[[], None] = lambda: None
         self.num_unknown_outputs = 0
         self._names: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
         # Requests without a seed differ from each other, and repeat when a server is started again.
         self._seeds = random.Random(args.random_seed)
         self._num_queued = 0
+        self._max_queued = ready.max_running_requests + args.max_queued_requests
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -109,7 +115,7 @@ class TokenizerManager:
             hidden_size=ready.hidden_size,
             max_n=args.max_n,
             max_prompts=args.max_batch_prompts,
-            max_samples=args.max_queued_requests,
+            max_samples=self._max_queued,
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
         )
@@ -210,10 +216,10 @@ class TokenizerManager:
         if taken or len({*rids, *state.names}) != len(rids) + len(state.names):
             shown = taken[0] if taken else call.rid
             raise RequestError(f"rid {shown[:100]!r} is in use by another request", "rid")
-        limit = self.args.max_queued_requests
-        if self._num_queued + len(rids) > limit:
+        if self._num_queued + len(rids) > self._max_queued:
             raise CapacityError(
-                f"the queue is full: {self._num_queued} samples wait, {len(rids)} more were asked for, the limit is {limit}"
+                f"the queue is full: {self._num_queued} samples have no token yet, {len(rids)} more were asked for, "
+                f"the limit is {self._max_queued}"
             )
         self._num_queued += len(rids)
         self.rid_to_state.update(zip(rids, state.samples, strict=True))
@@ -286,7 +292,7 @@ class TokenizerManager:
     def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
         if not prompt.return_logprob:
             return None
-        """The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it."""
+        # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.
         start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
         if start > num_tokens:
             raise RequestError(
@@ -315,9 +321,14 @@ class TokenizerManager:
         packed = pack_int32(ids)
         embeds = pack_float32(itertools.chain.from_iterable(prompt.input_embeds)) if prompt.input_embeds else b""
         timeout_s = self.args.request_timeout_s
+        # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
+        wants_prompt = logprobs is not None and logprobs.prompt_start < len(ids)
+        is_shared = not (self.args.disable_radix_cache or prompt.return_hidden_states or embeds)
         requests = []
         for j, sample in enumerate(own):
             sample.num_prompt_tokens = len(ids)
+            if self.args.log_requests_level:
+                sample.logged_prompt = _beginning(prompt, ids)
             sample.wants_hidden_states = prompt.return_hidden_states
             if logprobs is not None:
                 sample.wants_logprobs = True
@@ -325,13 +336,15 @@ class TokenizerManager:
                 sample.first_logprob_id = ids[first] if first < len(ids) else None
                 sample.top_num = logprobs.top_num
                 sample.picked_ids = logprobs.token_ids
+                if j and wants_prompt and is_shared:
+                    sample.follow(own[0])
             requests.append(
                 TokenizedGenerateReqInput(
                     rid=sample.rid,
                     input_ids=packed,
                     sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_SEED) if j else sampling,
                     stream=obj.stream,
-                    logprobs=logprobs,
+                    logprobs=_outputs_only(logprobs, len(ids)) if logprobs and sample.leader else logprobs,
                     return_hidden_states=prompt.return_hidden_states,
                     input_embeds=embeds,
                     custom_logit_processor=prompt.custom_logit_processor,
@@ -440,6 +453,7 @@ class TokenizerManager:
         except Exception:
             logger.exception("the loop that takes outputs failed")
             self.fail_all("internal error")
+            self.on_broken()
 
     def _on_outputs(self, batch: BatchStrOut) -> None:
         now = self._clock()
@@ -469,7 +483,9 @@ class TokenizerManager:
         if new_tokens:
             self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
         if row.finish is not None:
-            self._end(sample, row.finish, now_s)
+            late = row.finish.status_code == DEADLINE_STATUS and sample.output_ids
+            # What there is when time is up is an answer, and no error.
+            self._end(sample, msgspec.structs.replace(row.finish, status_code=0) if late else row.finish, now_s)
         return new_tokens
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
@@ -479,6 +495,13 @@ class TokenizerManager:
             return
         self._leave_queue(sample)
         self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
+        self._count_prompt(sample)
+
+    def _count_prompt(self, sample: ReqState) -> None:
+        """It has been computed: the sample has its first token, or ended without one as it was asked to."""
+        if sample.first_of_prompt:
+            self.metrics.prompt_tokens.inc(sample.num_prompt_tokens)
+            self.metrics.cached_tokens.inc(sample.stats.cached_tokens)
 
     def _end(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
         """The sample's one end: out of the table, counted, logged, its waiter woken."""
@@ -491,16 +514,17 @@ class TokenizerManager:
         metrics.prompt_length.observe(sample.num_prompt_tokens)
         if sample.first_token_s:
             metrics.queue_time_s.observe(sample.stats.queue_time_s)
-        if sample.first_of_prompt:
-            metrics.prompt_tokens.inc(sample.num_prompt_tokens)
-            metrics.cached_tokens.inc(sample.stats.cached_tokens)
+        elif finish.type != "abort":
+            self._count_prompt(sample)
         if self.args.log_requests:
             self._log(sample)
         self._note_idle()
 
     def _log(self, sample: ReqState) -> None:
         assert sample.finish is not None
-        text = f" text={sample.text[:LOGGED_TEXT_CHARACTERS]!r}" if self.args.log_requests_level else ""
+        text = ""
+        if self.args.log_requests_level:
+            text = f" prompt={sample.logged_prompt} text={sample.text[:LOGGED_CHARACTERS]!r}"
         logger.info(
             "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs%s",
             sample.rid,
@@ -557,18 +581,6 @@ class TokenizerManager:
         self._check_control()
         replies = await self._states.call(lambda i: self._to_scheduler.send(InternalStateReq(i)), CONTROL_TIMEOUT_S)
         return replies[0].state
-
-    async def get_load(self) -> dict[str, int]:
-        """Samples and tokens that run and wait. Raises ExecutionError."""
-        state = await self.internal_state()
-        pool = state.pool
-        return {
-            "num_running_reqs": state.num_running,
-            "num_waiting_reqs": max(state.num_waiting, self._num_queued),
-            "num_waiting_tokens": state.waiting_tokens,
-            "num_used_tokens": pool.total_tokens - pool.free_tokens - pool.evictable_tokens,
-            "max_total_tokens": pool.total_tokens,
-        }
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
@@ -676,3 +688,14 @@ def processor_names(option: str) -> frozenset[str]:
 
 def _no_text(_token_id: int) -> str | None:
     return None
+
+
+def _beginning(prompt: Prompt, ids: list[int]) -> str:
+    """The beginning of a prompt for the log: text where it is text, else ids."""
+    if prompt.input_embeds is not None:
+        return f"{len(ids)} embeddings"
+    return repr(prompt.text[:LOGGED_CHARACTERS]) if prompt.text is not None else repr(ids[:LOGGED_IDS])
+
+
+def _outputs_only(logprobs: LogprobSpec, num_prompt_tokens: int) -> LogprobSpec:
+    return msgspec.structs.replace(logprobs, prompt_start=num_prompt_tokens + 1)

@@ -91,7 +91,7 @@ class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=Fa
 
 
 class HealthCheckReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """Answered at the scheduler's next turn. `generate` false: only liveness of the loop."""
+    """Answered at the scheduler's next turn."""
 
     id: int
 

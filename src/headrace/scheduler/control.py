@@ -34,7 +34,7 @@ def abort_one(state: SchedulerState, req: Req, message: str, status_code: int) -
 def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
     """End requests whose deadline has passed."""
     late = [req for req in state.by_rid.values() if 0 < req.asked.deadline_s <= now_s]
-    return [abort_one(state, req, "the request took longer than the server allows", 503) for req in late]
+    return [abort_one(state, req, "the request took longer than the server allows", 408) for req in late]
 
 
 def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:

@@ -34,7 +34,9 @@ MAX_CHARS_PER_TOKEN = 256
 
 
 class RequestFrontend(Protocol):
-    """What the server needs of the TokenizerManager."""
+    """What the server needs of the TokenizerManager. num_unknown_outputs: outputs so far of rids that nobody waits for."""
+
+    num_unknown_outputs: int
 
     def generate_request(
         self, obj: GenerateReqInput, *, default_max_new_tokens: int = ..., incremental: bool | None = None
@@ -151,7 +153,7 @@ class ServingContext:
             loop.call_soon_threadsafe(begun.set)
             return work()
 
-        future = loop.run_in_executor(self.text_threads, run)
+        future = self.text_threads.submit(run)
         try:
             await asyncio.wait_for(begun.wait(), TEXT_WAIT_LIMIT_S)
         except TimeoutError:
@@ -162,6 +164,6 @@ class ServingContext:
             if not begun.is_set():
                 future.cancel()
         try:
-            return await asyncio.wait_for(future, TEXT_WORK_LIMIT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(future), TEXT_WORK_LIMIT_S)
         except TimeoutError:
             raise RequestError(f"preparing the prompt took longer than {TEXT_WORK_LIMIT_S:g} s") from None

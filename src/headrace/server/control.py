@@ -97,7 +97,7 @@ class ControlAPI:
         args = {f.name: getattr(self.context.args, f.name) for f in dataclasses.fields(self.context.args)}
         shown = {name: value for name, value in args.items() if name not in _SECRETS}
         shown.update({name: _without_folders(args[name]) for name in _PATHS})
-        state = await self.context.frontend.internal_state()
+        state = await self._state()
         info = {
             name: value
             for name, value in msgspec.structs.asdict(self.context.model.ready).items()
@@ -110,8 +110,13 @@ class ControlAPI:
         await exchange.reply_json({"loads": [_load(await self.context.frontend.internal_state())]})
 
     async def internal_state(self, exchange: Exchange) -> None:
-        """Counters and pool accounting of the scheduler, as they are."""
-        await exchange.reply_json(await self.context.frontend.internal_state())
+        """Counters and pool accounting of the scheduler, as they are, and the counters of this process under `frontend`."""
+        await exchange.reply_json(await self._state())
+
+    async def _state(self) -> dict[str, object]:
+        frontend = self.context.frontend
+        state = msgspec.structs.asdict(await frontend.internal_state())
+        return {**state, "frontend": {"num_unknown_outputs": frontend.num_unknown_outputs}}
 
     async def flush_cache(self, exchange: Exchange) -> None:
         """Empty the prefix cache; 409 with the reason when requests run or wait."""

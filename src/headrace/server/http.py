@@ -55,8 +55,16 @@ def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
     logged here, once, and the client learns only that.
     """
     if isinstance(exc, RequestError):
-        headers = [(b"www-authenticate", b"Bearer")] if exc.status_code == 401 else []
-        return exc.status_code, headers, ApiError(exc.message, exc.error_type, exc.param, exc.code)
+        # OpenAI's clients ask again after a 408 unless told.
+        special: dict[int, Headers] = {
+            401: [(b"www-authenticate", b"Bearer")],
+            408: [(b"x-should-retry", b"false")],
+        }
+        return (
+            exc.status_code,
+            special.get(exc.status_code, []),
+            ApiError(exc.message, exc.error_type, exc.param, exc.code),
+        )
     if isinstance(exc, CapacityError):
         seconds = max(1, math.ceil(min(exc.retry_after_s, 3600.0)))
         error = ApiError(exc.message, exc.error_type, None, None)

@@ -1,0 +1,50 @@
+"""Notices the death of the process that started this one.
+
+The parent keeps the writing end of a pipe open and never writes; whatever ends it, SIGKILL included, the kernel closes that end
+and the reader sees the end of file. Unlike PR_SET_PDEATHSIG, which fires when the *thread* that forked ends, this works from any
+thread. Used by the children of an engine (on stdin) and by a server that a Runtime owns. One daemon thread per lifeline.
+"""
+
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from headrace.errors import ConfigError
+
+VARIABLE = "HEADRACE_LIFELINE"
+"""Names the lifeline of a server that has an owner: `descriptor:pid of the owner`."""
+
+POLL_S = 0.5
+
+
+def follow(fd: int, parent_pid: int, on_gone: Callable[[], None]) -> threading.Thread:
+    """Call `on_gone` from a thread once the parent is gone. fd: reading end of its pipe, ours from now on."""
+    thread = threading.Thread(target=_wait, args=(fd, parent_pid, on_gone), name="lifeline", daemon=True)
+    thread.start()
+    return thread
+
+
+def follow_owner(on_gone: Callable[[], None]) -> None:
+    """As `follow`, for the owner that the environment names; nothing when it names none. Our children do not inherit it.
+
+    Raises ConfigError when the variable cannot be read.
+    """
+    named = os.environ.pop(VARIABLE, None)
+    if named is None:
+        return
+    fd, _, pid = named.partition(":")
+    try:
+        os.set_inheritable(int(fd), False)
+        owner_pid = int(pid)
+    except (ValueError, OSError):
+        raise ConfigError(f"{VARIABLE} must be DESCRIPTOR:PID of an open pipe, got {named[:80]!r}") from None
+    follow(int(fd), owner_pid, on_gone)
+
+
+def _wait(fd: int, parent_pid: int, on_gone: Callable[[], None]) -> None:
+    # A program that forks holds copies of the writing end, so the parent's pid is looked at as well.
+    while os.getppid() == parent_pid:
+        if select.select([fd], [], [], POLL_S)[0] and not os.read(fd, 1):
+            break
+    on_gone()

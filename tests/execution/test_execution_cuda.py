@@ -1,0 +1,29 @@
+"""The runner on a GPU: torch_native attention gives there the tokens that the same checkpoint gives on the CPU."""
+
+import contextlib
+
+import pytest
+import torch
+from runner_harness import make_driver, prompt, save_llama
+
+PROMPTS = [prompt(40, 1), prompt(9, 2)]
+
+
+def generate(folder, **options) -> list[list[int]]:
+    """Greedy tokens of each prompt; the first is computed in chunks."""
+    driver = make_driver(folder, attention_backend="torch_native", page_size=1, **options)
+    with contextlib.closing(driver.worker):
+        assert driver.info.device == options["device"]
+        return [driver.generate(0, PROMPTS[0], 16, chunks=(7, 20)), driver.generate(1, PROMPTS[1], 16)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("disable_overlap_schedule", [True, False], ids=["sync", "overlap"])
+def test_a_gpu_gives_the_tokens_of_the_cpu(tmp_path, disable_overlap_schedule):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    save_llama(tmp_path)
+
+    got = generate(tmp_path, device="cuda", disable_overlap_schedule=disable_overlap_schedule)
+
+    assert got == generate(tmp_path, device="cpu", disable_native_kernels=True)

@@ -1,0 +1,132 @@
+"""The composition root with stand-ins for the scheduler and the detokenizer."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from headrace import launch
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ExecutionError
+from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
+
+READY = ReadyInfo(
+    max_total_tokens=4096,
+    max_running_requests=8,
+    context_length=1024,
+    vocab_size=257,
+    hidden_size=2,
+    page_size=1,
+    dtype="float32",
+    kv_cache_dtype="float32",
+    device="cpu",
+    attention_backend="fake",
+    model_class="Fake",
+    weight_bytes=0,
+    kv_bytes=0,
+    load_s=0.0,
+)
+MODEL = SimpleNamespace(
+    eos_token_ids=(0,),
+    sampling_defaults=SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None),
+)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The scheduler and the detokenizer wait for their end; gives how the scheduler was asked to say that it stands still."""
+    seen = SimpleNamespace()
+
+    def scheduler(args, channels, on_ready, on_progress, on_stall):
+        seen.on_stall = on_stall
+        on_ready(READY)
+        assert isinstance(channels.receiver("to_scheduler").recv(60), ShutdownReq)
+
+    def detokenizer(args, channels, on_ready, on_progress):
+        on_ready(None)
+        assert isinstance(channels.receiver("to_detokenizer").recv(60), ShutdownReq)
+
+    monkeypatch.setattr(launch, "run_scheduler", scheduler)
+    monkeypatch.setattr(launch, "run_detokenizer", detokenizer)
+    monkeypatch.setattr(launch, "open_tokenizer", lambda args: SimpleNamespace())
+    monkeypatch.setattr(launch, "open_chat_template", lambda args, tokenizer: None)
+    monkeypatch.setattr(launch, "read_model_config", lambda args: MODEL)
+    return seen
+
+
+@pytest.fixture
+def engine(parts):
+    engine = launch.launch_engine(ServerArgs(single_process=True))
+    yield engine
+    engine.shutdown()
+
+
+def test_a_stall_in_a_thread_is_a_death_and_not_the_end_of_the_process(parts, engine):
+    deaths = []
+    engine.on_death = lambda: deaths.append(engine.tokenizer_manager.failure)
+
+    parts.on_stall()
+
+    assert len(deaths) == 1
+    assert "--watchdog-timeout-s" in deaths[0]
+
+
+async def test_a_loop_of_outputs_that_fails_is_a_death(engine):
+    dead = asyncio.Event()
+    engine.on_death = dead.set
+    engine.tokenizer_manager.start()
+    engine.parts.channels.sender("to_tokenizer").send(Heartbeat(["not", "hashable"]))
+
+    await asyncio.wait_for(dead.wait(), 20)
+
+    assert engine.tokenizer_manager.failure == "internal error"
+    await engine.tokenizer_manager.close()
+
+
+def test_threads_that_load_give_up_when_told_to_stop(parts, monkeypatch):
+    loading = threading.Event()
+    ended = threading.Event()
+
+    def scheduler(args, channels, on_ready, on_progress, on_stall):
+        loading.set()
+        try:
+            while True:
+                on_progress(0, 1)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(launch, "run_scheduler", scheduler)
+    with pytest.raises(ExecutionError, match="stopped while starting"):
+        launch.launch_engine(ServerArgs(single_process=True), should_stop=loading.is_set)
+    assert ended.wait(20)
+
+
+def test_a_thread_that_cannot_start_says_why_without_waiting_for_the_other(parts, monkeypatch):
+    def detokenizer(args, channels, on_ready, on_progress):
+        raise ExecutionError("no tokenizer")
+
+    monkeypatch.setattr(launch, "run_detokenizer", detokenizer)
+    with pytest.raises(ExecutionError, match="no tokenizer"):
+        launch.launch_engine(ServerArgs(single_process=True))
+
+
+@pytest.mark.parametrize(
+    "options, chunk, step",
+    [
+        ({"chunked_prefill_size": 512, "max_prefill_tokens": 2048}, 512, 2048),
+        ({"chunked_prefill_size": 512, "max_prefill_tokens": 100}, 100, 100),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 2048}, 1024, 2048),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 100}, 100, 100),
+        # Every running request decodes one token, whatever the limit.
+        ({"chunked_prefill_size": 512, "max_prefill_tokens": 4}, 4, 8),
+    ],
+)
+def test_a_step_is_never_larger_than_it_was_allowed_to_be(options, chunk, step):
+    config = launch.scheduler_config(ServerArgs(**options), MODEL, READY)
+
+    assert (config.chunk_tokens, config.step_tokens) == (chunk, step)
+
+
+def test_the_scheduler_queues_what_will_run_and_what_may_wait():
+    assert launch.scheduler_config(ServerArgs(max_queued_requests=3), MODEL, READY).max_queued == 8 + 3
