@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix, stack
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
 from headrace.kernels import cpu
 from headrace.kernels.packing import half_scales, pack_native_quantized, unpack_quantized
 

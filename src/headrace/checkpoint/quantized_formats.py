@@ -1,7 +1,7 @@
 """Formats of quantised safetensors checkpoints: GPTQ, AWQ and our own (docs/quantization.md).
 
-Owns which settings of a `quantization_config` are served and how each format stores a matrix. Does not own files (`source`). Reading
-settings imports no torch. Runs in whichever process loads the model.
+Owns how each format stores a matrix. Does not own which settings are served (`quantization_settings`)
+nor files (`source`). Runs in whichever process loads the model.
 
 GPTQ: E. Frantar et al., "GPTQ" (2022), stored as AutoGPTQ and GPTQModel do. AWQ: J. Lin et al., "AWQ" (2023), stored as AutoAWQ's
 "gemm" version does.
@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix, Scheme
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP, Scheme, stored_settings
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 Shape = Callable[[str], tuple[int, ...]]
 
-OWN_METHOD = "headrace"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of nibble i of a word
 
 
@@ -166,47 +166,15 @@ def own_tensors(matrix: QuantizedMatrix) -> dict[str, "torch.Tensor"]:
 
 
 def stored_format(quantization: dict[str, Any] | None) -> QuantizedFormat | None:
-    """The format of a checkpoint with this `quantization_config`; None for one that is not quantised.
-
-    Raises ModelError naming the setting that is not supported.
-    """
-    if quantization is None:
+    """The format of a checkpoint with this `quantization_config`; None for one that is not quantised. Raises ModelError as `stored_settings`."""
+    settings = stored_settings(quantization)
+    if settings is None:
         return None
-    method = quantization.get("quant_method")
-    bits = quantization.get("bits", quantization.get("w_bit"))
-    group_size = quantization.get("group_size", quantization.get("q_group_size"))
-    if method == OWN_METHOD:
-        scheme = quantization.get("scheme")
-        if scheme not in ("int4", "int8") or group_size != KERNEL_GROUP:
-            raise ModelError(
-                f"a headrace checkpoint of scheme {scheme} with groups of {group_size} is not known to this version"
-            )
-        return OwnFormat(scheme)
-    if method not in ("gptq", "awq"):
-        raise ModelError(
-            f"quantised checkpoints of quant_method {method} are not supported; gptq, awq and headrace are"
-        )
-    if bits != 4:
-        raise ModelError(f"{method} checkpoints of {bits} bits are not supported; those of 4 are")
-    if not isinstance(group_size, int) or (group_size != -1 and (group_size <= 0 or group_size % KERNEL_GROUP)):
-        raise ModelError(
-            f"{method} checkpoints with group_size {group_size} are not supported; -1 and multiples of {KERNEL_GROUP} are"
-        )
-    if method == "awq":
-        version = str(quantization.get("version", "gemm")).lower()
-        if version != "gemm":
-            raise ModelError(f"awq checkpoints of version {version} are not supported; gemm is")
-        return AwqFormat(group_size)
-    layout = quantization.get("checkpoint_format") or "gptq"
-    if layout not in ("gptq", "gptq_v2"):
-        raise ModelError(f"gptq checkpoints of checkpoint_format {layout} are not supported; gptq and gptq_v2 are")
-    return GptqFormat(group_size, 1 if layout == "gptq" else 0)
-
-
-def stored_scheme(quantization: dict[str, Any] | None) -> Scheme:
-    """How a model of this `quantization_config` computes: "none" when it is not quantised. Raises ModelError as `stored_format`."""
-    found = stored_format(quantization)
-    return "none" if found is None else found.scheme
+    if settings.method == "headrace":
+        return OwnFormat(settings.scheme)
+    if settings.method == "awq":
+        return AwqFormat(settings.group_size)
+    return GptqFormat(settings.group_size, settings.zero_offset)
 
 
 def _nibbles(words: "torch.Tensor") -> "torch.Tensor":

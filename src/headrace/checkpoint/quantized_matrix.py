@@ -6,19 +6,12 @@ torch is imported when a matrix is used. Runs in whichever process loads the mod
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, Scheme
 
 if TYPE_CHECKING:
     import torch
-
-Scheme = Literal["none", "int8", "int8-fast", "int4"]
-"""How linear layers compute: in float; 8-bit weights and activations with a scale every 32 elements; the same with one scale a row
-(weights) and a token (activations); 4-bit weights with a scale every 32 elements and 8-bit activations."""
-
-BITS: dict[Scheme, int] = {"int8": 8, "int8-fast": 8, "int4": 4}
-
-KERNEL_GROUP = 32
-"""Elements that share a scale in the kernels; a checkpoint's groups are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace import kernels
 from headrace.attention import select
 from headrace.checkpoint.names import resolve_model
-from headrace.checkpoint.quantized_matrix import Scheme
+from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.source import Checkpoint, open_checkpoint
 from headrace.errors import ConfigError
 from headrace.execution.calibrate import quantize_checkpoint

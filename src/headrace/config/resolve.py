@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.quantized_formats import stored_scheme
-from headrace.checkpoint.quantized_matrix import Scheme
+from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 

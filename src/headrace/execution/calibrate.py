@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from headrace.checkpoint.quantized_formats import OWN_METHOD, own_tensors
-from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix, Scheme
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP, OWN_METHOD, Scheme
+from headrace.checkpoint.quantized_formats import own_tensors
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import Checkpoint
 from headrace.errors import ModelError
 from headrace.execution.load_weights import load_model

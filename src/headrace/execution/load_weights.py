@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, Scheme
+from headrace.checkpoint.quantization_settings import Scheme
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import Checkpoint
 from headrace.errors import ModelError
 from headrace.layers.weight import Placement, Weight

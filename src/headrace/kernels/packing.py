@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import BITS, KERNEL_GROUP, QuantizedMatrix
+from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 
 PAGE_SIZE = 16
 """Tokens in a page of the KV cache."""

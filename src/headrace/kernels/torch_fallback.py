@@ -7,7 +7,8 @@ so that a row's bits do not depend on the rows beside it; on other devices they 
 import torch
 import torch.nn.functional as F
 
-from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.packing import (
     PAGE_SIZE,
     PackedLinear,

@@ -10,7 +10,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, Scheme
+from headrace.checkpoint.quantization_settings import Scheme
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 
 
 class Observable(Protocol):

@@ -13,7 +13,7 @@ import torch
 
 from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantized_formats import stored_scheme
+from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.errors import ModelError
 from headrace.layers.weight import Placement, Weight
 

@@ -7,7 +7,8 @@ meanwhile.
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.cpu import _native
 from headrace.kernels.packing import (
     PAGE_SIZE,

@@ -2,7 +2,8 @@
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import KERNEL_GROUP, QuantizedMatrix
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 
 
 def quantize(weight: torch.Tensor) -> QuantizedMatrix:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headrace.checkpoint.quantized_matrix import QuantizedMatrix, Scheme, stack
+from headrace.checkpoint.quantization_settings import Scheme
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
 from headrace.layers.quantization import int4, int8, int8_fast
 
 _QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
