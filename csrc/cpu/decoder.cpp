@@ -8,6 +8,7 @@
 
 #include "attention_plan.h"
 #include "dispatch.h"
+#include "quantized_call.h"
 #include "threads.h"
 
 namespace headrace {
@@ -17,6 +18,11 @@ namespace {
 constexpr int64_t kMlpTokens = 384;
 
 void linear(const DecoderLinear& w, const float* x, float* y, int64_t rows) {
+  if (w.scheme >= 0) {
+    run_linear_quantized(x, w.k, static_cast<QuantScheme>(w.scheme), w.weight, w.column_scales, w.bias, y, w.n, rows, w.n, w.k,
+                         false);
+    return;
+  }
   kernels().linear({x, w.k, w.weight, w.weight_is_bf16, w.bias, y, w.n, rows, w.n, w.k, false});
 }
 

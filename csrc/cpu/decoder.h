@@ -14,6 +14,8 @@ namespace headrace {
 struct DecoderLinear {
   const void* weight;
   bool weight_is_bf16;
+  int scheme;                  // a QuantScheme, or -1: float weights
+  const float* column_scales;  // null for float weights
   const float* bias;
   int64_t n, k;
 };

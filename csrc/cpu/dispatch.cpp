@@ -15,12 +15,16 @@ const KernelTable& table();
 namespace avx512 {
 const KernelTable& table();
 }
+namespace avx512vnni {
+const KernelTable& table();
+}
 #endif
 
 namespace {
 
 const KernelTable* find(const std::string& isa) {
 #if defined(__x86_64__)
+  if (isa == "avx512vnni") return &avx512vnni::table();
   if (isa == "avx512") return &avx512::table();
   if (isa == "avx2") return &avx2::table();
 #endif
@@ -41,7 +45,7 @@ std::atomic<const KernelTable*> g_selected{nullptr};
 
 std::vector<std::string> compiled_isas() {
 #if defined(__x86_64__)
-  return {"avx512", "avx2", "baseline"};
+  return {"avx512vnni", "avx512", "avx2", "baseline"};
 #else
   return {"baseline"};
 #endif
@@ -64,13 +68,15 @@ std::string why_not_isa(const std::string& isa) {
   if (isa != "baseline") {
     require(__builtin_cpu_supports("avx2"), "avx2");
     require(__builtin_cpu_supports("fma"), "fma");
+    require(__builtin_cpu_supports("f16c"), "f16c");
   }
-  if (isa == "avx512") {
+  if (isa == "avx512" || isa == "avx512vnni") {
     require(__builtin_cpu_supports("avx512f"), "avx512f");
     require(__builtin_cpu_supports("avx512bw"), "avx512bw");
     require(__builtin_cpu_supports("avx512dq"), "avx512dq");
     require(__builtin_cpu_supports("avx512vl"), "avx512vl");
   }
+  if (isa == "avx512vnni") require(__builtin_cpu_supports("avx512vnni"), "avx512vnni");
   if (!missing.empty()) return "this processor lacks " + missing + ", which '" + isa + "' needs";
 #endif
   return "";

@@ -16,6 +16,8 @@ void silu_mul(const GatedArgs&);
 void gelu_tanh_mul(const GatedArgs&);
 void embedding(const EmbeddingArgs&);
 void argmax(const ArgmaxArgs&);
+void quantize_rows(const QuantizeArgs&);
+void linear_quantized(const QuantizedLinearArgs&);
 float probe_read(const void* memory, int64_t bytes);
 float probe_fma(int64_t rounds);
 const KernelTable& table();

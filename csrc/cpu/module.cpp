@@ -14,6 +14,7 @@
 #include "decoder.h"
 #include "dispatch.h"
 #include "ops.h"
+#include "quantized_call.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -42,6 +43,18 @@ void linear(Address x, int64_t x_stride, Address weight, bool weight_is_bf16, Ad
             int64_t rows, int64_t n, int64_t k, bool accumulate) {
   kernels().linear({at<float>(x), x_stride, at<void>(weight), weight_is_bf16, at<float>(bias), at<float>(y), y_stride, rows, n,
                     k, accumulate});
+}
+
+void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, Address column_scales, Address bias, Address y,
+                      int64_t y_stride, int64_t rows, int64_t n, int64_t k, bool accumulate) {
+  run_linear_quantized(at<float>(x), x_stride, static_cast<QuantScheme>(scheme), at<void>(weight), at<float>(column_scales),
+                       at<float>(bias), at<float>(y), y_stride, rows, n, k, accumulate);
+}
+
+void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, Address negative_sums, int64_t rows, int64_t k,
+                   bool by_group) {
+  kernels().quantize_rows(
+      {at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums), rows, k, by_group});
 }
 
 void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, bool cache_is_bf16,
@@ -114,11 +127,12 @@ void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size,
                      at<float>(final_norm));
 }
 
-// (address, is bfloat16, address of the bias, n, k)
-using Weight = std::tuple<Address, bool, Address, int64_t, int64_t>;
+// (address, is bfloat16, QuantScheme or -1, address of the column scales, address of the bias, n, k)
+using Weight = std::tuple<Address, bool, int, Address, Address, int64_t, int64_t>;
 
 DecoderLinear as_linear(const Weight& w) {
-  return {at<void>(std::get<0>(w)), std::get<1>(w), at<float>(std::get<2>(w)), std::get<3>(w), std::get<4>(w)};
+  return {at<void>(std::get<0>(w)),  std::get<1>(w), std::get<2>(w), at<float>(std::get<3>(w)),
+          at<float>(std::get<4>(w)), std::get<5>(w), std::get<6>(w)};
 }
 
 void decoder_add_layer(Decoder& decoder, Address attention_norm, const Weight& qkv, Address q_norm, Address k_norm, Address cos,
@@ -146,6 +160,8 @@ float probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
 NB_MODULE(_native, m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, unlocked);
+  m.def("linear_quantized", &linear_quantized, unlocked);
+  m.def("quantize_rows", &quantize_rows, unlocked);
   m.def("paged_attention", &paged_attention, unlocked);
   m.def("write_kv", &write_kv, unlocked);
   m.def("gather_kv", &gather_kv, unlocked);

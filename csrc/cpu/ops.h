@@ -9,6 +9,7 @@ constexpr int64_t kPageSize = 16;    // tokens in a page of the KV cache
 constexpr int64_t kKeyBlock = 256;   // keys of one step of the online softmax, aligned at position 0
 constexpr int64_t kKeySplit = 1024;  // keys of one partial result, aligned at position 0: the same cut for every row
 constexpr int64_t kPackedColumns = 32;
+constexpr int64_t kQuantGroup = 32;  // elements that share a scale
 
 // y[rows, n] = x[rows, k] @ weight^T (+ bias), weight packed as [n / 32][k][32] float or [n / 32][k][16][2] bf16, where pair j of
 // a k holds columns j and j + 16. accumulate: the sum starts from y instead of 0. bias has n rounded up to 32 elements.
@@ -21,6 +22,45 @@ struct LinearArgs {
   float* y;
   int64_t y_stride;
   int64_t rows, n, k;
+  bool accumulate;
+};
+
+// x[rows, k] as signed bytes [rows][k rounded up to 32], scaled by group of 32 (by_group) or by row: scales and negative_sums
+// (minus the sum of a group's or row's values) are [rows][groups] or [rows].
+struct QuantizeArgs {
+  const float* x;
+  int64_t x_stride;
+  int8_t* values;
+  float* scales;
+  int32_t* negative_sums;
+  int64_t rows, k;
+  bool by_group;
+};
+
+// How a quantised weight is packed, in blocks of 32 columns; k is rounded up to 32 and the codes beyond it are those of 0.
+// kInt8, kInt4, kInt4Min: [n / 32][k / 32] records of codes, 32 half scales and (kInt4Min) 32 half minimums. kInt8Fast: codes alone.
+// Codes of 8 bits: [k / 4][32][4] bytes, weight = scale * (code - 128). Codes of 4 bits: [k / 8][32][4] bytes, k 8 i + j in the low
+// nibble of byte j and 8 i + 4 + j in the high one; weight = scale * (code - 8), or scale * code - minimum.
+enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3 };
+
+// What quantize_rows wrote; values_stride in elements.
+struct QuantizedRows {
+  const int8_t* values;
+  int64_t values_stride;
+  const float* scales;
+  const int32_t* negative_sums;
+};
+
+// y[rows, n] = x @ weight^T * column_scales (+ bias) (+ y when accumulate). column_scales and bias have n rounded up to 32 elements.
+struct QuantizedLinearArgs {
+  QuantizedRows x;
+  QuantScheme scheme;
+  const uint8_t* weight;
+  const float* column_scales;
+  const float* bias;
+  float* y;
+  int64_t y_stride;
+  int64_t rows, n, k_padded;
   bool accumulate;
 };
 
@@ -143,6 +183,8 @@ struct KernelTable {
   void (*gelu_tanh_mul)(const GatedArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*quantize_rows)(const QuantizeArgs&);
+  void (*linear_quantized)(const QuantizedLinearArgs&);
   float (*probe_read)(const void* memory, int64_t bytes);
   float (*probe_fma)(int64_t rounds);
 };

@@ -8,7 +8,7 @@ import torch
 from headrace import kernels
 from headrace.kernels import cpu
 
-ISAS = ("baseline", "avx2", "avx512")
+ISAS = ("baseline", "avx2", "avx512", "avx512vnni")
 
 
 def runnable_isas() -> list[str]:

@@ -156,10 +156,14 @@ class Runner:
         return torch.cat(out)
 
 
-def open_runner(folder: Path, backend: str, dtype: torch.dtype = torch.float32, impl: Any = "auto") -> Runner:
+def open_runner(
+    folder: Path, backend: str, dtype: torch.dtype = torch.float32, impl: Any = "auto", quantization: Any = "none"
+) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
-    model = load_model(checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS))
+    model = load_model(
+        checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS, quantization)
+    )
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
     attention.make_kv_pool(kv_shape(checkpoint.config, dtype), 4 * MAX_POSITIONS, 16, CPU)

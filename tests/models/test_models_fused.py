@@ -91,6 +91,16 @@ def test_another_attention_backend_runs_op_by_op_and_says_why():
     assert "torch_native" in runner.model.fuse(runner.attention)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int8-fast", "int4"])
+@torch.inference_mode()
+def test_quantised_layers_fused_give_the_bits_of_the_ops(scheme):
+    folder = checkpoint("qwen2")[0]
+    plain, fused = (open_runner(folder, "cpu", torch.bfloat16, quantization=scheme) for _ in range(2))
+    assert fused.model.fuse(fused.attention) == ""
+    for got, want in zip(logits(fused), logits(plain), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_weights_packed_for_torch_run_op_by_op():
     with kernels.prefer("torch"):
         runner = open_runner(checkpoint("llama")[0], "cpu")

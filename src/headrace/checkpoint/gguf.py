@@ -324,7 +324,7 @@ def dequantize(raw: Bytes, type_name: str) -> Floats:
     return out.reshape(rows, -1)
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
+def half(blocks: Bytes, at: int) -> Floats:
     """The float16 at byte `at` of each block, float32[n, 1]."""
     return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
 
@@ -346,34 +346,34 @@ def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
 def _q4_0(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 2:], out)
     out -= 8
-    out *= _half(blocks, 0)
+    out *= half(blocks, 0)
 
 
 def _q4_1(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 4:], out)
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+    out *= half(blocks, 0)
+    out += half(blocks, 2)
 
 
 def _q5_0(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 6:], out)
     out += _fifth_bits(blocks, 2)
     out -= 16
-    out *= _half(blocks, 0)
+    out *= half(blocks, 0)
 
 
 def _q5_1(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 8:], out)
     out += _fifth_bits(blocks, 4)
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+    out *= half(blocks, 0)
+    out += half(blocks, 2)
 
 
 def _q8_0(blocks: Bytes, out: Floats) -> None:
-    np.multiply(blocks[:, 2:].view(np.int8), _half(blocks, 0), out=out)
+    np.multiply(blocks[:, 2:].view(np.int8), half(blocks, 0), out=out)
 
 
-def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+def k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     """Scale and minimum of the 8 sub-blocks of a Q4_K or Q5_K block: float32[n, 8, 1] each.
 
     Twelve bytes hold sixteen 6-bit numbers: the first four of each kind whole, the last four split in nibble and top bits.
@@ -382,12 +382,12 @@ def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | (first >> 6 << 4)], axis=1)
     minima = np.concatenate([second & 0x3F, (third >> 4) | (second >> 6 << 4)], axis=1)
-    d, d_min = _half(blocks, 0), _half(blocks, 2)
+    d, d_min = half(blocks, 0), half(blocks, 2)
     return (d * scales)[:, :, None], (d_min * minima)[:, :, None]
 
 
 def _q4_k(blocks: Bytes, out: Floats) -> None:
-    scale, minimum = _k_scales(blocks)
+    scale, minimum = k_scales(blocks)
     # [n, 4, 32] bytes: the low nibbles are sub-block 2i, the high ones 2i + 1
     packed = blocks[:, 16:].reshape(-1, 4, 1, 32)
     values = out.reshape(-1, 8, 32)
@@ -397,7 +397,7 @@ def _q4_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q5_k(blocks: Bytes, out: Floats) -> None:
-    scale, minimum = _k_scales(blocks)
+    scale, minimum = k_scales(blocks)
     packed = blocks[:, 48:].reshape(-1, 4, 1, 32)
     low = (packed >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, 8, 32)
     # bit i of each of the 32 bytes belongs to sub-block i
@@ -416,7 +416,7 @@ def _q6_k(blocks: Bytes, out: Floats) -> None:
     values = out.reshape(-1, 16, 16)
     values[:] = (low.reshape(-1, 2, 4, 32) | high << 4).reshape(-1, 16, 16)
     values -= 32
-    values *= (_half(blocks, 208) * scales)[:, :, None]
+    values *= (half(blocks, 208) * scales)[:, :, None]
 
 
 _UNPACK: dict[str, Callable[[Bytes, Floats], None]] = {

@@ -16,7 +16,10 @@ import numpy as np
 
 from headrace.checkpoint.gguf import Bytes, GgufFile, dequantize
 from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, map_tensors
+from headrace.checkpoint.gguf_quantized import quantized_matrix
 from headrace.checkpoint.model_config import ModelConfig, load_model_config, parse_hf_config, read_json_object
+from headrace.checkpoint.quantized_formats import QuantizedFormat, stored_format
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ModelError
 
@@ -92,15 +95,26 @@ class Checkpoint(ABC):
         Raises ModelError naming the file and the tensor.
         """
         for name in self.tensor_names():
-            tensor = self.tensor(name)
-            if check_finite:
-                self._check_finite(name, tensor)
-            if check_zero:
-                self._check_zero(name, tensor)
-            yield name, tensor
+            yield name, self.checked_tensor(name, check_finite, check_zero)
+
+    def checked_tensor(self, name: str, check_finite: bool = False, check_zero: bool = True) -> "torch.Tensor":
+        """`tensor`, refused as `iter_tensors` says."""
+        tensor = self.tensor(name)
+        if check_finite:
+            self._check_finite(name, tensor)
+        if check_zero:
+            self._check_zero(name, tensor)
+        return tensor
 
     def raw_blocks(self, name: str) -> RawBlocks | None:
         """The blocks of a quantised GGUF matrix for kernels that use them as they are; None for any other tensor."""
+        return None
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        """A matrix as it is stored, where that is something the kernels compute with; None for any other tensor.
+
+        Raises ModelError for one whose scales are not finite, or that holds only zeros.
+        """
         return None
 
     def file_of(self, name: str) -> str:
@@ -123,6 +137,14 @@ class Checkpoint(ABC):
         values = tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
         if not bool(values[0].any()) and not bool(values.any()):
             raise ModelError(f"{self.file_of(name)}: tensor {name} {list(tensor.shape)} is zero-filled")
+
+    def _check_matrix(self, name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        self._check_finite(name, matrix.scales)
+        if matrix.minimums is not None:
+            self._check_finite(name, matrix.minimums)
+        if not bool(matrix.scales.any()) and (matrix.minimums is None or not bool(matrix.minimums.any())):
+            raise ModelError(f"{self.file_of(name)}: tensor {name} {list(matrix.shape)} is zero-filled")
+        return matrix
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -176,6 +198,66 @@ class HuggingFaceCheckpoint(Checkpoint):
         return self._files[name].entries[name]
 
 
+class QuantizedCheckpoint(HuggingFaceCheckpoint):
+    """A folder whose linear layers are quantised. A layer's parts (`.qweight`, `.scales`, ...) show as one `.weight`."""
+
+    def __init__(self, path: Path, stored: QuantizedFormat) -> None:
+        super().__init__(path)
+        self._stored = stored
+        main = "." + stored.suffixes[0]
+        self._layers = {name.removesuffix(main): name for name in self._files if name.endswith(main)}
+        self._names: list[str] = []
+        self._parts: dict[str, list[str]] = {layer: [] for layer in self._layers}
+        for name in self._files:
+            layer, _, suffix = name.rpartition(".")
+            if layer not in self._layers or suffix not in stored.suffixes:
+                self._names.append(name)
+                continue
+            self._parts[layer].append(suffix)
+            if suffix == stored.suffixes[0]:
+                self._names.append(f"{layer}.weight")
+        for layer, suffixes in self._parts.items():
+            missing = [name for name in stored.suffixes if name not in suffixes and name not in stored.optional]
+            if missing:
+                raise ModelError(f"{path.name}: quantised layer {layer} has no {', '.join(missing)}")
+        if not self._layers:
+            raise ModelError(f"{path.name}: its config says that it is quantised, but it holds no {main[1:]} tensors")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(
+            math.prod(self.shape(name)) * (4 if self._layer(name) is not None else DTYPE_BYTES[self._entry(name).dtype])
+            for name in self._names
+        )
+
+    def tensor_names(self) -> list[str]:
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        layer = self._layer(name)
+        return super().shape(name) if layer is None else self._stored.shape(layer, super().shape)
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        matrix = self.quantized(name)
+        return super().tensor(name) if matrix is None else matrix.dequantize()
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        layer = self._layer(name)
+        if layer is None:
+            return None
+        parts = {suffix: super(QuantizedCheckpoint, self).tensor(f"{layer}.{suffix}") for suffix in self._parts[layer]}
+        return self._check_matrix(name, self._stored.read(layer, parts))
+
+    def file_of(self, name: str) -> str:
+        layer = self._layer(name)
+        return super().file_of(name if layer is None else self._layers[layer])
+
+    def _layer(self, name: str) -> str | None:
+        """The quantised layer whose weight `name` is."""
+        layer = name.removesuffix(".weight")
+        return layer if layer != name and layer in self._layers else None
+
+
 class GgufCheckpoint(Checkpoint):
     """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
 
@@ -217,6 +299,11 @@ class GgufCheckpoint(Checkpoint):
         if kind.block_values == 1 or len(source.shape) != 2 or source.subtract_one:
             return None
         return RawBlocks(kind.name, self._rows(source), source.shape)
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        raw = self.raw_blocks(name)
+        matrix = None if raw is None else quantized_matrix(raw)
+        return None if matrix is None else self._check_matrix(name, matrix)
 
     def _rows(self, source: GgufSource) -> Bytes:
         """The stored bytes of a tensor, uint8[rows, row_bytes], in Hugging Face row order."""
@@ -263,7 +350,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     if path.is_dir():
         if (path / "config.json").is_file():
-            return HuggingFaceCheckpoint(path)
+            stored = stored_format(load_model_config(path).quantization)
+            return HuggingFaceCheckpoint(path) if stored is None else QuantizedCheckpoint(path, stored)
         found = sorted(path.glob("*.gguf"))
         if len(found) == 1:
             return GgufCheckpoint(found[0])

@@ -173,6 +173,26 @@ def pull(name: Annotated[str, typer.Argument(help="A name from `headrace models`
 
 
 @app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="A known name, a Hugging Face directory or a .gguf file.")],
+    output: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
+    scheme: Annotated[Literal["int8", "int4"], typer.Option(help="int4 is calibrated on a text.")] = "int4",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Text to calibrate on, like what the model will see; default: Python's reference."),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="Use its first so many tokens.", min=1)] = 16384,
+    check_tokens: Annotated[
+        int, typer.Option(help="Compare perplexities on so many tokens of other text afterwards; 0 = do not.", min=0)
+    ] = 4096,
+) -> None:
+    """Write a quantised checkpoint of a model (docs/quantization.md)."""
+    from headrace.cli.quantize import run_quantize
+
+    run_quantize(model, scheme, output, calibration, calibration_tokens, check_tokens, Console())
+
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
     """Show what this machine has and which kernels and attention backends run on it, with reasons."""
     from headrace.cli.doctor import examine, print_report

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
+from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
@@ -72,6 +73,7 @@ class Config:
     num_threads: int
     native_kernels: bool
     overlap: bool
+    quantization: Scheme
     decisions: tuple[str, ...]
 
 
@@ -84,6 +86,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         reason = "--disable-native-kernels" if args.disable_native_kernels else facts.native_reason
         decisions.append(f"torch runs every CPU op, slower than the native kernels: {reason}")
     dtype = _dtype(args, model, device, facts, decisions)
+    quantization = _quantization(args, model, device, decisions)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
     needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size)
     attention_backend = _attention_backend(args, needs, backends, decisions)
@@ -107,6 +110,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         max_prefill_tokens=args.max_prefill_tokens,
         num_threads=num_threads,
         native_kernels=native,
+        quantization=quantization,
         overlap=not args.disable_overlap_schedule,
         decisions=tuple(decisions),
     )
@@ -155,6 +159,28 @@ def _dtype(args: ServerArgs, model: ModelConfig, device: str, facts: DeviceFacts
         dtype = "float16"
     decisions.append(f"dtype {dtype}: the checkpoint says {model.dtype or 'nothing'}")
     return dtype
+
+
+def _quantization(args: ServerArgs, model: ModelConfig, device: str, decisions: list[str]) -> Scheme:
+    stored = stored_scheme(model.quantization)
+    if device != "cpu":
+        if args.quantization != "none":
+            raise ConfigError(
+                f"--quantization {args.quantization}: quantised linear layers run on CPU, not on {device}"
+            )
+        if stored != "none":
+            decisions.append(
+                f"quantization none: the checkpoint's {stored} weights are widened, {device} has no kernel for them"
+            )
+        return "none"
+    if stored == "none":
+        return args.quantization
+    if args.quantization not in ("none", stored):
+        raise ConfigError(
+            f"--quantization {args.quantization}: the checkpoint is already quantised, to {stored}; leave the option out"
+        )
+    decisions.append(f"quantization {stored}: the checkpoint is")
+    return stored
 
 
 def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[str]) -> str:

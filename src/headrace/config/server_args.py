@@ -140,6 +140,12 @@ class ServerArgs:
         "auto", _K, "Attention kernels; see `headrace doctor`."
     )
     num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.", _POSITIVE)
+    quantization: Literal["none", "int8", "int8-fast", "int4"] = _opt(
+        "none",
+        _K,
+        "Linear layers in 8 or 4 bits, quantised at load, on CPU; a checkpoint that is quantised is served as it is stored. "
+        "int8-fast is quicker and less exact. See docs/quantization.md.",
+    )
     disable_native_kernels: bool = _opt(False, _K, "Torch fallbacks instead of the native CPU kernels.")
 
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Least severe line that is logged.")

@@ -63,7 +63,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         if config.device == "cpu":
             kernels.set_num_threads(config.num_threads)
         device = torch.device(config.device)
-        placement = Placement(device, getattr(torch, config.dtype), config.context_length)
+        placement = Placement(device, getattr(torch, config.dtype), config.context_length, config.quantization)
         model = load_model(checkpoint, spec, placement, config=model_config, seed=args.random_seed, progress=progress)
         if config.native_kernels:
             # What is left to torch is small, and its spinning OpenMP threads take the cores from the kernels' own.
@@ -131,7 +131,7 @@ def open_model(args: ServerArgs) -> Checkpoint:
 
 def model_bytes(model: CausalLM) -> int:
     """Bytes that the model's weights take by their shapes and kept precision."""
-    return sum(math.prod(weight.shape) * weight.itemsize for weight in model.weights())
+    return round(sum(math.prod(weight.shape) * weight.itemsize for weight in model.weights()))
 
 
 def _model_decision(model_class: str, model_type: str) -> str:

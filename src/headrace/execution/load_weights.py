@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.quantization_settings import Scheme
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import Checkpoint
 from headrace.errors import ModelError
 from headrace.layers.weight import Placement, Weight
@@ -38,25 +40,51 @@ def load_model(
     if checkpoint.kind == "dummy":
         fill_random(model.weights(), seed)
     else:
-        fill_from_checkpoint(model.weights(), checkpoint, spec, progress)
+        fill_from_checkpoint(model.weights(), checkpoint, spec, progress, placement.quantization)
     spec.check(model)
     return model
 
 
 def fill_from_checkpoint(
-    weights: Iterable[Weight], checkpoint: Checkpoint, spec: ModelSpec, progress: Progress = lambda done, total: None
+    weights: Iterable[Weight],
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    progress: Progress = lambda done, total: None,
+    quantization: Scheme = "none",
 ) -> None:
-    """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read."""
+    """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read.
+
+    quantization: of the model. A matrix that is stored on such a grid is taken as it is stored.
+    """
     wanted = {weight.name: weight for weight in weights}
     names = {name: spec.rename(checkpoint.config, name) for name in checkpoint.tensor_names()}
     _check(wanted, names, checkpoint, spec)
     done, total = 0, checkpoint.total_bytes
-    for stored_name, tensor in checkpoint.iter_tensors(check_finite=True):
-        name = names[stored_name]
-        if name in wanted:
-            wanted[name].load(tensor)
-        done += tensor.numel() * tensor.element_size()
+    for stored_name in checkpoint.tensor_names():
+        weight = wanted.get(names[stored_name])
+        matrix = _as_stored(weight, checkpoint, stored_name, quantization)
+        if weight is not None and weight.load_quantized is not None and matrix is not None:
+            weight.load_quantized(matrix)
+            done += matrix.codes.numel() * 4  # as total_bytes counts it: in float32
+        else:
+            tensor = checkpoint.checked_tensor(stored_name, check_finite=True)
+            if weight is not None:
+                weight.load(tensor)
+            done += tensor.numel() * tensor.element_size()
         progress(done, total)
+
+
+def _as_stored(
+    weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme
+) -> QuantizedMatrix | None:
+    """The matrix `name` as it is stored, when its layer computes with one and it is at least as fine as `quantization` asks.
+
+    int4 takes what is stored in 4 bits, and in 8 bits too. int8 takes 8 bits. int8-fast has one scale a row, which no file has.
+    """
+    if weight is None or weight.load_quantized is None or quantization not in ("int4", "int8"):
+        return None
+    matrix = checkpoint.quantized(name)
+    return matrix if matrix is not None and (quantization == "int4" or matrix.scheme == "int8") else None
 
 
 def fill_random(weights: Iterable[Weight], seed: int) -> None:

@@ -242,6 +242,16 @@ class Tokenizer:
         """The id of a vocabulary entry, None when there is none."""
         return self._backend.token_to_id(token) if _is_unicode(token) else None
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` reads back as this tokenizer."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = dict(self.named_tokens)
+        if self.chat_template:
+            config["chat_template"] = [
+                {"name": name, "template": template} for name, template in self.chat_template.items()
+            ]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
     @property
     def special_tokens(self) -> dict[str, int]:
         """Text -> id of the special tokens."""

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from headrace.kernels import cpu, registry
-from headrace.kernels.packing import PackedLinear, kv_cache_shapes
+from headrace.kernels.packing import QUANT_SCHEMES, PackedLinear, kv_cache_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def why_not(spec: DecoderSpec) -> str:
         return cpu.why_not() or "another implementation than the native kernels is preferred"
     for index, layer in enumerate(spec.layers):
         for linear in layer.linears:
-            if linear.layout not in ("native_bf16", "native_f32"):
+            if not linear.layout.startswith("native"):
                 return f"layer {index} has weights of layout {linear.layout}"
     return ""
 
@@ -208,8 +208,16 @@ def _contiguous(what: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int
         )
 
 
-def _linear(packed: PackedLinear) -> tuple[int, bool, int, int, int]:
-    return packed.data.data_ptr(), packed.layout == "native_bf16", _address(packed.bias), packed.n, packed.k
+def _linear(packed: PackedLinear) -> tuple[int, bool, int, int, int, int, int]:
+    return (
+        packed.data.data_ptr(),
+        packed.layout == "native_bf16",
+        QUANT_SCHEMES.get(packed.layout, -1),
+        _address(packed.column_scales),
+        _address(packed.bias),
+        packed.n,
+        packed.k,
+    )
 
 
 def _address(x: torch.Tensor | None) -> int:

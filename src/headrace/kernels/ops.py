@@ -12,16 +12,19 @@ from typing import cast
 
 import torch
 
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.packing import PackedLinear
 from headrace.kernels.registry import for_layout, select
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    """Prepare a weight [n, k] (bfloat16, float16 or float32) and a bias [n] for `linear`; once, when the model is loaded.
+def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None) -> PackedLinear:
+    """Prepare a weight [n, k] (bfloat16, float16, float32, or quantised) and a bias [n] for `linear`; once, when the model is loaded.
 
-    The native layout is a copy: the caller may drop `weight`.
+    The native layout is a copy: the caller may drop `weight`. A quantised weight makes `linear` quantise its input, too: see
+    `quantize_rows`. It lives on the CPU.
     """
-    return cast(PackedLinear, select("pack_linear", weight.device.type)(weight, bias))
+    device = weight.device.type if isinstance(weight, torch.Tensor) else weight.codes.device.type
+    return cast(PackedLinear, select("pack_linear", device)(weight, bias))
 
 
 def linear(
@@ -32,6 +35,15 @@ def linear(
     accumulate: add to what `out` holds. out must not overlap x.
     """
     return cast(torch.Tensor, for_layout(packed.layout)(x, packed, out, accumulate))
+
+
+def quantize_rows(x: torch.Tensor, *, by_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, k] as (values int8[rows, k], scales float32[rows, k / 32 rounded up]), or scales [rows, 1] unless by_group.
+
+    scale = largest magnitude / 127; values are x / scale to the nearest, -127 .. 127. NaN or infinity makes the scale non-finite.
+    What `linear` does first when its weight is quantised; here for tests and calibration.
+    """
+    return cast(tuple[torch.Tensor, torch.Tensor], select("quantize_rows", x.device.type)(x, by_group))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,13 +9,32 @@ from typing import Literal
 
 import torch
 
+from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+
 PAGE_SIZE = 16
 """Tokens in a page of the KV cache."""
 
 PACKED_COLUMNS = 32
 """Output columns of one block of a packed weight."""
 
-Layout = Literal["native_bf16", "native_f32", "torch"]
+Layout = Literal[
+    "native_bf16",
+    "native_f32",
+    "native_int8",
+    "native_int8_fast",
+    "native_int4",
+    "native_int4_min",
+    "torch",
+    "torch_by_group",
+    "torch_by_row",
+]
+
+QUANT_SCHEMES: dict[str, int] = {"native_int8": 0, "native_int8_fast": 1, "native_int4": 2, "native_int4_min": 3}
+"""QuantScheme of csrc/cpu/ops.h, by layout."""
+
+MAX_QUANTIZED_K = 65536
+"""Longest row of a quantised linear: sums of its products fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +42,10 @@ class PackedLinear:
     """A linear layer's weight in the layout of the implementation that will run it.
 
     data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
-        torch: [n, k] as given (float32 on CPU). Columns beyond n are 0.
-    bias: the native layouts: float32, n rounded up to 32 elements; torch: [n].
+        torch: [n, k] as given (float32 on CPU). Columns beyond n are 0. The native_int layouts: uint8, `pack_native_quantized`;
+        torch_by_group, torch_by_row: float32[n, k], the weights; activations are quantised in groups of 32 or by row.
+    bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
+        n rounded up to 32 elements, a factor of each column.
     """
 
     n: int
@@ -32,6 +53,13 @@ class PackedLinear:
     layout: Layout
     data: torch.Tensor
     bias: torch.Tensor | None
+    column_scales: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight, its scales and the bias."""
+        tensors = (self.data, self.bias, self.column_scales)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def check_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -68,6 +96,117 @@ def pack_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         weight = weight.to(torch.float32)
         bias = None if bias is None else bias.to(torch.float32)
     return PackedLinear(n, k, "torch", weight.contiguous(), bias)
+
+
+def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
+    """ValueError unless the matrix is on the CPU, its parts fit one another and bias is [n] or None."""
+    (n, k), size = matrix.shape, matrix.group_size
+    wanted = (n, -(-k // size))
+    for what, tensor in (("scales", matrix.scales), ("minimums", matrix.minimums)):
+        if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != torch.float32):
+            raise ValueError(
+                f"pack_linear: {what} must be float32 {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+    if matrix.codes.dtype != torch.uint8 or matrix.codes.device.type != "cpu":
+        raise ValueError(
+            f"pack_linear: codes must be uint8 on the CPU, got {matrix.codes.dtype} on {matrix.codes.device}"
+        )
+    if matrix.scheme not in BITS or (matrix.minimums is not None and matrix.scheme != "int4"):
+        raise ValueError(f"pack_linear: scheme {matrix.scheme} does not go with minimums, or is none")
+    if size != k if matrix.scheme == "int8-fast" else size % KERNEL_GROUP and size < k:
+        raise ValueError(f"pack_linear: {matrix.scheme} with groups of {size} in rows of {k}")
+    if k > MAX_QUANTIZED_K:
+        raise ValueError(f"pack_linear: a quantised row has at most {MAX_QUANTIZED_K} elements, got {k}")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"pack_linear: bias must be [{n}], got shape {tuple(bias.shape)}")
+
+
+def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
+    """Pack for the native kernel; k is padded to a multiple of 32 (groups = k / 32), n to one of 32 (blocks = n / 32).
+
+    native_int8: uint8[blocks, groups, 1088], a record of [8][32][4] codes and 32 half scales; native_int4: [.., 576], [4][32][4] bytes
+    (element 8 i + j in the low, 8 i + 4 + j in the high nibble of byte j) and 32 half scales; native_int4_min: [.., 640], 32 half
+    minimums more; native_int8_fast: [blocks, k / 4, 32, 4] codes. See `half_scales` for the scales.
+    """
+    n, k = matrix.shape
+    blocks, groups = -(-n // PACKED_COLUMNS), -(-k // KERNEL_GROUP)
+    more = blocks * PACKED_COLUMNS - n
+    zero = 0 if matrix.minimums is not None else 2 ** (BITS[matrix.scheme] - 1)
+    padding = (0, groups * KERNEL_GROUP - k, 0, more)
+    codes = torch.nn.functional.pad(matrix.codes, padding, value=zero) if any(padding) else matrix.codes
+    padded_bias = None
+    if bias is not None:
+        padded_bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more)).contiguous()
+    if matrix.scheme == "int8-fast":
+        data = codes.reshape(blocks, PACKED_COLUMNS, -1, 4).permute(0, 2, 1, 3).contiguous()
+        columns = torch.nn.functional.pad(matrix.scales[:, 0], (0, more)).contiguous()
+        return PackedLinear(n, k, "native_int8_fast", data, padded_bias, columns)
+    scales, minimums, columns = half_scales(matrix)
+    halves = [scales] if minimums is None else [scales, minimums]
+    if matrix.scheme == "int8":
+        ordered = codes.reshape(blocks, PACKED_COLUMNS, groups, 8, 4).permute(0, 2, 3, 1, 4)
+    else:
+        nibbles = codes.reshape(blocks, PACKED_COLUMNS, groups, 4, 2, 4)
+        ordered = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
+    record = [ordered.reshape(blocks, groups, -1)]
+    for half in halves:
+        padded = torch.nn.functional.pad(half, (0, 0, 0, more)).reshape(blocks, PACKED_COLUMNS, groups)
+        record.append(padded.permute(0, 2, 1).contiguous().view(torch.uint8))
+    layout: Layout = (
+        "native_int8" if matrix.scheme == "int8" else "native_int4" if minimums is None else "native_int4_min"
+    )
+    columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
+    return PackedLinear(n, k, layout, torch.cat(record, dim=2), padded_bias, columns)
+
+
+def pack_torch_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
+    """Keep the weights in float32, four to eight times the bytes: this is the reference, not the route to a small model."""
+    n, k = matrix.shape
+    weights = unpack_quantized(pack_native_quantized(matrix, None))
+    bias = None if bias is None else bias.to(torch.float32)
+    return PackedLinear(n, k, "torch_by_row" if matrix.scheme == "int8-fast" else "torch_by_group", weights, bias)
+
+
+def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(scales, minimums) float16[n, k / 32] and a power of two for each row, float32[n], that multiplies both.
+
+    The power brings the largest of a row to 2^14 .. 2^15, so no scale is subnormal unless it is 2^28 times smaller than that. A scale
+    that was a float16 stays exact; others round to 11 bits.
+    """
+    matrix = matrix.regrouped(KERNEL_GROUP) if matrix.group_size % KERNEL_GROUP == 0 else matrix
+    largest = matrix.scales.abs().amax(dim=1)
+    if matrix.minimums is not None:
+        largest = torch.maximum(largest, matrix.minimums.abs().amax(dim=1))
+    exponents = torch.frexp(largest).exponent.clamp(min=-100) - 15
+    columns = torch.ldexp(torch.ones_like(largest), exponents)
+    scales = torch.ldexp(matrix.scales, -exponents[:, None]).to(torch.float16)
+    minimums = None if matrix.minimums is None else torch.ldexp(matrix.minimums, -exponents[:, None]).to(torch.float16)
+    return scales, minimums, columns
+
+
+def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
+    """The weights float32[n, k] of one of the native_int layouts."""
+    assert packed.column_scales is not None, packed.layout
+    data, columns = packed.data, packed.column_scales[:, None]
+    if packed.layout == "native_int8_fast":
+        values = data.permute(0, 2, 1, 3).reshape(columns.shape[0], -1).to(torch.float32).sub_(128).mul_(columns)
+        return values[: packed.n, : packed.k]
+    blocks, groups = data.shape[:2]
+    num_code_bytes = 1024 if packed.layout == "native_int8" else 512
+    codes, halves = data[..., :num_code_bytes], data[..., num_code_bytes:]
+    if packed.layout == "native_int8":
+        codes = codes.reshape(blocks, groups, 8, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
+    else:
+        nibbles = codes.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
+        codes = torch.stack((nibbles & 15, nibbles >> 4), dim=4)
+    scales = halves.contiguous().view(torch.float16).reshape(blocks, groups, -1, PACKED_COLUMNS).permute(2, 0, 3, 1)
+    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups, 1).to(torch.float32)
+    values = codes.reshape(blocks * PACKED_COLUMNS, groups, KERNEL_GROUP).to(torch.float32)
+    if packed.layout == "native_int4_min":
+        values = values.mul_(scales[0]).sub_(scales[1])
+    else:
+        values = values.sub_(128 if packed.layout == "native_int8" else 8).mul_(scales[0])
+    return values.reshape(blocks * PACKED_COLUMNS, -1).mul_(columns)[: packed.n, : packed.k].contiguous()
 
 
 def kv_cache_shapes(

@@ -20,6 +20,7 @@ Op = Callable[..., Any]
 OPS = (
     "pack_linear",
     "linear",
+    "quantize_rows",
     "rms_norm",
     "rotary",
     "silu_mul",
@@ -95,7 +96,7 @@ def prefer(name: str) -> Iterator[None]:
 
 def for_layout(layout: str) -> Op:
     """The `linear` that reads weights of this layout."""
-    return _function(IMPLEMENTATIONS[1] if layout == "torch" else IMPLEMENTATIONS[0], "linear")
+    return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], "linear")
 
 
 def runs_native(device_type: str) -> bool:

@@ -7,14 +7,26 @@ so that a row's bits do not depend on the rows beside it; on other devices they 
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.packing import PAGE_SIZE, PackedLinear, check_linear, pack_torch
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.kernels.packing import (
+    PAGE_SIZE,
+    PackedLinear,
+    check_linear,
+    check_quantized,
+    pack_torch,
+    pack_torch_quantized,
+)
 
 TILE_ROWS = 16
 KEY_BLOCK = 256
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
     """See `headrace.kernels.ops.pack_linear`."""
+    if isinstance(weight, QuantizedMatrix):
+        check_quantized(weight, bias)
+        return pack_torch_quantized(weight, bias)
     check_linear(weight, bias)
     return pack_torch(weight, bias)
 
@@ -27,6 +39,10 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         raise ValueError("linear: accumulate needs out")
     if out is not None and tuple(out.shape) != (x.shape[0], packed.n):
         raise ValueError(f"linear: out must be {(x.shape[0], packed.n)}, got {tuple(out.shape)}")
+    if packed.layout != "torch":
+        values, scales = quantize_rows(x, packed.layout == "torch_by_group")
+        size = KERNEL_GROUP if packed.layout == "torch_by_group" else packed.k
+        x = values * scales.repeat_interleave(size, dim=1)[:, : packed.k]
     if x.device.type == "cpu":
         y = _in_row_tiles(x, packed.data)
         if packed.bias is not None:
@@ -37,6 +53,21 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
     if out is None:
         return y
     return out.add_(y) if accumulate else out.copy_(y)
+
+
+def quantize_rows(x: torch.Tensor, by_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.ops.quantize_rows`."""
+    rows, k = x.shape
+    groups = -(-k // KERNEL_GROUP) if by_group else 1
+    size = KERNEL_GROUP if by_group else k
+    padded = F.pad(x, (0, groups * size - k)).reshape(rows, groups, size)
+    largest = padded.abs().amax(dim=2, keepdim=True)
+    # Below 1e-30 the inverse would overflow; of NaN and infinity only the scale tells.
+    # A tensor over a tensor: torch takes a number over a tensor as the number times a reciprocal, which rounds twice.
+    inverse = torch.full_like(largest, 127.0) / largest
+    inverse = torch.where((largest > 1e-30) & largest.isfinite(), inverse, 0.0)
+    values = (padded * inverse).round().nan_to_num(0.0).to(torch.int8)
+    return values.reshape(rows, -1)[:, :k], largest[..., 0] / 127.0
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from headrace import kernels
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
 
@@ -13,7 +14,8 @@ class Embedding:
     """table[ids] * scale.
 
     tied: the output projection that shares this table. It keeps its own packed copy, because the kernels want another order of
-    elements than a lookup by row does.
+    elements than a lookup by row does. Where linear layers are quantised the table itself stays in the weights' dtype: a lookup reads one
+    row of it, so its size costs memory and no time.
     """
 
     def __init__(
@@ -31,12 +33,27 @@ class Embedding:
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.weight`."""
-        copies = 1 if self._tied is None else 2
-        itemsize = copies * self._placement.weight_dtype.itemsize
-        yield Weight(f"{prefix}.weight", self._shape, self._load, lambda: self._table, itemsize=itemsize)
+        head = None if self._tied is None else next(self._tied.weights(""))
+        itemsize = self._placement.weight_dtype.itemsize + (0 if head is None else head.itemsize)
+        load_quantized = self._load_quantized if head is not None and head.load_quantized is not None else None
+        yield Weight(
+            f"{prefix}.weight",
+            self._shape,
+            self._load,
+            lambda: self._table,
+            itemsize=itemsize,
+            load_quantized=load_quantized,
+        )
 
     def _load(self, tensor: torch.Tensor) -> None:
         self._table = self._placement.place(tensor).contiguous()
         if self._tied is not None:
-            for weight in self._tied.weights(""):
-                weight.load(self._table)
+            quantised = self._placement.quantization != "none"
+            next(self._tied.weights("")).load(tensor if quantised else self._table)
+
+    def _load_quantized(self, matrix: QuantizedMatrix) -> None:
+        assert self._tied is not None, "a table without an output projection loads floats"
+        self._table = self._placement.place(matrix.dequantize())
+        load = next(self._tied.weights("")).load_quantized
+        assert load is not None, self._placement
+        load(matrix)

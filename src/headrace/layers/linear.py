@@ -1,17 +1,21 @@
 """Linear layers: one product for all projections that share an input.
 
-Owns the fusing of Hugging Face projections (q, k, v; gate, up) and their packing for the kernels. Does not own the product
+Owns the fusing of Hugging Face projections (q, k, v; gate, up), their quantisation where the placement asks for it, and their packing
+for the kernels. Does not own the product
 (`headrace.kernels`). Runs in the thread that runs the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 
 import torch
 
 from headrace import kernels
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels import PackedLinear
+from headrace.kernels.packing import unpack_quantized
+from headrace.layers.quantization import bytes_per_weight, join
 from headrace.layers.weight import Placement, Weight
 
 
@@ -29,8 +33,9 @@ class Linear:
         self._placement = placement
         ends = list(accumulate(self.outputs.values()))
         self._columns = {name: slice(end - size, end) for end, (name, size) in zip(ends, outputs.items(), strict=True)}
-        self._parts: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, torch.Tensor | QuantizedMatrix] = {}
         self._packed: PackedLinear
+        self.observer: Callable[[torch.Tensor], None] | None = None
 
     @property
     def packed(self) -> PackedLinear:
@@ -39,6 +44,8 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_size] -> [rows, sum(outputs)]."""
+        if self.observer is not None:
+            self.observer(x)
         return kernels.linear(x, self._packed)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
@@ -49,7 +56,11 @@ class Linear:
                 (size, self.in_size),
                 partial(self._load, f"{name}.weight"),
                 partial(self._read_weight, name),
-                itemsize=self._placement.weight_dtype.itemsize,
+                itemsize=bytes_per_weight(self._placement.quantization, self._placement.weight_dtype.itemsize),
+                load_quantized=partial(self._keep, f"{name}.weight")
+                if self._placement.quantization != "none"
+                else None,
+                layer=self,
             )
             if self._bias:
                 yield Weight(
@@ -62,11 +73,18 @@ class Linear:
                 )
 
     def _load(self, part: str, tensor: torch.Tensor) -> None:
-        self._parts[part] = self._placement.place(tensor)
+        quantise = self._placement.quantization != "none"
+        # A weight that will be quantised is not rounded to bfloat16 on the way.
+        self._keep(part, tensor if quantise and tensor.dim() == 2 else self._placement.place(tensor))
+
+    def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
+        self._parts[part] = tensor
         if len(self._parts) < len(self.outputs) * (2 if self._bias else 1):
             return
-        weight = _stack([self._parts[f"{name}.weight"] for name in self.outputs])
+        weights = [self._parts[f"{name}.weight"] for name in self.outputs]
         bias = _stack([self._parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
+        scheme = self._placement.quantization
+        weight = _stack(weights) if scheme == "none" else join(weights, scheme)
         self._parts.clear()
         self._packed = kernels.pack_linear(weight, bias)
 
@@ -80,12 +98,16 @@ class Linear:
 
 def unpack_weight(packed: PackedLinear) -> torch.Tensor:
     """The weight [n, k] that was packed (the layouts are those of `PackedLinear`)."""
-    if packed.layout == "torch":
+    if packed.layout.startswith("torch"):
         return packed.data
+    if packed.layout.startswith("native_int"):
+        return unpack_quantized(packed)
     if packed.layout == "native_bf16":
         return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
     return packed.data.permute(0, 2, 1).reshape(-1, packed.k)[: packed.n]
 
 
-def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _stack(parts: list[torch.Tensor | QuantizedMatrix]) -> torch.Tensor:
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    assert len(tensors) == len(parts), "a quantised part in a float layer"
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -5,6 +5,7 @@ sum is always taken in the order of expert ids, so its bits do not depend on the
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -31,7 +32,7 @@ class SparseMoe:
     ) -> None:
         self._moe = moe
         self._renames = renames
-        self._router = Linear(hidden_size, {"gate": moe.num_experts}, placement)
+        self._router = Linear(hidden_size, {"gate": moe.num_experts}, placement.unquantized)
         self._experts = [GatedMlp(hidden_size, moe.intermediate_size, act, placement) for _ in range(moe.num_experts)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ class SparseMoe:
         yield from self._router.weights(f"{prefix}.")
         for index, expert in enumerate(self._experts):
             for weight in expert.weights(f"{prefix}.experts.{index}"):
-                yield Weight(self._renamed(weight.name), weight.shape, weight.load, weight.read, weight.init)
+                yield replace(weight, name=self._renamed(weight.name))
 
     def _renamed(self, name: str) -> str:
         for ours, theirs in self._renames:

@@ -5,10 +5,19 @@ Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (where and 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
+
+from headrace.checkpoint.quantization_settings import Scheme
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+
+
+class Observable(Protocol):
+    """A layer that shows its input to an observer, when it has one, before it computes."""
+
+    observer: Callable[[torch.Tensor], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +26,9 @@ class Weight:
 
     name, shape: as Hugging Face has them. load: takes a tensor of this shape, any float dtype, and keeps a converted copy or, where
     nothing changes, the tensor itself. read: gives it back in Hugging Face's layout, in the precision that is kept.
-    init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes.
+    init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes, a fraction where weights are quantised.
+    load_quantized: takes a quantised tensor instead, where the layer computes with one; None where it does not.
+    layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
     """
 
     name: str
@@ -25,7 +36,9 @@ class Weight:
     load: Callable[[torch.Tensor], None]
     read: Callable[[], torch.Tensor]
     init: Literal["normal", "ones", "zeros"] = "normal"
-    itemsize: int = 4
+    itemsize: float = 4
+    load_quantized: Callable[[QuantizedMatrix], None] | None = None
+    layer: Observable | None = None
 
 
 class HasWeights(Protocol):
@@ -37,16 +50,30 @@ class HasWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model lives. max_positions: longest sequence served, in tokens; tables by position have this many rows."""
+    """Where a model lives and how its linear layers compute.
+
+    max_positions: longest sequence served, in tokens; tables by position have this many rows. quantization: of linear layers, on CPU.
+    """
 
     device: torch.device
     weight_dtype: torch.dtype
     max_positions: int
+    quantization: Scheme = "none"
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """dtype of activations: float32 on CPU, whatever the weights are; elsewhere the weights' own."""
         return torch.float32 if self.device.type == "cpu" else self.weight_dtype
+
+    @property
+    def unquantized(self) -> "Placement":
+        """For a layer that must stay exact, such as a router."""
+        return replace(self, quantization="none")
+
+    @property
+    def head(self) -> "Placement":
+        """For the output projection: every token is chosen by it, so int4 leaves it 8 bits."""
+        return replace(self, quantization="int8") if self.quantization == "int4" else self
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A matrix on the device in the weights' dtype."""

@@ -182,7 +182,7 @@ class DecoderLM:
                 ropes[key] = Rotary(rope, config.head_dim, config.max_position_embeddings, placement)
             return ropes[key]
 
-        head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement)
+        head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement.head)
         tied = config.tie_word_embeddings
         self._embedding = Embedding(
             config.vocab_size,

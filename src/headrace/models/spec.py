@@ -13,6 +13,7 @@ import torch
 
 from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.errors import ModelError
 from headrace.layers.weight import Placement, Weight
 
@@ -76,13 +77,11 @@ def native_specs() -> dict[str, ModelSpec]:
 def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
     """The spec that serves `config`: ours where there is one (auto), else the transformers one with our attention.
 
-    Raises ModelError when `impl` is headrace and we have none, or when nothing can serve it.
+    Raises ModelError when `impl` is headrace and we have none, when nothing can serve it, or when its quantisation is not supported.
     """
     from headrace.models.transformers_backend import SPEC as FALLBACK
 
-    if config.quantization is not None:
-        method = config.quantization.get("quant_method", "unknown")
-        raise ModelError(f"quantised checkpoints are not supported yet (quant_method {method})")
+    stored_scheme(config.quantization)
     reasons = [f"model_type {config.model_type} has no implementation of ours"]
     spec = native_specs().get(config.model_type)
     if spec is not None:

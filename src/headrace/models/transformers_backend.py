@@ -26,6 +26,7 @@ from headrace.layers.weight import Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
 
 _INTERFACE = "headrace"
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # names of linear layers that choose experts
 
 
 class _Step:
@@ -147,7 +148,12 @@ class TransformersLM:
                 continue
             parent, _, leaf = name.rpartition(".")
             has_bias = module.bias is not None
-            linear = Linear(module.in_features, {leaf: module.out_features}, self._placement, bias=has_bias)
+            placement = self._placement
+            if module is head:
+                placement = placement.head
+            elif leaf in _ROUTERS:
+                placement = placement.unquantized
+            linear = Linear(module.in_features, {leaf: module.out_features}, placement, bias=has_bias)
             if module is head and tied:
                 if has_bias:
                     raise ModelError(
@@ -245,7 +251,8 @@ def _make(config: ModelConfig, placement: Placement) -> Any:
             f"serve it with --context-length {limit}"
         )
     ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
-    raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "architectures", "auto_map")}
+    ours = ("model_type", "architectures", "auto_map", "quantization_config")
+    raw = {key: value for key, value in config.raw.items() if key not in ours}
     try:
         hf_config = AutoConfig.for_model(config.model_type, **raw)
         with no_init_weights():

@@ -16,6 +16,23 @@ def linear(
     k: int,
     accumulate: bool,
 ) -> None: ...
+def linear_quantized(
+    x: int,
+    x_stride: int,
+    scheme: int,
+    weight: int,
+    column_scales: int,
+    bias: int,
+    y: int,
+    y_stride: int,
+    rows: int,
+    n: int,
+    k: int,
+    accumulate: bool,
+) -> None: ...
+def quantize_rows(
+    x: int, x_stride: int, values: int, scales: int, negative_sums: int, rows: int, k: int, by_group: bool
+) -> None: ...
 def paged_attention(
     q: int,
     q_stride: int,
@@ -101,7 +118,7 @@ def set_num_threads(n: int) -> None: ...
 def num_threads() -> int: ...
 
 class Decoder:
-    """A linear is (address, is bfloat16, address of the bias or 0, n, k); an absent tensor is 0."""
+    """A linear is (address, is bfloat16, QuantScheme or -1, column scales, bias, n, k); an absent tensor is 0."""
 
     def __init__(
         self,
@@ -119,7 +136,7 @@ class Decoder:
     def add_layer(
         self,
         attention_norm: int,
-        qkv: tuple[int, bool, int, int, int],
+        qkv: tuple[int, bool, int, int, int, int, int],
         q_norm: int,
         k_norm: int,
         cos: int,
@@ -131,11 +148,11 @@ class Decoder:
         softcap: float,
         k_cache: int,
         v_cache: int,
-        out: tuple[int, bool, int, int, int],
+        out: tuple[int, bool, int, int, int, int, int],
         after_attention: int,
         mlp_norm: int,
-        gate_up: tuple[int, bool, int, int, int],
-        down: tuple[int, bool, int, int, int],
+        gate_up: tuple[int, bool, int, int, int, int, int],
+        down: tuple[int, bool, int, int, int, int, int],
         after_mlp: int,
     ) -> None: ...
     def forward(

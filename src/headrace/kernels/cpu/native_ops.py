@@ -7,12 +7,25 @@ meanwhile.
 
 import torch
 
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.cpu import _native
-from headrace.kernels.packing import PAGE_SIZE, PackedLinear, check_linear, pack_native
+from headrace.kernels.packing import (
+    PAGE_SIZE,
+    QUANT_SCHEMES,
+    PackedLinear,
+    check_linear,
+    check_quantized,
+    pack_native,
+    pack_native_quantized,
+)
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
     """See `headrace.kernels.ops.pack_linear`."""
+    if isinstance(weight, QuantizedMatrix):
+        check_quantized(weight, bias)
+        return pack_native_quantized(weight, bias)
     check_linear(weight, bias)
     return pack_native(weight, bias)
 
@@ -29,6 +42,22 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         out_rows, y_stride = _rows("linear: out", out, packed.n)
         if out_rows != rows:
             raise ValueError(f"linear: out has {out_rows} rows, x has {rows}")
+    if packed.column_scales is not None:
+        _native.linear_quantized(
+            x.data_ptr(),
+            x_stride,
+            QUANT_SCHEMES[packed.layout],
+            packed.data.data_ptr(),
+            packed.column_scales.data_ptr(),
+            0 if packed.bias is None else packed.bias.data_ptr(),
+            out.data_ptr(),
+            y_stride,
+            rows,
+            packed.n,
+            packed.k,
+            accumulate,
+        )
+        return out
     _native.linear(
         x.data_ptr(),
         x_stride,
@@ -43,6 +72,20 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         accumulate,
     )
     return out
+
+
+def quantize_rows(x: torch.Tensor, by_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.ops.quantize_rows`."""
+    rows, x_stride = _rows("quantize_rows: x", x, x.shape[-1])
+    k = x.shape[1]
+    groups = -(-k // KERNEL_GROUP)
+    values = torch.empty(rows, groups * KERNEL_GROUP, dtype=torch.int8)
+    scales = torch.empty(rows, groups if by_group else 1)
+    sums = torch.empty(scales.shape, dtype=torch.int32)
+    _native.quantize_rows(
+        x.data_ptr(), x_stride, values.data_ptr(), scales.data_ptr(), sums.data_ptr(), rows, k, by_group
+    )
+    return values[:, :k], scales
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:

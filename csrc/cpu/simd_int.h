@@ -1,0 +1,267 @@
+// Integer vectors of the quantised kernels: `vi`, kLanes 32-bit lanes, and the dot products of bytes into them.
+//
+// A lane takes four unsigned weight codes and four signed activations. Every way to compute that sum here is exact (no step
+// saturates), so all instruction sets give the same integers.
+#pragma once
+#include "simd.h"
+
+namespace headrace {
+namespace HEADRACE_ISA {
+
+#if defined(__AVX512F__)
+
+using vi = __m512i;
+
+HEADRACE_INLINE vi splat_int(int32_t x) { return _mm512_set1_epi32(x); }
+HEADRACE_INLINE vi load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return _mm512_set1_epi32(four);
+}
+HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
+template <int kBits>
+HEADRACE_INLINE vi shift_left(vi a) {
+  return _mm512_slli_epi32(a, kBits);
+}
+HEADRACE_INLINE vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+HEADRACE_INLINE vi high_nibbles(vi a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+HEADRACE_INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+HEADRACE_INLINE vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
+HEADRACE_INLINE vi magnitude_bits(vf a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
+HEADRACE_INLINE vi max_int(vi a, vi b) { return _mm512_max_epi32(a, b); }
+HEADRACE_INLINE int32_t reduce_max_int(vi a) { return _mm512_reduce_max_epi32(a); }
+HEADRACE_INLINE int32_t reduce_add_int(vi a) { return _mm512_reduce_add_epi32(a); }
+HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
+}
+HEADRACE_INLINE vf load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+#if defined(__AVX512VNNI__)
+
+// Inline assembly: GCC 12 spills the accumulators around the intrinsic.
+HEADRACE_INLINE void dot_bytes(vi& sum, vi weights, vi x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x)); }
+
+struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
+  vi codes;
+};
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+// What makes a sum of codes the sum of weights: 128 times minus the sum of the activations.
+HEADRACE_INLINE vi start_of_bytes(int32_t negative_sum) { return shift_left<7>(splat_int(negative_sum)); }
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
+HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_bytes(sum, weights, x); }
+
+#else
+
+// |w| <= 128 and |x| <= 127, so a pair is at most 32,512: it does not saturate 16 bits.
+struct Bytes {
+  vi magnitude;
+  __mmask64 negative;
+};
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
+  const vi weights = _mm512_xor_si512(load_bytes(p), _mm512_set1_epi8(static_cast<char>(0x80)));
+  return {_mm512_abs_epi8(weights), _mm512_movepi8_mask(weights)};
+}
+HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, x), _mm512_set1_epi16(1)));
+}
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) {
+  dot_nibbles(sum, w.magnitude, _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x));
+}
+
+#endif
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+using vi = __m256i;
+
+HEADRACE_INLINE vi splat_int(int32_t x) { return _mm256_set1_epi32(x); }
+HEADRACE_INLINE vi load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return _mm256_set1_epi32(four);
+}
+HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm256_add_epi32(a, b); }
+template <int kBits>
+HEADRACE_INLINE vi shift_left(vi a) {
+  return _mm256_slli_epi32(a, kBits);
+}
+HEADRACE_INLINE vi low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+HEADRACE_INLINE vi high_nibbles(vi a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
+HEADRACE_INLINE vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
+HEADRACE_INLINE vi to_int(vf a) { return _mm256_cvtps_epi32(a); }
+HEADRACE_INLINE vi magnitude_bits(vf a) { return _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)); }
+HEADRACE_INLINE vi max_int(vi a, vi b) { return _mm256_max_epi32(a, b); }
+HEADRACE_INLINE int32_t reduce_max_int(vi a) {
+  __m128i b = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+HEADRACE_INLINE int32_t reduce_add_int(vi a) {
+  __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+HEADRACE_INLINE vf load_half(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+struct Bytes {
+  vi weights, magnitude;
+};
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
+  const vi weights = _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(static_cast<char>(0x80)));
+  return {weights, _mm256_abs_epi8(weights)};
+}
+HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+}
+// |w| <= 128 and |x| <= 127, so a pair is at most 32,512: it does not saturate 16 bits.
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.magnitude, _mm256_sign_epi8(x, w.weights)); }
+
+#elif defined(__SSE4_2__)
+
+using vi = __m128i;
+
+HEADRACE_INLINE vi splat_int(int32_t x) { return _mm_set1_epi32(x); }
+HEADRACE_INLINE vi load_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return _mm_set1_epi32(four);
+}
+HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm_add_epi32(a, b); }
+template <int kBits>
+HEADRACE_INLINE vi shift_left(vi a) {
+  return _mm_slli_epi32(a, kBits);
+}
+HEADRACE_INLINE vi low_nibbles(vi a) { return _mm_and_si128(a, _mm_set1_epi8(15)); }
+HEADRACE_INLINE vi high_nibbles(vi a) { return _mm_and_si128(_mm_srli_epi16(a, 4), _mm_set1_epi8(15)); }
+HEADRACE_INLINE vf to_float(vi a) { return _mm_cvtepi32_ps(a); }
+HEADRACE_INLINE vi to_int(vf a) { return _mm_cvtps_epi32(a); }
+HEADRACE_INLINE vi magnitude_bits(vf a) { return _mm_and_si128(_mm_castps_si128(a), _mm_set1_epi32(0x7fffffff)); }
+HEADRACE_INLINE vi max_int(vi a, vi b) { return _mm_max_epi32(a, b); }
+HEADRACE_INLINE int32_t reduce_max_int(vi a) {
+  a = _mm_max_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
+}
+HEADRACE_INLINE int32_t reduce_add_int(vi a) {
+  a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
+}
+HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
+  const __m128i words = _mm_packs_epi32(a, a);
+  const int32_t four = _mm_cvtsi128_si32(_mm_packs_epi16(words, words));
+  memcpy(p, &four, 4);
+}
+// A finite half: its exponent and fraction, read as those of a float, are too small by 2^112. The product is exact.
+HEADRACE_INLINE vf load_half(const uint16_t* p) {
+  const __m128i bits = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i small = _mm_slli_epi32(_mm_and_si128(bits, _mm_set1_epi32(0x7fff)), 13);
+  const __m128i sign = _mm_slli_epi32(_mm_and_si128(bits, _mm_set1_epi32(0x8000)), 16);
+  const vf value = _mm_mul_ps(_mm_castsi128_ps(small), _mm_castsi128_ps(_mm_set1_epi32((127 + 112) << 23)));
+  return _mm_or_ps(value, _mm_castsi128_ps(sign));
+}
+
+struct Bytes {
+  vi weights, magnitude;
+};
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) {
+  const vi weights = _mm_xor_si128(load_bytes(p), _mm_set1_epi8(static_cast<char>(0x80)));
+  return {weights, _mm_abs_epi8(weights)};
+}
+HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
+  sum = _mm_add_epi32(sum, _mm_madd_epi16(_mm_maddubs_epi16(weights, x), _mm_set1_epi16(1)));
+}
+// |w| <= 128 and |x| <= 127, so a pair is at most 32,512: it does not saturate 16 bits.
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.magnitude, _mm_sign_epi8(x, w.weights)); }
+
+#else  // any other CPU: four lanes of plain C++
+
+struct vi {
+  int32_t lane[4];
+};
+
+#define HEADRACE_INT_LANES(expression)                       \
+  vi result;                                                 \
+  for (int i = 0; i < 4; ++i) result.lane[i] = expression;   \
+  return result
+
+HEADRACE_INLINE uint8_t byte_of(vi a, int i) { return static_cast<uint8_t>(static_cast<uint32_t>(a.lane[i / 4]) >> i % 4 * 8); }
+
+HEADRACE_INLINE vi splat_int(int32_t x) { HEADRACE_INT_LANES(x); }
+HEADRACE_INLINE vi load_bytes(const void* p) {
+  const uint8_t* const bytes = static_cast<const uint8_t*>(p);
+  HEADRACE_INT_LANES(static_cast<int32_t>(bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 |
+                                          static_cast<uint32_t>(bytes[4 * i + 3]) << 24));
+}
+HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
+  const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(p);
+  return splat_int(static_cast<int32_t>(bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24));
+}
+HEADRACE_INLINE vi add_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] + b.lane[i]); }
+template <int kBits>
+HEADRACE_INLINE vi shift_left(vi a) {
+  HEADRACE_INT_LANES(a.lane[i] * (1 << kBits));
+}
+HEADRACE_INLINE vi low_nibbles(vi a) { HEADRACE_INT_LANES(a.lane[i] & 0x0f0f0f0f); }
+HEADRACE_INLINE vi high_nibbles(vi a) { HEADRACE_INT_LANES(a.lane[i] >> 4 & 0x0f0f0f0f); }
+HEADRACE_INLINE vf to_float(vi a) {
+  vf result;
+  for (int i = 0; i < 4; ++i) result.lane[i] = static_cast<float>(a.lane[i]);
+  return result;
+}
+// A NaN has no integer; its group's scale is a NaN.
+HEADRACE_INLINE vi to_int(vf a) { HEADRACE_INT_LANES(a.lane[i] == a.lane[i] ? static_cast<int32_t>(__builtin_rintf(a.lane[i])) : 0); }
+HEADRACE_INLINE vi magnitude_bits(vf a) {
+  vi result;
+  memcpy(result.lane, a.lane, sizeof result.lane);
+  for (int i = 0; i < 4; ++i) result.lane[i] &= 0x7fffffff;
+  return result;
+}
+HEADRACE_INLINE vi max_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }
+HEADRACE_INLINE int32_t reduce_max_int(vi a) {
+  int32_t most = a.lane[0];
+  for (int i = 1; i < 4; ++i) most = a.lane[i] > most ? a.lane[i] : most;
+  return most;
+}
+HEADRACE_INLINE int32_t reduce_add_int(vi a) { return a.lane[0] + a.lane[1] + a.lane[2] + a.lane[3]; }
+HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<int8_t>(a.lane[i]);
+}
+HEADRACE_INLINE vf load_half(const uint16_t* p) {
+  vf result;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(p[i] & 0x7fff) << 13;
+    memcpy(&result.lane[i], &bits, 4);
+    result.lane[i] *= p[i] & 0x8000 ? -0x1p112f : 0x1p112f;
+  }
+  return result;
+}
+
+struct Bytes {
+  vi codes;
+};
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+HEADRACE_INLINE vi start_of_bytes(int32_t negative_sum) { return shift_left<7>(splat_int(negative_sum)); }
+HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
+  for (int i = 0; i < 16; ++i) sum.lane[i / 4] += byte_of(weights, i) * static_cast<int8_t>(byte_of(x, i));
+}
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.codes, x); }
+
+#undef HEADRACE_INT_LANES
+
+#endif
+
+}  // namespace HEADRACE_ISA
+}  // namespace headrace

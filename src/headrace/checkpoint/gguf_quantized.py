@@ -1,0 +1,58 @@
+"""GGUF blocks as quantised matrices, without a detour through floats: Q8_0, Q4_0, Q4_1 and Q4_K.
+
+Owns the unpacking of their codes. Block layouts: the `block_*` structs of ggml-common.h. Runs in whichever process loads the model.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.checkpoint.gguf import Bytes, half, k_scales
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP, Scheme
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.source import RawBlocks
+
+# type name -> (scheme, bytes of a block)
+_TYPES: dict[str, tuple[Scheme, int]] = {
+    "Q8_0": ("int8", 34),
+    "Q4_0": ("int4", 18),
+    "Q4_1": ("int4", 20),
+    "Q4_K": ("int4", 144),
+}
+
+
+def quantized_matrix(raw: "RawBlocks") -> QuantizedMatrix | None:
+    """The matrix that the blocks hold, its weights those of `gguf.dequantize`; None for a type that no kernel computes with."""
+    import torch
+
+    if raw.type_name not in _TYPES:
+        return None
+    scheme, block_bytes = _TYPES[raw.type_name]
+    n, k = raw.shape
+    blocks: Bytes = np.ascontiguousarray(raw.data).reshape(-1, block_bytes)
+    minimums = None
+    if raw.type_name == "Q4_K":
+        scales, minimums = k_scales(blocks)
+        # [n, 4, 32] bytes: the low nibbles are sub-block 2i, the high ones 2i + 1
+        packed = blocks[:, 16:].reshape(-1, 4, 1, 32)
+        codes = packed >> np.array([0, 4], np.uint8)[:, None] & 15
+    elif raw.type_name == "Q8_0":
+        scales, codes = half(blocks, 0), blocks[:, 2:] ^ 0x80
+    else:
+        packed = blocks[:, -16:]
+        scales, codes = half(blocks, 0), np.concatenate([packed & 15, packed >> 4], axis=1)
+        if raw.type_name == "Q4_1":
+            minimums = -half(blocks, 2)
+
+    def by_group(values: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]") -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).reshape(n, k // KERNEL_GROUP)
+
+    return QuantizedMatrix(
+        scheme,
+        torch.from_numpy(np.ascontiguousarray(codes)).reshape(n, k),
+        by_group(scales),
+        None if minimums is None else by_group(minimums),
+        KERNEL_GROUP,
+    )

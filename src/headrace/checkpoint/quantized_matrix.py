@@ -1,0 +1,84 @@
+"""A quantised weight in plain form: what readers of checkpoints and quantisers make, and kernels pack.
+
+Owns the meaning of codes, scales and minimums. Does not own a layout of bytes, on disk (the readers) or in memory (`kernels.packing`).
+torch is imported when a matrix is used. Runs in whichever process loads the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, Scheme
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """weight[i, j] = scales[i, j // group_size] * codes[i, j] - minimums[i, j // group_size].
+
+    scheme: not "none". codes: uint8[n, k], 0 .. 2^bits - 1. scales, minimums: float32[n, ceil(k / group_size)]. minimums None: symmetric,
+    scale * (code - 2^(bits - 1)). group_size: a multiple of 32, or k for int8-fast; only int4 may have minimums.
+    """
+
+    scheme: Scheme
+    codes: "torch.Tensor"
+    scales: "torch.Tensor"
+    minimums: "torch.Tensor | None"
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self) -> "torch.Tensor":
+        """The weights, float32[n, k]."""
+        import torch
+
+        k = self.codes.shape[1]
+        scales = self.scales.repeat_interleave(self.group_size, dim=1)[:, :k]
+        values = self.codes.to(torch.float32)
+        if self.minimums is None:
+            return values.sub_(2 ** (BITS[self.scheme] - 1)).mul_(scales)
+        return values.mul_(scales).sub_(self.minimums.repeat_interleave(self.group_size, dim=1)[:, :k])
+
+    def rows(self, begin: int, end: int) -> "QuantizedMatrix":
+        """Rows begin .. end - 1."""
+        minimums = None if self.minimums is None else self.minimums[begin:end]
+        return QuantizedMatrix(self.scheme, self.codes[begin:end], self.scales[begin:end], minimums, self.group_size)
+
+    def regrouped(self, group_size: int) -> "QuantizedMatrix":
+        """The same weights with smaller groups; group_size divides the present one."""
+        if group_size == self.group_size:
+            return self
+        assert self.group_size % group_size == 0, (self.group_size, group_size)
+        times, groups = self.group_size // group_size, -(-self.codes.shape[1] // group_size)
+        minimums = None if self.minimums is None else self.minimums.repeat_interleave(times, dim=1)[:, :groups]
+        scales = self.scales.repeat_interleave(times, dim=1)[:, :groups]
+        return QuantizedMatrix(self.scheme, self.codes, scales, minimums, group_size)
+
+    def with_minimums(self) -> "QuantizedMatrix":
+        """The same weights with minimums spelled out. Exact."""
+        if self.minimums is not None:
+            return self
+        minimums = self.scales * 2 ** (BITS[self.scheme] - 1)
+        return QuantizedMatrix(self.scheme, self.codes, self.scales, minimums, self.group_size)
+
+
+def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """The rows of all parts, which have one scheme and one k. Exact."""
+    import torch
+
+    if len(parts) == 1:
+        return parts[0]
+    assert len({part.scheme for part in parts}) == 1, [part.scheme for part in parts]
+    if any(part.group_size != parts[0].group_size for part in parts):
+        parts = [part.regrouped(KERNEL_GROUP) for part in parts]
+    minimums = None
+    if any(part.minimums is not None for part in parts):
+        parts = [part.with_minimums() for part in parts]
+        minimums = torch.cat([part.minimums for part in parts if part.minimums is not None])
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return QuantizedMatrix(parts[0].scheme, codes, scales, minimums, parts[0].group_size)

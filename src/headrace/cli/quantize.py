@@ -1,0 +1,104 @@
+"""`headrace quantize`: from a model to a folder with its quantised checkpoint, tokenizer and all.
+
+Owns the calibration text and what is copied. Does not own the quantisation (`execution.calibrate`). Runs in the main process.
+"""
+
+import pydoc_data.topics
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from headrace import kernels
+from headrace.attention import select
+from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.quantization_settings import Scheme
+from headrace.checkpoint.source import Checkpoint, open_checkpoint
+from headrace.errors import ConfigError
+from headrace.execution.calibrate import quantize_checkpoint
+from headrace.execution.load_weights import load_model
+from headrace.execution.perplexity import WindowRunner, perplexity
+from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.kernels import cpu
+
+_HELD_OUT_EVERY = 4  # one topic in so many is never calibrated on
+_WINDOW = 512
+
+
+def default_text(part: Literal["calibration", "held out"]) -> str:
+    """Python's own reference, the topics of `help()`: on every machine, and split by topic."""
+    topics = pydoc_data.topics.topics
+    return "\n\n".join(
+        topics[name]
+        for index, name in enumerate(sorted(topics))
+        if (index % _HELD_OUT_EVERY == 0) == (part == "held out")
+    )
+
+
+def windows_of(tokenizer: Tokenizer, text: str, max_tokens: int) -> list[list[int]]:
+    """The text's first `max_tokens` tokens in windows of 512, the last one dropped when it is short, unless it is the only one."""
+    ids = tokenizer.encode(text)[:max_tokens]
+    windows = [ids[start : start + _WINDOW] for start in range(0, len(ids), _WINDOW)]
+    return [window for window in windows if len(window) == _WINDOW] or windows[:1]
+
+
+def run_quantize(
+    model: str,
+    scheme: Literal["int8", "int4"],
+    output: Path,
+    calibration: Path | None,
+    calibration_tokens: int,
+    check_tokens: int,
+    console: Console,
+) -> None:
+    """Write the checkpoint and, unless check_tokens is 0, say what it costs in perplexity. Raises ConfigError or ModelError."""
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output {output}: the folder is not empty")
+    path = resolve_model(model)
+    checkpoint, tokenizer = open_checkpoint(path), load_tokenizer(path)
+    backend = "torch_native" if cpu.why_not() else "cpu"
+    assert backend in select.PREFERENCE, backend
+    text = default_text("calibration") if calibration is None else calibration.read_text()
+    windows = windows_of(tokenizer, text, calibration_tokens)
+    if len(windows[0]) < 2:
+        raise ConfigError("the calibration text is empty")
+    kernels.set_num_threads(kernels.num_threads())
+    with console.status("loading") as status:
+        quantize_checkpoint(checkpoint, scheme, windows, output, backend=backend, progress=status.update)
+    _copy_companions(path, tokenizer, output)
+    size = (output / "model.safetensors").stat().st_size
+    console.print(f"{output}: {size / 1e6:.0f} MB", highlight=False, soft_wrap=True)
+    if check_tokens:
+        held_out = windows_of(tokenizer, default_text("held out"), check_tokens)
+        before = _perplexity(checkpoint, "none", backend, held_out)
+        after = _perplexity(open_checkpoint(output), scheme, backend, held_out)
+        num_tokens = sum(len(window) for window in held_out)
+        console.print(
+            f"perplexity on {num_tokens} held-out tokens: {before:.3f} before, {after:.3f} after ({after / before - 1:+.2%})",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _perplexity(checkpoint: Checkpoint, scheme: Scheme, backend: str, windows: Sequence[Sequence[int]]) -> float:
+    import torch
+
+    from headrace.layers.weight import Placement
+    from headrace.models.spec import model_class_for
+
+    placement = Placement(torch.device("cpu"), torch.bfloat16, _WINDOW, scheme)
+    model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
+    return perplexity(WindowRunner(model, checkpoint.config, backend, _WINDOW), windows)
+
+
+def _copy_companions(path: Path, tokenizer: Tokenizer, output: Path) -> None:
+    """The tokenizer and generation defaults: copied from a folder, written out from a GGUF file."""
+    if not path.is_dir() or not (path / "config.json").is_file():
+        tokenizer.save(output)
+        return
+    for file in path.iterdir():
+        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
+        if file.is_file() and not weights and file.name != "config.json":
+            shutil.copyfile(file, output / file.name)

@@ -1,0 +1,139 @@
+"""Writes a quantised checkpoint: int8 rounded to nearest, int4 with error feedback from the inputs of a calibration text.
+
+Owns the walk over the layers and the files written. Does not own the arithmetic (`layers.quantization`) nor the format
+(`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command that asks, on CPU.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP, OWN_METHOD, Scheme
+from headrace.checkpoint.quantized_formats import own_tensors
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.source import Checkpoint
+from headrace.errors import ModelError
+from headrace.execution.load_weights import load_model
+from headrace.execution.perplexity import WindowRunner
+from headrace.layers.quantization import gptq, quantize
+from headrace.layers.weight import Observable, Placement, Weight
+from headrace.models.spec import model_class_for
+
+Progress = Callable[[str], None]
+
+_HESSIAN_BUDGET_BYTES = 2 << 30
+"""Layers whose Hessians take more than this together are calibrated in several passes over the text."""
+
+
+class _InputHessian:
+    """The sum of x x^T over the inputs of one layer."""
+
+    def __init__(self, size: int) -> None:
+        self.sum = torch.zeros(size, size)
+
+    def __call__(self, x: torch.Tensor) -> None:
+        self.sum.addmm_(x.T, x)
+
+
+def quantize_checkpoint(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    windows: Sequence[Sequence[int]],
+    output: Path,
+    *,
+    backend: str,
+    progress: Progress = lambda line: None,
+) -> None:
+    """Write `output`/config.json and model.safetensors; the other files of a model folder are the caller's to copy.
+
+    scheme: int8 or int4. windows: tokens of the calibration text, for int4; the longest sets how long a sequence the model is built for.
+    backend: of attention. Matrices of linear layers are quantised, the output projection always to 8 bits; everything else is stored as
+    it is. Raises ModelError for a model that is already quantised by another scheme than a GGUF file's.
+    """
+    config = checkpoint.config
+    if config.quantization is not None:
+        raise ModelError(f"{checkpoint.path.name} is quantised already; quantise the model that it was made from")
+    placement = Placement(torch.device("cpu"), torch.float32, max(len(window) for window in windows), "none")
+    spec = model_class_for(config)
+    model = load_model(checkpoint, spec, placement)
+    weights = {weight.name: weight for weight in model.weights()}
+    runner = WindowRunner(model, config, backend, placement.max_positions)
+    matrices: dict[str, QuantizedMatrix] = {}
+    heads = ("lm_head.weight", "model.embed_tokens.weight")
+    linears = [weight for weight in weights.values() if weight.layer is not None and weight.name not in heads]
+    if scheme == "int8":
+        matrices = {weight.name: quantize(weight.read(), "int8") for weight in linears}
+    else:
+        for group in _passes(linears):
+            _calibrate(group, runner, windows, matrices, progress)
+    tensors: dict[str, torch.Tensor] = {}
+    for stored_name in checkpoint.tensor_names():
+        name = spec.rename(config, stored_name)
+        if name == "lm_head.weight" and name in weights:
+            matrices[name] = quantize(weights[name].read(), "int8")
+        if name in matrices:
+            base = name.removesuffix(".weight")
+            tensors |= {f"{base}.{suffix}": part for suffix, part in own_tensors(matrices[name]).items()}
+        elif name in weights:
+            kept = checkpoint.tensor(stored_name)
+            tensors[name] = kept.to(torch.bfloat16).contiguous() if kept.dim() > 1 else kept.contiguous()
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"quant_method": OWN_METHOD, "scheme": scheme, "group_size": KERNEL_GROUP}
+    raw = config.raw | {"quantization_config": quantization, "torch_dtype": "bfloat16"}
+    if config.eos_token_ids:
+        raw["eos_token_id"] = list(config.eos_token_ids)
+    (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _passes(linears: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """Runs of layers, in order, whose Hessians fit the budget; parts of one layer stay together."""
+    group: list[Weight] = []
+    num_bytes = 0
+    seen: set[int] = set()
+    for weight in linears:
+        size = 0 if id(weight.layer) in seen else 4 * weight.shape[1] ** 2
+        if group and size and num_bytes + size > _HESSIAN_BUDGET_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        seen.add(id(weight.layer))
+        group.append(weight)
+        num_bytes += size
+    if group:
+        yield group
+
+
+def _calibrate(
+    weights: Sequence[Weight],
+    runner: WindowRunner,
+    windows: Sequence[Sequence[int]],
+    matrices: dict[str, QuantizedMatrix],
+    progress: Progress,
+) -> None:
+    """One pass over the text, then the matrices of these layers."""
+    hessians: dict[int, _InputHessian] = {}
+    layers: list[Observable] = []
+    for weight in weights:
+        assert weight.layer is not None, weight.name
+        if id(weight.layer) not in hessians:
+            weight.layer.observer = hessians[id(weight.layer)] = _InputHessian(weight.shape[1])
+            layers.append(weight.layer)
+    for number, window in enumerate(windows):
+        runner.hidden(window)
+        progress(f"calibration text: {number + 1} of {len(windows)} windows")
+    for layer in layers:
+        layer.observer = None
+    for number, layer in enumerate(layers):
+        parts = [weight for weight in weights if weight.layer is layer]
+        values = torch.cat([part.read().float() for part in parts])
+        hessian = hessians[id(layer)].sum
+        aligned = values.shape[1] % KERNEL_GROUP == 0
+        whole = gptq.quantize(values, hessian) if aligned else quantize(values, "int8")
+        begin = 0
+        for part in parts:
+            matrices[part.name] = whole.rows(begin, begin + part.shape[0])
+            begin += part.shape[0]
+        progress(f"quantised {number + 1} of {len(layers)} layers")

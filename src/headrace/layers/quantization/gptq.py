@@ -1,0 +1,57 @@
+"""int4 with error feedback: each column's rounding error is made good, as far as the inputs seen allow, by the columns after it.
+
+Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022), algorithm 1, with
+the columns in the order of their inputs' size; grids are those of the weights before correction, so the order leaves no trace in the
+file. Runs in the thread that quantises a checkpoint.
+"""
+
+import torch
+
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.layers.quantization.int4 import encode, grid
+
+_DAMPING = 0.01  # of the mean of the diagonal, added to it
+_BLOCK = 4 * KERNEL_GROUP  # columns whose corrections of the rest are applied in one product
+
+
+def quantize(weight: torch.Tensor, hessian: torch.Tensor) -> QuantizedMatrix:
+    """float32[n, k] on the grid of int4; k is a multiple of 32.
+
+    hessian: float32[k, k], the sum of x x^T over inputs x of the layer. Inputs that were never seen leave their weights rounded to nearest.
+    """
+    n, k = weight.shape
+    assert k % KERNEL_GROUP == 0, k
+    importance = hessian.diagonal().clamp(min=1e-12)
+    groups = weight.reshape(n, -1, KERNEL_GROUP)
+    scales, minimums = grid(groups, importance.reshape(-1, KERNEL_GROUP))
+    # Columns with the largest inputs first: what is left over at the end has nowhere to go.
+    order = torch.argsort(importance, descending=True)
+    feedback = _feedback(hessian[order][:, order])
+    column_scales = scales.T.repeat_interleave(KERNEL_GROUP, dim=0)[order]
+    column_minimums = minimums.T.repeat_interleave(KERNEL_GROUP, dim=0)[order]
+    rest = weight.T[order].contiguous()  # [k, n]: a column of the weight is contiguous
+    codes = torch.empty(k, n, dtype=torch.uint8)
+    for begin in range(0, k, _BLOCK):
+        end = min(begin + _BLOCK, k)
+        errors = torch.empty(end - begin, n)
+        for column in range(begin, end):
+            code = encode(rest[column], column_scales[column], column_minimums[column])
+            codes[column] = code
+            rounded = code * column_scales[column] - column_minimums[column]
+            errors[column - begin] = (rest[column] - rounded) / feedback[column, column]
+            rest[column + 1 : end].addr_(feedback[column, column + 1 : end], errors[column - begin], alpha=-1.0)
+        rest[end:].addmm_(feedback[begin:end, end:].T, errors, alpha=-1.0)
+    unsorted = torch.empty_like(codes)
+    unsorted[order] = codes
+    return QuantizedMatrix("int4", unsorted.T.contiguous(), scales, minimums, KERNEL_GROUP)
+
+
+def _feedback(hessian: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse of the damped Hessian, float32[k, k]."""
+    damped = hessian.double()
+    diagonal = damped.diagonal()
+    # A dead input has a zero row: its damping alone keeps the matrix regular.
+    diagonal.add_(_DAMPING * diagonal.mean().clamp(min=1e-12))
+    lower = torch.linalg.cholesky(damped)
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()

@@ -1,0 +1,16 @@
+"""int8: symmetric, 8 bits, one scale for 32 weights of a row; the grid of GGUF's Q8_0. Runs in the thread that loads the model."""
+
+import torch
+
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+
+
+def quantize(weight: torch.Tensor) -> QuantizedMatrix:
+    """float32[n, k] to nearest: scale = largest magnitude of a group / 127."""
+    n, k = weight.shape
+    groups = -(-k // KERNEL_GROUP)
+    padded = torch.nn.functional.pad(weight, (0, groups * KERNEL_GROUP - k)).reshape(n, groups, KERNEL_GROUP)
+    scales = padded.abs().amax(dim=2) / 127
+    codes = (padded / scales.clamp(min=1e-30)[:, :, None]).round_().clamp_(-127, 127).add_(128)
+    return QuantizedMatrix("int8", codes.to(torch.uint8).reshape(n, -1)[:, :k], scales, None, KERNEL_GROUP)

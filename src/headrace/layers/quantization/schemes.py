@@ -1,0 +1,36 @@
+"""Which scheme is which quantiser, and what to do with parts that differ. Runs in the thread that loads the model."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headrace.checkpoint.quantization_settings import Scheme
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
+from headrace.layers.quantization import int4, int8, int8_fast
+
+_QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
+    "int8": int8.quantize,
+    "int8-fast": int8_fast.quantize,
+    "int4": int4.quantize,
+}
+# Codes and half scales; int4 with minimums.
+_BYTES_PER_WEIGHT: dict[Scheme, float] = {"int8": 34 / 32, "int8-fast": 1.0, "int4": 20 / 32}
+
+
+def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedMatrix:
+    """Round a weight [n, k] of any float dtype to nearest on the grid of `scheme`, which is not "none"."""
+    return _QUANTIZERS[scheme](weight.to(device="cpu", dtype=torch.float32))
+
+
+def join(parts: Sequence[torch.Tensor | QuantizedMatrix], scheme: Scheme) -> QuantizedMatrix:
+    """One matrix with the rows of all parts. Float parts are quantised by `scheme`; quantised ones stay as they are, unless their schemes
+    differ: then all of them become int8, the finest grid."""
+    matrices = [part if isinstance(part, QuantizedMatrix) else quantize(part, scheme) for part in parts]
+    if len({matrix.scheme for matrix in matrices}) > 1:
+        matrices = [matrix if matrix.scheme == "int8" else quantize(matrix.dequantize(), "int8") for matrix in matrices]
+    return stack(matrices)
+
+
+def bytes_per_weight(scheme: Scheme, itemsize: int) -> float:
+    """Bytes that one weight takes, packed; itemsize: bytes of a float one."""
+    return _BYTES_PER_WEIGHT.get(scheme, float(itemsize))

@@ -1,0 +1,204 @@
+"""Quantised linear layers: exact integers on every instruction set, right against float64, a row's bits its own."""
+
+import pytest
+import torch
+
+from headrace import kernels
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
+from headrace.kernels import cpu
+from headrace.kernels.packing import half_scales, pack_native_quantized, unpack_quantized
+
+SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030)]
+ROWS = [1, 2, 3, 5, 6, 7, 12, 13, 25, 61, 193, 257]
+KINDS = ["int8", "int8-fast", "int4", "int4-min"]
+
+
+def random_matrix(kind: str, n: int, k: int, seed: int = 0) -> QuantizedMatrix:
+    """Every code, signed scales of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = 4 if kind.startswith("int4") else 8
+    codes = torch.randint(0, 2**bits, (n, k), generator=generator, dtype=torch.uint8)
+    group = k if kind == "int8-fast" else KERNEL_GROUP
+    groups = -(-k // group)
+    scales = (
+        torch.randn(n, groups, generator=generator) * 0.01 * 4.0 ** torch.randint(-4, 5, (n, 1), generator=generator)
+    )
+    minimums = torch.randn(n, groups, generator=generator) * scales.abs() * 8 if kind == "int4-min" else None
+    return QuantizedMatrix("int4" if bits == 4 else kind, codes, scales, minimums, group)
+
+
+def used_weights(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The weights in float64, scales rounded as they are packed."""
+    return unpack_quantized(pack_native_quantized(matrix, None)).double()
+
+
+def used_activations(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
+    """x in float64 as the kernel sees it."""
+    by_group = matrix.scheme != "int8-fast"
+    values, scales = kernels.quantize_rows(x, by_group=by_group)
+    return (
+        values.double()
+        * scales.double().repeat_interleave(KERNEL_GROUP if by_group else x.shape[1], 1)[:, : x.shape[1]]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_float64_for_every_number_of_rows(implementation, shape, kind):
+    n, k = shape
+    matrix, bias = random_matrix(kind, n, k), torch.randn(n)
+    packed, weight = kernels.pack_linear(matrix, bias), used_weights(matrix)
+    summed = weight.abs()
+    if matrix.minimums is not None:  # codes and minimums are summed apart
+        summed = summed + 2 * matrix.minimums.abs().double().repeat_interleave(KERNEL_GROUP, 1)[:, :k]
+    for rows in ROWS:
+        x = torch.randn(rows, k)
+
+        y = kernels.linear(x, packed)
+
+        seen = used_activations(x, matrix)
+        # The integers are exact; float32 rounds the sum over groups, in units of what it sums.
+        unit = (seen.abs() @ summed.T + bias.abs()) * 2.0**-23
+        assert y.shape == (rows, n)
+        assert ((y - (seen @ weight.T + bias.double())).abs() <= 4 * unit + 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_alone_equals_the_row_in_any_batch(implementation, kind):
+    packed = kernels.pack_linear(random_matrix(kind, 70, 513), torch.randn(70))
+    x = torch.randn(257, 513)
+    whole = kernels.linear(x, packed)
+    for rows in ROWS:
+        assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
+        assert torch.equal(kernels.linear(x[-rows:], packed), whole[-rows:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulate_adds_to_out_and_leaves_its_neighbours(implementation, kind):
+    matrix = random_matrix(kind, 50, 96)
+    packed = kernels.pack_linear(matrix)
+    for rows in (1, 7, 20):
+        x, wide = torch.randn(rows, 96), torch.randn(rows, 80)
+        before = wide.clone()
+
+        y = kernels.linear(x, packed, wide[:, 16:66], accumulate=True)
+
+        assert y.data_ptr() == wide[:, 16:66].data_ptr()
+        assert torch.equal(wide[:, 16:66], before[:, 16:66] + kernels.linear(x, packed))
+        assert torch.equal(wide[:, :16], before[:, :16])
+        assert torch.equal(wide[:, 66:], before[:, 66:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_or_infinity_stays_in_its_row(implementation, kind):
+    packed = kernels.pack_linear(random_matrix(kind, 40, 100))
+    x = torch.randn(30, 100)
+    clean = kernels.linear(x, packed)
+    x[7, 3], x[9, 99] = torch.nan, -torch.inf
+    y = kernels.linear(x, packed)
+    assert not y[7].isfinite().any()
+    assert not y[9].isfinite().any()
+    others = [row for row in range(30) if row not in (7, 9)]
+    assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native, kind):
+    packed, x = kernels.pack_linear(random_matrix(kind, 200, 700), torch.randn(200)), torch.randn(130, 700)
+    results = []
+    for isa in [isa for isa, reason in cpu.isas() if not reason and isa != "baseline"]:
+        cpu.select_isa(isa)
+        for threads in (1, 2, 5):
+            kernels.set_num_threads(threads)
+            results.append(kernels.linear(x, packed))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_extreme_codes_and_activations_give_the_exact_integer_on_every_instruction_set(implementation):
+    # Weights -128 and 127 against activations of -127 and 127: the largest sums that bytes can make.
+    codes = torch.tensor([0, 255], dtype=torch.uint8).repeat(32, 256)
+    matrix = QuantizedMatrix("int8-fast", codes, torch.ones(32, 1), None, 512)
+    x = torch.full((3, 512), 127.0)
+    x[1] = -127.0
+    x[2, 1::2] = -127.0
+
+    y = kernels.linear(x, kernels.pack_linear(matrix))
+
+    assert y[:, 0].tolist() == [-127 * 256, 127 * 256, -127 * 255 * 256]
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+def test_quantised_rows_are_the_nearest_of_254_steps(implementation, by_group):
+    x = torch.randn(9, 77) * torch.logspace(-6, 3, 9)[:, None]
+    x[4] = 0.0
+    values, scales = kernels.quantize_rows(x, by_group=by_group)
+    step = scales.repeat_interleave(32 if by_group else 77, 1)[:, :77]
+    assert values.dtype == torch.int8
+    assert int(values.min()) >= -127
+    assert torch.equal(values[4], torch.zeros(77, dtype=torch.int8))
+    assert ((values * step - x).abs() <= 0.5001 * step).all()
+    assert torch.equal(kernels.quantize_rows(x[3:4], by_group=by_group)[0], values[3:4])
+
+
+def test_instruction_sets_quantise_to_equal_bits(native):
+    x = torch.randn(20, 333)
+    for by_group in (True, False):
+        results = []
+        for isa in [isa for isa, reason in cpu.isas() if not reason]:
+            cpu.select_isa(isa)
+            results.append(kernels.quantize_rows(x, by_group=by_group))
+        with kernels.prefer("torch"):
+            results.append(kernels.quantize_rows(x, by_group=by_group))
+        for values, scales in results:
+            assert torch.equal(values, results[0][0])
+            assert torch.equal(scales, results[0][1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(33, 77), (64, 96)], ids=str)
+def test_half_precision_scales_survive_packing_exactly(kind, shape):
+    matrix = random_matrix(kind, *shape)
+    scales = matrix.scales.half().float()
+    minimums = None if matrix.minimums is None else matrix.minimums.half().float()
+    matrix = QuantizedMatrix(matrix.scheme, matrix.codes, scales, minimums, matrix.group_size)
+    want = matrix.dequantize()
+    got = unpack_quantized(pack_native_quantized(matrix, None))
+    assert torch.equal(got, want)
+
+
+def test_tiny_and_huge_scales_keep_eleven_bits():
+    scales = torch.tensor([[3e-30, 1.1e-30], [7e20, 3e20], [0.0, 0.0]])
+    matrix = QuantizedMatrix("int4", torch.zeros(3, 64, dtype=torch.uint8), scales, None, 32)
+    halves, _, columns = half_scales(matrix)
+    assert torch.allclose(halves.float() * columns[:, None], scales, rtol=2.0**-11, atol=0.0)
+
+
+def test_large_groups_are_the_small_ones_repeated():
+    matrix = random_matrix("int4-min", 40, 256)
+    wide = QuantizedMatrix("int4", matrix.codes, matrix.scales[:, ::4], matrix.minimums[:, ::4], 128)
+    assert torch.equal(wide.regrouped(32).dequantize(), wide.dequantize())
+    assert torch.equal(used_weights(wide), used_weights(wide.regrouped(32)))
+
+
+def test_stacked_parts_keep_their_weights():
+    symmetric, other = random_matrix("int4", 20, 128), random_matrix("int4-min", 13, 128, seed=1)
+    wide = QuantizedMatrix("int4", symmetric.codes, symmetric.scales[:, ::2], None, 64)
+    whole = stack([symmetric, wide, other])
+    assert torch.allclose(
+        whole.dequantize(), torch.cat([part.dequantize() for part in (symmetric, wide, other)]), rtol=1e-6, atol=1e-7
+    )
+
+
+def test_matrices_that_do_not_fit_are_refused(implementation):
+    good = random_matrix("int8", 8, 64)
+    with pytest.raises(ValueError, match="scales must be"):
+        kernels.pack_linear(QuantizedMatrix("int8", good.codes, good.scales[:, :1], None, 32))
+    with pytest.raises(ValueError, match="minimums"):
+        kernels.pack_linear(QuantizedMatrix("int8", good.codes, good.scales, good.scales, 32))
+    with pytest.raises(ValueError, match="codes must be"):
+        kernels.pack_linear(QuantizedMatrix("int8", good.codes.int(), good.scales, None, 32))
+    with pytest.raises(ValueError, match="groups of 16"):
+        kernels.pack_linear(QuantizedMatrix("int8", good.codes, torch.ones(8, 4), None, 16))
+    with pytest.raises(ValueError, match="bias must be"):
+        kernels.pack_linear(good, torch.ones(9))
