@@ -291,6 +291,19 @@ def test_user_defined_pieces_are_never_cut(tmp_path):
     assert tokenizer.encode("cat<tool>sat", add_special_tokens=False) == oracle.encode("cat<tool>sat")
 
 
+def test_a_folder_with_only_a_sentencepiece_model_is_converted(tmp_path):
+    oracle, _ = sentencepiece_gguf(tmp_path / "spm.gguf", add_prefix=True)
+    (tmp_path / "tokenizer.model").write_bytes(oracle.serialized_model_proto())
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+
+    tokenizer = load_tokenizer(tmp_path)
+
+    for line in CORPUS:
+        assert tokenizer.encode(line, add_special_tokens=False) == oracle.encode(line)
+        assert tokenizer.decode(oracle.encode(line)) == line
+
+
 def test_sentencepiece_control_tokens_are_special(tmp_path):
     _, tokenizer = sentencepiece_gguf(tmp_path / "spm.gguf", add_prefix=False)
 
