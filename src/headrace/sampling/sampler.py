@@ -8,10 +8,10 @@ A row's token is a function of its logits, its parameters, its own tokens and (s
 The logits that come in are left as they are.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from headrace.errors import ExecutionError
@@ -151,12 +151,12 @@ class Sampler:
     def _greedy(self, logits: torch.Tensor) -> SamplerOutput:
         """The most likely token of every row and nothing else, on the CPU: what `_pick` gives, without its tensor operations."""
         token_ids = ops.argmax(logits)
-        ids = token_ids.numpy()
-        bad = (ids < 0) | ~np.isfinite(logits.numpy()[np.arange(len(ids)), ids])
-        if not bad.any():
+        peak = logits.numpy().item
+        bad = [row for row, i in enumerate(token_ids.tolist()) if i < 0 or not math.isfinite(peak(row, i))]
+        if not bad:
             return SamplerOutput(token_ids)
-        ids[bad] = -1
-        return SamplerOutput(token_ids, dict.fromkeys(np.flatnonzero(bad).tolist(), BAD_LOGITS))
+        token_ids[bad] = -1
+        return SamplerOutput(token_ids, dict.fromkeys(bad, BAD_LOGITS))
 
     def _pick(
         self,
