@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headrace.attention.base import AttentionBackend
@@ -37,7 +36,7 @@ _logger = get_logger(__name__)
 class _Outcome:
     """What a step gathers, by row of the plan."""
 
-    token_ids: npt.NDArray[np.int32]
+    token_ids: list[int]
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
     prompt_logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
@@ -69,7 +68,7 @@ class ModelRunner:
         special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
         batch = ForwardBatch.from_plan(plan, self.table)
         hidden = self._forward(seqs, special, batch, on_layers)
-        outcome = _Outcome(np.full(len(seqs), -1, dtype=np.int32))
+        outcome = _Outcome([-1] * len(seqs))
         for row in special:
             new = self.table.specs[seqs[row]].new
             if new.return_hidden_states:
@@ -82,7 +81,7 @@ class ModelRunner:
             self._sample(plan, seqs, batch, hidden, sampled, outcome)
         return StepResult(
             step=plan.step,
-            token_ids=outcome.token_ids,
+            token_ids=np.array(outcome.token_ids, np.int32),
             errors=outcome.errors,
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
@@ -155,18 +154,21 @@ class ModelRunner:
         failed = _sampling_faults(plan.faults, rids, num_outputs, logits) if plan.faults else {}
         output = self.sampler.sample(logits, seqs, positions, num_outputs, rids)
         token_ids = output.token_ids
-        errors = {**output.errors, **failed}
+        errors = {**output.errors, **failed} if failed else output.errors
         if errors:
             # A step planned before the error is known may still embed the token: it must be an id.
             token_ids = token_ids.clone()
             token_ids[torch.tensor(list(errors), device=token_ids.device)] = 0
-        host_ids = token_ids.cpu().numpy()
+        host_ids = token_ids.tolist()
         if self.table.host is not None:
-            self.table.host.tokens[seqs, positions] = host_ids
+            tokens = self.table.host.tokens
+            for seq, position, token_id in zip(seqs, positions, host_ids, strict=True):
+                tokens[seq, position] = token_id
         else:
             at_rows, at_positions = (torch.tensor(part, device=token_ids.device) for part in (seqs, positions))
             self.table.tokens[at_rows, at_positions] = token_ids
-        outcome.token_ids[sampled] = host_ids
+        for row, token_id in zip(sampled, host_ids, strict=True):
+            outcome.token_ids[row] = token_id
         for index, message in errors.items():
             outcome.errors[sampled[index]] = message
             outcome.token_ids[sampled[index]] = -1

@@ -12,7 +12,6 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from headrace.messages.control import InternalState
 
@@ -38,7 +37,7 @@ class Tally(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """For the registry."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         family.add_metric([self._model_name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
         yield family
 
