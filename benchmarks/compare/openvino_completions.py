@@ -18,7 +18,7 @@ import numpy as np
 import openvino
 import openvino_genai
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 _HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -156,6 +156,7 @@ async def main() -> None:
     options = parser.parse_args()
     pipeline = PipelineThread(options.model, asyncio.get_running_loop())
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    tokenizer.decoder = ByteLevel()  # tokenizer.json was made from a GGUF file, which names no decoder
     server = Server(pipeline, tokenizer, options.model.name)
     listener = await asyncio.start_server(server.serve_connection, "127.0.0.1", options.port)
     async with listener:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -229,10 +230,12 @@ def _label(entry: dict[str, Any], show_target: bool) -> str:
 
 
 def _table(title: str, show_target: bool) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     table.add_column("preset", style="bold cyan", no_wrap=True)
     if show_target:
-        table.add_column("target", no_wrap=True)
+        table.add_column("#", no_wrap=True)
     return table
 
 
