@@ -159,7 +159,7 @@ class WeightFile:
 
     def read(self, progress: Callable[[int, int], None] = lambda done, total: None) -> mmap.mmap:
         """All the data in fresh memory, in huge pages where there are any. Raises WeightCacheError when a checksum is wrong."""
-        data = mmap.mmap(-1, max(1, self.header.data_bytes))
+        data = mmap.mmap(-1, max(1, self.header.data_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them
             data.madvise(mmap.MADV_HUGEPAGE)
         tensors = [

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-import headrace
 from headrace.checkpoint import weight_cache as files
 from headrace.checkpoint.source import Checkpoint
 from headrace.checkpoint.weight_cache import (
@@ -118,8 +117,7 @@ def open_cache(checkpoint: Checkpoint, model_class: str, placement: Placement) -
             "quantization": placement.quantization,
             "isa": native.isa(),
             "extension": [extension.st_size, extension.st_mtime_ns],
-            "code": files.code_digest(Path(headrace.__file__).parent),
-            "version": headrace.__version__,
+            "code": files.code_digest(Path(__file__).parents[1]),
         }
         identity = files.identity(checkpoint.files(), facts)
     except OSError as error:
