@@ -6,6 +6,7 @@
 // sums are exact, so the bits of a row do not depend on the rows and keys beside it here either.
 #pragma once
 #include <type_traits>
+#include <utility>
 
 #include "ops.h"
 #include "simd.h"
@@ -17,6 +18,19 @@ namespace {
 
 constexpr int64_t kScoreStride = kKeyBlock + 16;  // floats; off a power of two, so that rows spread over cache sets
 constexpr int kPagesOfBlock = kKeyBlock / kPageSize;
+
+#define HEADRACE_LAMBDA __attribute__((always_inline))
+
+// body(0) .. body(N - 1), each index a constant from the start: GCC 12 keeps arrays of accumulators in memory when it unrolls the
+// loop over them late.
+template <class Body, int... I>
+HEADRACE_INLINE void unrolled_over(std::integer_sequence<int, I...>, Body body) {
+  (body(std::integral_constant<int, I>()), ...);
+}
+template <int N, class Body>
+HEADRACE_INLINE void unrolled(Body body) {
+  unrolled_over(std::make_integer_sequence<int, N>(), body);
+}
 
 // Calls body<P>(unit) for units [begin, end) of kLanes keys, P units at a time: as many as fit the registers beside R rows.
 template <int R, class Body>
@@ -52,7 +66,7 @@ class Products {
   template <int R>
   void score(int64_t row, const T* const* k_pages, const T* const* v_pages, int64_t page_begin, int64_t page_end,
              float* scores) const {
-    for_units<R>(page_begin * kParts, page_end * kParts, [&](auto count, int64_t unit) {
+    for_units<R>(page_begin * kParts, page_end * kParts, [&](auto count, int64_t unit) HEADRACE_LAMBDA {
       score_units<R, decltype(count)::value>(q_ + row * head_dim_, k_pages, v_pages, unit, scores);
     });
   }
@@ -60,7 +74,7 @@ class Products {
   // values[r][d] += weights[r][key] V[key][d] over keys [key_begin, key_end), for rows [row, row + R).
   template <int R>
   void weigh(const float* weights, const T* const* v_pages, int64_t key_begin, int64_t key_end, float* values) const {
-    for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) {
+    for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
       weigh_vectors<R, decltype(count)::value>(weights, v_pages, key_begin, key_end, vector * kLanes, values);
     });
   }
@@ -73,25 +87,25 @@ class Products {
     constexpr int64_t kKeyElements = sizeof(T) == 2 ? 2 * kLanes : kLanes;  // of kLanes keys in one packed row
     const T *keys[P], *values[P];
     vf sum[R][P];
-    HEADRACE_UNROLL for (int p = 0; p < P; ++p) {
+    unrolled<P>([&](auto p) HEADRACE_LAMBDA {
       keys[p] = k_pages[(unit + p) / kParts] + (unit + p) % kParts * kKeyElements;
       values[p] = v_pages[(unit + p) / kParts];
-      HEADRACE_UNROLL for (int r = 0; r < R; ++r) sum[r][p] = splat(0.0f);
-    }
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat(0.0f); });
+    });
     for (int64_t i = 0; i < head_dim_ / 2; ++i) {
       vf even[P], odd[P];
-      HEADRACE_UNROLL for (int p = 0; p < P; ++p) {
+      unrolled<P>([&](auto p) HEADRACE_LAMBDA {
         prefetch(values[p] + i * 2 * kPageSize);
         load_key_pair(keys[p], i, even[p], odd[p]);
-      }
-      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+      });
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA {
         const vf a = splat(q[r * head_dim_ + 2 * i]), b = splat(q[r * head_dim_ + 2 * i + 1]);
-        HEADRACE_UNROLL for (int p = 0; p < P; ++p) sum[r][p] = fma(b, odd[p], fma(a, even[p], sum[r][p]));
-      }
+        unrolled<P>([&](auto p) HEADRACE_LAMBDA { sum[r][p] = fma(b, odd[p], fma(a, even[p], sum[r][p])); });
+      });
     }
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      HEADRACE_UNROLL for (int p = 0; p < P; ++p) store(scores + r * kScoreStride + (unit + p) * kLanes, sum[r][p]);
-    }
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<P>([&](auto p) HEADRACE_LAMBDA { store(scores + r * kScoreStride + (unit + p) * kLanes, sum[r][p]); });
+    });
   }
 
   // C vectors from element d.
@@ -99,24 +113,24 @@ class Products {
   inline __attribute__((always_inline)) void weigh_vectors(const float* weights, const T* const* pages, int64_t key_begin, int64_t key_end,
                                             int64_t d, float* values) const {
     vf sum[R][C];
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = load(values + r * head_dim_ + d + c * kLanes);
-    }
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = load(values + r * head_dim_ + d + c * kLanes); });
+    });
     for (int64_t key = key_begin; key < key_end;) {
       const T* v = pages[key / kPageSize] + key % kPageSize * head_dim_ + d;
       const int64_t stop = min_of(key_end, (key / kPageSize + 1) * kPageSize);
       for (; key < stop; ++key, v += head_dim_) {
         vf value[C];
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) value[c] = load(v + c * kLanes);
-        HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = load(v + c * kLanes); });
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
           const vf w = splat(weights[r * kScoreStride + key]);
-          HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = fma(w, value[c], sum[r][c]);
-        }
+          unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = fma(w, value[c], sum[r][c]); });
+        });
       }
     }
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      HEADRACE_UNROLL for (int c = 0; c < C; ++c) store(values + r * head_dim_ + d + c * kLanes, sum[r][c]);
-    }
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA { store(values + r * head_dim_ + d + c * kLanes, sum[r][c]); });
+    });
   }
 
   float* q_;  // [rows][head_dim], scaled
@@ -150,7 +164,7 @@ class Products<int8_t> {
   template <int R>
   void score(int64_t row, const int8_t* const* k_pages, const int8_t* const* v_pages, int64_t page_begin, int64_t page_end,
              float* scores) const {
-    for_units<R>(page_begin * kParts, page_end * kParts, [&](auto count, int64_t unit) {
+    for_units<R>(page_begin * kParts, page_end * kParts, [&](auto count, int64_t unit) HEADRACE_LAMBDA {
       score_units<R, decltype(count)::value>(row, k_pages, v_pages, unit, scores);
     });
   }
@@ -158,8 +172,8 @@ class Products<int8_t> {
   template <int R>
   void weigh(const float* weights, const int8_t* const* v_pages, int64_t key_begin, int64_t key_end, float* values) const {
     const int64_t page_begin = key_begin / kPageSize, page_end = ceil_div(key_end, kPageSize);
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) set_weights(r, weights + r * kScoreStride, v_pages, page_begin, page_end);
-    for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) {
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA { set_weights(r, weights + r * kScoreStride, v_pages, page_begin, page_end); });
+    for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
       weigh_vectors<R, decltype(count)::value>(v_pages, page_begin, page_end, vector * kLanes, values);
     });
   }
@@ -186,29 +200,29 @@ class Products<int8_t> {
     const int16_t* const q = q_ + row * head_dim_;
     const int8_t *keys[P], *values[P];
     vi sum[R][P];
-    HEADRACE_UNROLL for (int p = 0; p < P; ++p) {
+    unrolled<P>([&](auto p) HEADRACE_LAMBDA {
       keys[p] = k_pages[(unit + p) / kParts] + (unit + p) % kParts * 2 * kLanes;
       values[p] = v_pages[(unit + p) / kParts];
-      HEADRACE_UNROLL for (int r = 0; r < R; ++r) sum[r][p] = splat_int(0);
-    }
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat_int(0); });
+    });
     for (int64_t i = 0; i < head_dim_ / 2; i += 2) {
-      HEADRACE_UNROLL for (int p = 0; p < P; ++p) prefetch(values[p] + i * 2 * kPageSize);
+      unrolled<P>([&](auto p) HEADRACE_LAMBDA { prefetch(values[p] + i * 2 * kPageSize); });
       HEADRACE_UNROLL for (int j = 0; j < 2; ++j) {
         vi key[P];
-        HEADRACE_UNROLL for (int p = 0; p < P; ++p) key[p] = widen_bytes(keys[p] + (i + j) * 2 * kPageSize);
-        HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+        unrolled<P>([&](auto p) HEADRACE_LAMBDA { key[p] = widen_bytes(keys[p] + (i + j) * 2 * kPageSize); });
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
           const vi pair = splat_words(q + r * head_dim_ + 2 * (i + j));
-          HEADRACE_UNROLL for (int p = 0; p < P; ++p) dot_words(sum[r][p], key[p], pair);
-        }
+          unrolled<P>([&](auto p) HEADRACE_LAMBDA { dot_words(sum[r][p], key[p], pair); });
+        });
       }
     }
-    HEADRACE_UNROLL for (int p = 0; p < P; ++p) {
+    unrolled<P>([&](auto p) HEADRACE_LAMBDA {
       const vf scale = load(scales_of(k_pages[(unit + p) / kParts]) + (unit + p) % kParts * kLanes);
-      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA {
         const vf score = mul(mul(to_float(sum[r][p]), splat(q_scales_[row + r])), scale);
         store(scores + r * kScoreStride + (unit + p) * kLanes, score);
-      }
-    }
+      });
+    });
   }
 
   // The weights of one row times the scales of V, as words. A key without weight counts for nothing, whatever its scale.
@@ -234,28 +248,28 @@ class Products<int8_t> {
   inline __attribute__((always_inline)) void weigh_vectors(const int8_t* const* pages, int64_t page_begin, int64_t page_end, int64_t d,
                                             float* values) const {
     vi sum[R][C];
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = splat_int(0);
-    }
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = splat_int(0); });
+    });
     for (int64_t page = page_begin; page < page_end; ++page) {
       const int8_t* v = pages[page] + 2 * d;
       const int16_t* w = weights_ + page * kPageSize;
       for (int64_t i = 0; i < kPageSize / 2; ++i, v += 2 * head_dim_, w += 2) {
         vi value[C];
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) value[c] = widen_bytes(v + c * 2 * kLanes);
-        HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = widen_bytes(v + c * 2 * kLanes); });
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
           const vi pair = splat_words(w + r * kKeyBlock);
-          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_words(sum[r][c], value[c], pair);
-        }
+          unrolled<C>([&](auto c) HEADRACE_LAMBDA { dot_words(sum[r][c], value[c], pair); });
+        });
       }
     }
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
       const vf scale = splat(weight_scales_[r]);
-      HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA {
         float* const to = values + r * head_dim_ + d + c * kLanes;
         store(to, fma(to_float(sum[r][c]), scale, load(to)));
-      }
-    }
+      });
+    });
   }
 
   float* q_scales_;       // [rows]

@@ -337,5 +337,7 @@ def _cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int)
     """(KvType, num_pages, num_kv_heads) of a pair of caches for this head_dim."""
     num_pages, num_kv_heads, cache_head_dim = kv_cache_geometry(op, k_cache, v_cache)
     if cache_head_dim != head_dim:
-        raise ValueError(f"{op}: heads have {head_dim} elements, the kv_cache_shapes of the cache are for {cache_head_dim}")
+        raise ValueError(
+            f"{op}: heads have {head_dim} elements, the kv_cache_shapes of the cache are for {cache_head_dim}"
+        )
     return KV_TYPES[k_cache.dtype], num_pages, num_kv_heads
