@@ -1,7 +1,7 @@
 // Writes keys and values into the pages of the cache and reads them back. K lies transposed in its page, V naturally.
 //
 // An int8 cache has one scale for each key and each value: largest magnitude / 127; bytes are x / scale to the nearest even. A NaN or
-// an infinity makes the scale non-finite, and with it whatever is computed from the token.
+// an infinity makes the scale non-finite, so that it does not get lost.
 #include "kernels.h"
 #include "simd_int.h"
 #include "threads.h"
