@@ -57,30 +57,30 @@ void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, 
       {at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums), rows, k, by_group});
 }
 
-void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, bool cache_is_bf16,
+void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
                      int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address page_table, int64_t max_pages,
                      Address seq_lens, Address q_starts, int64_t num_seqs, int64_t num_tokens, int64_t num_q_heads, float scale,
                      int64_t window, float softcap) {
   const AttentionArgs args = {at<float>(q), q_stride,  at<float>(out),
-                              {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim},
+                              {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim},
                               at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap};
   const AttentionPlan plan =
       plan_attention(args, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs, num_tokens, max_pages, num_pages);
   kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
 }
 
-void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, bool cache_is_bf16,
+void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, int kv_type,
               int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
   check_indices("write_kv: slot", at<int32_t>(slots), tokens, -1, num_pages * kPageSize);
   kernels().write_kv({at<float>(k), k_stride, at<float>(v), v_stride,
-                      {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+                      {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
 
-void gather_kv(Address k, Address v, Address k_cache, Address v_cache, bool cache_is_bf16, int64_t num_pages,
+void gather_kv(Address k, Address v, Address k_cache, Address v_cache, int kv_type, int64_t num_pages,
                int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
   check_indices("gather_kv: slot", at<int32_t>(slots), tokens, 0, num_pages * kPageSize);
   kernels().gather_kv({at<float>(k), at<float>(v),
-                       {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+                       {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
 
 void rms_norm(Address x, int64_t x_stride, Address residual, Address weight, Address out, int64_t rows, int64_t size, float eps) {
@@ -122,8 +122,8 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
 
 // A decoder without layers; they are added in order.
 void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size, int64_t num_q_heads, int64_t num_kv_heads,
-                  int64_t head_dim, float eps, bool gelu, bool cache_is_bf16, int64_t num_pages, Address final_norm) {
-  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, cache_is_bf16, num_pages},
+                  int64_t head_dim, float eps, bool gelu, int kv_type, int64_t num_pages, Address final_norm) {
+  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, static_cast<KvType>(kv_type), num_pages},
                      at<float>(final_norm));
 }
 

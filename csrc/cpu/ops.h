@@ -9,6 +9,7 @@ constexpr int64_t kPageSize = 16;    // tokens in a page of the KV cache
 constexpr int64_t kKeyBlock = 256;   // keys of one step of the online softmax, aligned at position 0
 constexpr int64_t kKeySplit = 1024;  // keys of one partial result, aligned at position 0: the same cut for every row
 constexpr int64_t kPackedColumns = 32;
+constexpr int64_t kMaxInt8HeadDim = 512;  // sums of 16-bit times 8-bit products of an int8 KV cache stay below 2^31
 constexpr int64_t kQuantGroup = 32;  // elements that share a scale
 
 // y[rows, n] = x[rows, k] @ weight^T (+ bias), weight packed as [n / 32][k][32] float or [n / 32][k][16][2] bf16, where pair j of
@@ -65,12 +66,21 @@ struct QuantizedLinearArgs {
 };
 
 // K cache: [page][kv_head][head_dim / 2][16][2] bf16 or [page][kv_head][head_dim][16] float. V cache: [page][kv_head][16][head_dim].
+// kInt8: [page][kv_head] records of bytes and then 16 float scales, one a token: K as for bf16, V [8][head_dim][2], the tokens of a
+// page in pairs. value = byte * scale of its token.
+enum class KvType : int { kFloat = 0, kBf16 = 1, kInt8 = 2 };
+
 struct KvCache {
   void* k;
   void* v;
-  bool is_bf16;
+  KvType type;
   int64_t num_kv_heads, head_dim;
 };
+
+// Elements of K, or of V, of one head in one page; of an int8 cache bytes, scales included.
+constexpr int64_t kv_page_elements(KvType type, int64_t head_dim) {
+  return kPageSize * (type == KvType::kInt8 ? head_dim + 4 : head_dim);
+}
 
 struct AttentionArgs {
   const float* q;

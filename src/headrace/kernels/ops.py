@@ -89,6 +89,8 @@ def write_kv(
 ) -> None:
     """Store k, v [tokens, num_kv_heads, head_dim] in the caches of one layer (`packing.kv_cache_shapes`), rounded to their dtype.
 
+    int8: each head of a token by its own scale, as `quantize_rows` without groups; a NaN or infinity makes that scale non-finite.
+
     slots: int32[tokens], page * 16 + offset; a negative slot is skipped. A slot must not occur twice. ValueError for a slot
     beyond the cache (on CPU), and then nothing is written.
     """

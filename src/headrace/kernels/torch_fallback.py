@@ -14,6 +14,7 @@ from headrace.kernels.packing import (
     PackedLinear,
     check_linear,
     check_quantized,
+    int8_parts,
     pack_torch,
     pack_torch_quantized,
 )
@@ -127,6 +128,13 @@ def write_kv(
         k, v, slots = k[written], v[written], slots[written]
     _check_slots("write_kv", slots, v_cache)
     pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
+    if k_cache.dtype == torch.int8:
+        parts = int8_parts(k_cache, v_cache)
+        k_bytes, parts.k_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(k)
+        v_bytes, parts.v_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(v)
+        parts.k[pages, :, :, offsets] = k_bytes.unflatten(-1, (-1, 2))
+        parts.v[pages, :, offsets // 2, :, offsets % 2] = v_bytes
+        return
     v_cache[pages, :, offsets] = v.to(v_cache.dtype)
     if k_cache.dim() == 5:
         k_cache[pages, :, :, offsets] = k.to(k_cache.dtype).unflatten(-1, (-1, 2))
@@ -138,8 +146,22 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
     """See `headrace.kernels.ops.gather_kv`."""
     _check_slots("gather_kv", slots, v_cache)
     pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
+    if k_cache.dtype == torch.int8:
+        parts = int8_parts(k_cache, v_cache)
+        k_scales = parts.k_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
+        v_scales = parts.v_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
+        return (
+            parts.k[pages, :, :, offsets].flatten(-2) * k_scales,
+            parts.v[pages, :, offsets // 2, :, offsets % 2] * v_scales,
+        )
     k = k_cache[pages, :, :, offsets]
     return (k.flatten(-2) if k_cache.dim() == 5 else k).float(), v_cache[pages, :, offsets].float()
+
+
+def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [tokens, heads, head_dim] as int8 and float32 scales [tokens, heads]: what an int8 KV cache holds of it."""
+    values, scales = quantize_rows(x.reshape(-1, x.shape[-1]).float(), by_group=False)
+    return values.view(x.shape), scales.view(x.shape[:-1])
 
 
 def paged_attention(

@@ -11,11 +11,12 @@ from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.cpu import _native
 from headrace.kernels.packing import (
-    PAGE_SIZE,
+    KV_TYPES,
     QUANT_SCHEMES,
     PackedLinear,
     check_linear,
     check_quantized,
+    kv_cache_geometry,
     pack_native,
     pack_native_quantized,
 )
@@ -201,7 +202,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.paged_attention`."""
     tokens, num_q_heads, head_dim, q_stride = _heads("paged_attention: q", q)
-    is_bf16, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
+    kv_type, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"paged_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
     if page_table.dim() != 2 or page_table.dtype != torch.int32 or not page_table.is_contiguous():
@@ -221,7 +222,7 @@ def paged_attention(
         out.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        is_bf16,
+        kv_type,
         num_pages,
         num_kv_heads,
         head_dim,
@@ -245,7 +246,7 @@ def write_kv(
     """See `headrace.kernels.ops.write_kv`."""
     tokens, num_kv_heads, head_dim, k_stride = _heads("write_kv: k", k)
     v_tokens, v_heads, v_head_dim, v_stride = _heads("write_kv: v", v)
-    is_bf16, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
+    kv_type, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
     if (v_tokens, v_heads, v_head_dim) != (tokens, num_kv_heads, head_dim) or cache_heads != num_kv_heads:
         raise ValueError(
             f"write_kv: k {tuple(k.shape)}, v {tuple(v.shape)} and {cache_heads} KV heads of the cache differ"
@@ -258,7 +259,7 @@ def write_kv(
         v_stride,
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        is_bf16,
+        kv_type,
         num_pages,
         num_kv_heads,
         head_dim,
@@ -269,8 +270,7 @@ def write_kv(
 
 def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `headrace.kernels.ops.gather_kv`."""
-    head_dim = v_cache.shape[-1]
-    is_bf16, num_pages, num_kv_heads = _cache("gather_kv", k_cache, v_cache, head_dim)
+    num_pages, num_kv_heads, head_dim = kv_cache_geometry("gather_kv", k_cache, v_cache)
     tokens = slots.numel()
     _int32("gather_kv: slots", slots, tokens)
     k = torch.empty(tokens, num_kv_heads, head_dim)
@@ -280,7 +280,7 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
         v.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        is_bf16,
+        KV_TYPES[k_cache.dtype],
         num_pages,
         num_kv_heads,
         head_dim,
@@ -340,21 +340,11 @@ def _int32(what: str, x: torch.Tensor, size: int) -> None:
         raise ValueError(f"{what} must be contiguous int32 [{size}], got {x.dtype} {tuple(x.shape)}")
 
 
-def _cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[bool, int, int]:
-    """(is bfloat16, num_pages, num_kv_heads) of a pair of caches laid out as `packing.kv_cache_shapes` says."""
-    is_bf16 = k_cache.dtype == torch.bfloat16
-    if v_cache.dim() == 4 and (is_bf16 or k_cache.dtype == torch.float32) and v_cache.dtype == k_cache.dtype:
-        num_pages, num_kv_heads = v_cache.shape[:2]
-        tail = (head_dim // 2, PAGE_SIZE, 2) if is_bf16 else (head_dim, PAGE_SIZE)
-        if (
-            tuple(k_cache.shape) == (num_pages, num_kv_heads, *tail)
-            and tuple(v_cache.shape[2:]) == (PAGE_SIZE, head_dim)
-            and head_dim % 16 == 0
-            and k_cache.is_contiguous()
-            and v_cache.is_contiguous()
-        ):
-            return is_bf16, num_pages, num_kv_heads
-    raise ValueError(
-        f"{op}: caches must be contiguous, bfloat16 or float32, laid out by kv_cache_shapes for head_dim {head_dim} "
-        f"(a multiple of 16), got K {k_cache.dtype} {tuple(k_cache.shape)}, V {v_cache.dtype} {tuple(v_cache.shape)}"
-    )
+def _cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[int, int, int]:
+    """(KvType, num_pages, num_kv_heads) of a pair of caches for this head_dim."""
+    num_pages, num_kv_heads, cache_head_dim = kv_cache_geometry(op, k_cache, v_cache)
+    if cache_head_dim != head_dim:
+        raise ValueError(
+            f"{op}: heads have {head_dim} elements, the kv_cache_shapes of the cache are for {cache_head_dim}"
+        )
+    return KV_TYPES[k_cache.dtype], num_pages, num_kv_heads
