@@ -91,6 +91,11 @@ class ServerArgs:
         "Abort a request after so long (408, or what there is when it has begun to answer); 0 = never.",
         _SECONDS,
     )
+    max_sessions: int = _opt(1000, _S, "Most sessions that are open at once.", _COUNT)
+    max_session_tokens: int = _opt(4_000_000, _S, "Most tokens that all sessions together may hold.", _COUNT)
+    session_timeout_s: float = _opt(
+        3600.0, _S, "Close a session that nobody has used for so long; 0 = never.", _SECONDS
+    )
     keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after so long.", _SECONDS)
     custom_logit_processors: str = _opt(
         "",
