@@ -150,7 +150,7 @@ class Sampler:
     ) -> torch.Tensor:
         """int64[R]: ids in `rows`, -1 in the others and in those without a finite maximum, which get `message`."""
         token_ids = self._draws.draw(logits, seqs, positions, rows)
-        if len(rows) < len(seqs) or bool((token_ids < 0).any()):
+        if len(rows) < len(seqs) or int(token_ids.min()) < 0:
             host_ids = token_ids.tolist()
             errors.update((row, message) for row in rows if host_ids[row] < 0)
         return token_ids
