@@ -378,8 +378,18 @@ def draw(
                 f"draw: {name} must be contiguous {dtype} [{rows}], got {values.dtype} {tuple(values.shape)}"
             )
     out = torch.empty(rows, dtype=torch.int64)
-    addresses = [values.data_ptr() for _, values, _ in parameters]
-    _native.draw(logits.data_ptr(), stride, *addresses, out.data_ptr(), rows, size)
+    _native.draw(
+        logits.data_ptr(),
+        stride,
+        temperatures.data_ptr(),
+        top_k.data_ptr(),
+        top_p.data_ptr(),
+        min_weights.data_ptr(),
+        u.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+    )
     return out
 
 
