@@ -58,6 +58,9 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
         "auto", _M, "Weights and compute. On CPU, bfloat16 = bfloat16 weights with float32 activations (auto)."
     )
+    disable_weight_cache: bool = _opt(
+        False, _M, "Convert the weights at every start instead of keeping them packed in the cache folder."
+    )
     device: Literal["auto", "cpu", "cuda"] = _opt("auto", _M, "Where the model runs.")
     model_impl: Literal["auto", "headrace", "transformers"] = _opt(
         "auto", _M, "Our own model code, or the transformers one with our attention; auto prefers ours."

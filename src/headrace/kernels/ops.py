@@ -35,7 +35,7 @@ def linear(
 
     accumulate: add to what `out` holds. out must not overlap x.
     """
-    return cast(torch.Tensor, for_layout("linear", packed.layout)(x, packed, out, accumulate))
+    return cast(torch.Tensor, for_layout(packed.layout)(x, packed, out, accumulate))
 
 
 def quantize_rows(x: torch.Tensor, *, by_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts
     x: [rows, hidden_size]. expert_ids: int64[rows, top_k]. shares: float32[rows, top_k]. Each expert's rows are one product; a row
     adds its experts up by rank. ValueError for an id that is not an expert's (on CPU).
     """
-    op = for_layout("moe", experts.gate_up[0].layout)
+    op = for_layout(experts.gate_up[0].layout, "moe")
     return cast(torch.Tensor, op(x, expert_ids, shares, experts))
 
 
@@ -94,11 +94,14 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, select("gelu_tanh_mul", x.device.type)(x))
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float = 1.0) -> torch.Tensor:
     """table[ids] * scale: ids int32 or int64 [tokens], table bfloat16 or float32 [vocab_size, size] -> [tokens, size].
 
-    ValueError for an id outside the table (on CPU).
+    table: may be the packed weight of an output projection, not quantised, whose row i is the embedding of token i. ValueError for an id
+    outside the table (on CPU).
     """
+    if isinstance(table, PackedLinear):
+        return cast(torch.Tensor, for_layout(table.layout, "embedding")(ids, table, scale))
     return cast(torch.Tensor, select("embedding", table.device.type)(ids, table, scale))
 
 

@@ -98,8 +98,8 @@ def prefer(name: str) -> Iterator[None]:
         _chosen.clear()
 
 
-def for_layout(op: str, layout: str) -> Op:
-    """The `op` (linear, moe) that reads weights of this layout."""
+def for_layout(layout: str, op: str = "linear") -> Op:
+    """The `op` that reads weights of this layout."""
     return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], op)
 
 
