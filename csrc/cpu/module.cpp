@@ -120,6 +120,29 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
   kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
 }
 
+void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address out, int64_t rows,
+                int64_t size, float eps) {
+  kernels().layer_norm(
+      {at<float>(x), x_stride, at<float>(residual), at<float>(weight), at<float>(bias), at<float>(out), rows, size, eps});
+}
+
+void draw(Address x, int64_t x_stride, Address temperature, Address top_k, Address top_p, Address min_weight, Address u,
+          Address out, int64_t rows, int64_t size) {
+  kernels().draw({at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k), at<double>(top_p),
+                  at<int64_t>(min_weight), at<double>(u), at<int64_t>(out), rows, size});
+}
+
+void exp_sums(Address x, int64_t x_stride, Address peaks, Address sums, int64_t rows, int64_t size) {
+  kernels().exp_sums({at<float>(x), x_stride, at<float>(peaks), at<int64_t>(sums), rows, size});
+}
+
+void moe(Address x, int64_t x_stride, Address ids, Address shares, Address experts, Address out, int64_t rows, int64_t top_k,
+         int64_t num_experts, int64_t hidden_size, int64_t intermediate_size, bool gelu) {
+  check_indices("moe: expert", at<int64_t>(ids), rows * top_k, 0, num_experts);
+  kernels().moe({at<float>(x), x_stride, at<int64_t>(ids), at<float>(shares), at<ExpertWeight>(experts), at<float>(out), rows,
+                 top_k, num_experts, hidden_size, intermediate_size, gelu});
+}
+
 // A decoder without layers; they are added in order.
 void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size, int64_t num_q_heads, int64_t num_kv_heads,
                   int64_t head_dim, float eps, bool gelu, int kv_type, int64_t num_pages, Address final_norm) {
@@ -171,6 +194,10 @@ NB_MODULE(_native, m) {
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
+  m.def("layer_norm", &layer_norm, unlocked);
+  m.def("draw", &draw, unlocked);
+  m.def("exp_sums", &exp_sums, unlocked);
+  m.def("moe", &moe, unlocked);
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)

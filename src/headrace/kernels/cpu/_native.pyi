@@ -111,6 +111,36 @@ def embedding(
     scale: float,
 ) -> None: ...
 def argmax(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def layer_norm(
+    x: int, x_stride: int, residual: int, weight: int, bias: int, out: int, rows: int, size: int, eps: float
+) -> None: ...
+def draw(
+    x: int,
+    x_stride: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_weight: int,
+    u: int,
+    out: int,
+    rows: int,
+    size: int,
+) -> None: ...
+def exp_sums(x: int, x_stride: int, peaks: int, sums: int, rows: int, size: int) -> None: ...
+def moe(
+    x: int,
+    x_stride: int,
+    ids: int,
+    shares: int,
+    experts: int,
+    out: int,
+    rows: int,
+    top_k: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    gelu: bool,
+) -> None: ...
 def compiled_isas() -> list[str]: ...
 def why_not_isa(isa: str) -> str: ...
 def select_isa(isa: str) -> None: ...
