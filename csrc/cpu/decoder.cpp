@@ -1,5 +1,6 @@
 #include "decoder.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
@@ -59,7 +60,28 @@ class Plans {
   std::vector<std::pair<int64_t, AttentionPlan>> plans_;
 };
 
+// Gives the time since the last lap to a phase. Some 25 ns a lap, eight or so laps a layer: too little to switch off.
+class LapClock {
+ public:
+  explicit LapClock(std::array<double, kNumPhases>& seconds) : seconds_(seconds), last_(Clock::now()) {}
+  void lap(Phase phase) {
+    const Clock::time_point now = Clock::now();
+    seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::array<double, kNumPhases>& seconds_;
+  Clock::time_point last_;
+};
+
 }  // namespace
+
+std::array<double, kNumPhases> Decoder::phase_seconds() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(phase_seconds_, {});
+}
 
 void Decoder::Free::operator()(float* memory) const { std::free(memory); }
 
@@ -142,31 +164,42 @@ void Decoder::forward(const DecoderStep& step) {
   };
   const int64_t heads_grain = 8192 / qkv_size > 1 ? 8192 / qkv_size : 1;
   const float* added = nullptr;
+  LapClock clock(phase_seconds_);
   for (const DecoderLayer& layer : layers_) {
     if (added == nullptr) {
       norm(step.hidden, nullptr, layer.attention_norm, b.normed);
     } else {
       norm(added, step.hidden, layer.attention_norm, b.normed);
     }
+    clock.lap(Phase::kNorm);
     linear(layer.qkv, b.normed, b.qkv, tokens);
+    clock.lap(Phase::kQkv);
     parallel_for(tokens, heads_grain, [&](int64_t begin, int64_t end) { finish_heads(layer, begin, end); });
+    clock.lap(Phase::kHeads);
     const AttentionArgs args = attention_args(layer);
     const AttentionPlan& plan = plans.of(args);
     k.attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
+    clock.lap(Phase::kAttention);
     linear(layer.out, b.attended, b.added, tokens);
+    clock.lap(Phase::kOut);
     if (layer.after_attention != nullptr) norm(b.added, nullptr, layer.after_attention, b.added);
     norm(b.added, step.hidden, layer.mlp_norm, b.normed);
+    clock.lap(Phase::kNorm);
     for (int64_t begin = 0; begin < tokens; begin += kMlpTokens) {
       const int64_t count = tokens - begin < kMlpTokens ? tokens - begin : kMlpTokens;
       linear(layer.gate_up, b.normed + begin * s.hidden_size, b.gate_up, count);
+      clock.lap(Phase::kGateUp);
       const GatedArgs gated = {b.gate_up, 2 * s.intermediate_size, b.activated, count, s.intermediate_size};
       s.gelu ? k.gelu_tanh_mul(gated) : k.silu_mul(gated);
+      clock.lap(Phase::kActivation);
       linear(layer.down, b.activated, b.added + begin * s.hidden_size, count);
+      clock.lap(Phase::kDown);
     }
     if (layer.after_mlp != nullptr) norm(b.added, nullptr, layer.after_mlp, b.added);
     added = b.added;
   }
   norm(added, step.hidden, final_norm_, step.out);
+  clock.lap(Phase::kNorm);
 }
 
 }  // namespace headrace

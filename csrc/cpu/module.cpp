@@ -151,6 +151,12 @@ void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t toke
                    at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs});
 }
 
+// In the order of Phase.
+std::vector<double> decoder_phase_seconds(Decoder& decoder) {
+  const auto seconds = decoder.phase_seconds();
+  return {seconds.begin(), seconds.end()};
+}
+
 float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at<void>(memory), bytes); }
 
 float probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
@@ -174,7 +180,8 @@ NB_MODULE(_native, m) {
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)
-      .def("forward", &decoder_forward, unlocked);
+      .def("forward", &decoder_forward, unlocked)
+      .def("phase_seconds", &decoder_phase_seconds);
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
   m.def("compiled_isas", &compiled_isas);
