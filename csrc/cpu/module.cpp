@@ -107,7 +107,7 @@ void gelu_tanh_mul(Address x, int64_t x_stride, Address out, int64_t rows, int64
   kernels().gelu_tanh_mul({at<float>(x), x_stride, at<float>(out), rows, size});
 }
 
-void embedding(Address table, bool table_is_bf16, Address ids, bool ids_are_int64, Address out, int64_t tokens,
+void embedding(Address table, bool table_is_bf16, bool packed, Address ids, bool ids_are_int64, Address out, int64_t tokens,
                int64_t vocab_size, int64_t hidden_size, float scale) {
   if (ids_are_int64) {
     check_indices("embedding: id", at<int64_t>(ids), tokens, 0, vocab_size);
@@ -115,7 +115,7 @@ void embedding(Address table, bool table_is_bf16, Address ids, bool ids_are_int6
     check_indices("embedding: id", at<int32_t>(ids), tokens, 0, vocab_size);
   }
   kernels().embedding(
-      {at<void>(table), table_is_bf16, at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
+      {at<void>(table), table_is_bf16, packed, at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
 }
 
 void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {

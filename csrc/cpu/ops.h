@@ -155,9 +155,10 @@ struct GatedArgs {
   int64_t rows, size;
 };
 
+// packed: the table is a packed weight of the linear kernels, not rows.
 struct EmbeddingArgs {
   const void* table;
-  bool table_is_bf16;
+  bool table_is_bf16, packed;
   const void* ids;
   bool ids_are_int64;
   float* out;

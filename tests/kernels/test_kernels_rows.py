@@ -101,6 +101,18 @@ def test_embedding_looks_up_and_scales(implementation, table_dtype, ids_dtype):
         assert torch.equal(kernels.embedding(ids, table, 8.5), table[ids.long()].float() * 8.5)
 
 
+@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
+def test_embedding_reads_a_packed_weight(implementation, table_dtype, ids_dtype):
+    table = torch.randn(77, 45).to(table_dtype)
+    packed = kernels.pack_linear(table)
+    for tokens in ROWS:
+        ids = torch.randint(0, 77, (tokens,), dtype=ids_dtype)
+        assert torch.equal(kernels.embedding(ids, packed, 8.5), table[ids.long()].float() * 8.5)
+    with pytest.raises(ValueError, match="not in"):
+        kernels.embedding(torch.tensor([77], dtype=ids_dtype), packed)
+
+
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_an_id_outside_the_table_is_refused(implementation, bad):
     with pytest.raises(ValueError, match="not in"):

@@ -368,11 +368,14 @@ class _Work:
         vocabulary = (config.vocab_size, config.hidden_size)
         weights = list(model.weights())
         matrices = [weight.shape for weight in weights if len(weight.shape) > 1 and weight.shape != vocabulary]
+        # A tied table that is not quantised is the projection's own weight.
+        shared = config.tie_word_embeddings and args.quantization == "none" and config.quantization is None
+        lookup_bytes = 0 if shared else math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
         return cls(
             layer_parameters=sum(math.prod(shape) for shape in matrices),
             head_parameters=math.prod(vocabulary),
             quantized=any(weight.load_quantized is not None for weight in weights),
-            num_bytes=info.weight_bytes - math.prod(vocabulary) * getattr(torch, info.dtype).itemsize,
+            num_bytes=info.weight_bytes - lookup_bytes,
             kv_bytes_per_token=info.kv_bytes // info.max_total_tokens,
             attention_flops_per_key=4 * config.num_layers * config.num_q_heads * config.head_dim,
         )

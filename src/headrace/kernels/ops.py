@@ -73,11 +73,14 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, select("gelu_tanh_mul", x.device.type)(x))
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float = 1.0) -> torch.Tensor:
     """table[ids] * scale: ids int32 or int64 [tokens], table bfloat16 or float32 [vocab_size, size] -> [tokens, size].
 
-    ValueError for an id outside the table (on CPU).
+    table: may be the packed weight of an output projection, not quantised, whose row i is the embedding of token i. ValueError for an id
+    outside the table (on CPU).
     """
+    if isinstance(table, PackedLinear):
+        return cast(torch.Tensor, for_layout(table.layout, "embedding")(ids, table, scale))
     return cast(torch.Tensor, select("embedding", table.device.type)(ids, table, scale))
 
 

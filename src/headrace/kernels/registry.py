@@ -94,9 +94,9 @@ def prefer(name: str) -> Iterator[None]:
         _chosen.clear()
 
 
-def for_layout(layout: str) -> Op:
-    """The `linear` that reads weights of this layout."""
-    return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], "linear")
+def for_layout(layout: str, op: str = "linear") -> Op:
+    """The `op` that reads weights of this layout."""
+    return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], op)
 
 
 def runs_native(device_type: str) -> bool:

@@ -104,8 +104,12 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
     """See `headrace.kernels.ops.embedding`. float32 on CPU, the table's dtype elsewhere."""
+    if isinstance(table, PackedLinear):
+        if table.layout != "torch":
+            raise ValueError(f"embedding: a table of layout {table.layout} cannot be looked up")
+        table = table.data
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.shape[0]:
         raise ValueError(f"embedding: id {int(ids.min())} or {int(ids.max())} is not in [0, {table.shape[0]})")
     rows = F.embedding(ids.long(), table)

@@ -101,6 +101,7 @@ def gelu_tanh_mul(x: int, x_stride: int, out: int, rows: int, size: int) -> None
 def embedding(
     table: int,
     table_is_bf16: bool,
+    packed: bool,
     ids: int,
     ids_are_int64: bool,
     out: int,

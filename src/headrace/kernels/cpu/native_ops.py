@@ -156,20 +156,27 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
     """See `headrace.kernels.ops.embedding`."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
         raise ValueError(f"embedding: ids must be contiguous int32 or int64 [n], got {ids.dtype} {tuple(ids.shape)}")
-    if table.dim() != 2 or table.dtype not in (torch.bfloat16, torch.float32) or not table.is_contiguous():
-        raise ValueError(
-            f"embedding: table must be contiguous bfloat16 or float32 [n, size], got {table.dtype} {tuple(table.shape)}"
-        )
-    vocab_size, hidden_size = table.shape
+    packed = isinstance(table, PackedLinear)
+    if isinstance(table, PackedLinear):
+        if table.layout not in ("native_bf16", "native_f32"):
+            raise ValueError(f"embedding: a table of layout {table.layout} cannot be looked up")
+        data, vocab_size, hidden_size = table.data, table.n, table.k
+    else:
+        if table.dim() != 2 or table.dtype not in (torch.bfloat16, torch.float32) or not table.is_contiguous():
+            raise ValueError(
+                f"embedding: table must be contiguous bfloat16 or float32 [n, size], got {table.dtype} {tuple(table.shape)}"
+            )
+        data, (vocab_size, hidden_size) = table, table.shape
     tokens = ids.numel()
     out = torch.empty(tokens, hidden_size)
     _native.embedding(
-        table.data_ptr(),
-        table.dtype == torch.bfloat16,
+        data.data_ptr(),
+        data.dtype == torch.bfloat16,
+        packed,
         ids.data_ptr(),
         ids.dtype == torch.int64,
         out.data_ptr(),
