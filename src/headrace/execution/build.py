@@ -96,7 +96,13 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         decisions.append(
             f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
         )
-        table = SequenceTable(config.max_running_requests, pool_plan.context_length, model_config.hidden_size, device)
+        table = SequenceTable(
+            config.max_running_requests,
+            pool_plan.context_length,
+            model_config.hidden_size,
+            device,
+            page_size=config.page_size if attention.paged_kv() is not None else 0,
+        )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
         sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), resources.pop_all())
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker

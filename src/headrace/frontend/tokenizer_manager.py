@@ -508,8 +508,7 @@ class TokenizerManager:
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
         if had_tokens:
-            for _ in range(new_tokens):
-                self.metrics.inter_token_latency_s.observe(elapsed_s / new_tokens)
+            self.metrics.inter_token_latency_s.add(elapsed_s / new_tokens, new_tokens)
             return
         self._leave_queue(sample)
         self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
