@@ -18,8 +18,8 @@ import compare
 import peer_headrace
 import peer_llama_cpp
 import peer_openvino
-from ratios import Rate, draw, ratio_table, ratios
 from peer_process import ServerCommand, ServerProcess, free_port
+from ratios import Rate, draw, ratio_table, ratios
 
 
 class WordTokenizer:
