@@ -59,7 +59,8 @@ class PoolState(msgspec.Struct, frozen=True, gc=False):
 class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval.
 
-    forward_s: time the worker spent in steps since start.
+    forward_s: time the worker spent in steps since start. paused: the mode, empty while generation goes on. released: tags of memory
+    that was given back.
     """
 
     pool: PoolState
@@ -81,6 +82,9 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     new_token_ratio: float
     waiting_tokens: int
     forward_s: float = 0.0
+    paused: str = ""
+    released: tuple[str, ...] = ()
+    weight_version: str = "default"
 
 
 class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
@@ -97,10 +101,11 @@ class HealthCheckReq(_Control, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class HealthCheckReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """The loop turns; `busy` when requests run, which proves generation as well."""
+    """The loop turns; `busy` when requests run, which proves generation as well; `held` when it was told not to generate now."""
 
     id: int
     busy: bool
+    held: bool = False
 
 
 class SchedulerStats(_Control, frozen=True, tag=True, array_like=True, gc=False):
