@@ -1,13 +1,14 @@
 """Token embedding. Runs in the thread that runs the model."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.layers.linear import Linear
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Kept, Parts, Placement, Weight
 
 
 class Embedding:
@@ -43,7 +44,24 @@ class Embedding:
             lambda: self._table,
             itemsize=itemsize,
             load_quantized=load_quantized,
+            keepers=(self,) if self._tied is None else (self, self._tied),
+            part="weight" if head is None else head.part,
         )
+
+    def kept(self) -> Kept:
+        """The table."""
+        return {"table": self._table}
+
+    def restore(self, kept: Kept) -> None:
+        """See `Keeper`."""
+        self._table = cast(torch.Tensor, kept["table"])
+
+    def staged(self, parts: Parts) -> Kept:
+        """See `Keeper`."""
+        (tensor,) = parts.values()
+        assert isinstance(tensor, torch.Tensor), "a quantised table"
+        table = tensor.to(device=self._placement.device, dtype=self._placement.weight_dtype, copy=True)
+        return {"table": table.contiguous()}
 
     def _load(self, tensor: torch.Tensor) -> None:
         self._table = self._placement.place(tensor).contiguous()

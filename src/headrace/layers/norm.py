@@ -1,11 +1,12 @@
 """RMSNorm (B. Zhang and R. Sennrich, 2019). Runs in the thread that runs the model."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
 from headrace import kernels
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Kept, Parts, Placement, Weight
 
 
 class RMSNorm:
@@ -38,8 +39,29 @@ class RMSNorm:
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.weight`."""
         init = "zeros" if self._offset else "ones"
-        yield Weight(f"{prefix}.weight", (self._size,), self._load, lambda: self._stored, init=init)  # type: ignore[arg-type]
+        yield Weight(
+            f"{prefix}.weight",
+            (self._size,),
+            self._load,
+            lambda: self._stored,
+            init=init,  # type: ignore[arg-type]
+            keepers=(self,),
+            part="weight",
+        )
+
+    def kept(self) -> Kept:
+        """The weight as it is stored."""
+        return {"stored": self._stored}
+
+    def restore(self, kept: Kept) -> None:
+        """See `Keeper`."""
+        self._stored = cast(torch.Tensor, kept["stored"])
+        self._weight = self._stored + self._offset if self._offset else self._stored
+
+    def staged(self, parts: Parts) -> Kept:
+        """See `Keeper`."""
+        tensor = cast(torch.Tensor, parts["weight"])
+        return {"stored": tensor.to(device=self._placement.device, dtype=torch.float32, copy=True)}
 
     def _load(self, tensor: torch.Tensor) -> None:
-        self._stored = tensor.to(device=self._placement.device, dtype=torch.float32, copy=True)
-        self._weight = self._stored + self._offset if self._offset else self._stored
+        self.restore(self.staged({"weight": tensor}))

@@ -4,7 +4,7 @@ Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (where and 
 `Weight`s; the loader fills them. Used by the thread that loads the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -12,6 +12,28 @@ import torch
 
 from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+
+Kept = Mapping[str, torch.Tensor | int | str | None]
+"""What a layer keeps of its weights, by field."""
+
+Parts = Mapping[str, torch.Tensor | QuantizedMatrix]
+"""New tensors of one layer, by `Weight.part`."""
+
+
+class Keeper(Protocol):
+    """A layer that converts what it loads, and can take the result back instead.
+
+    What it keeps is never written to once a step may read it: new weights are made beside the old ones, then it switches over.
+    """
+
+    def kept(self) -> Kept:
+        """The converted weights; there once they have been loaded."""
+
+    def restore(self, kept: Kept) -> None:
+        """Take what `kept` or `staged` gave, without a copy, in place of loading. Quick; between two steps."""
+
+    def staged(self, parts: Parts) -> Kept:
+        """What it would keep with these parts in place of the present ones: copies, never `parts` themselves. Changes nothing. Slow."""
 
 
 class Observable(Protocol):
@@ -29,6 +51,8 @@ class Weight:
     init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes, a fraction where weights are quantised.
     load_quantized: takes a quantised tensor instead, where the layer computes with one; None where it does not.
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
+    keepers: the layers that convert this tensor, and part: what it is to them; they may keep other weights beside it. Empty: it cannot
+    be replaced while the model serves.
     """
 
     name: str
@@ -39,6 +63,8 @@ class Weight:
     itemsize: float = 4
     load_quantized: Callable[[QuantizedMatrix], None] | None = None
     layer: Observable | None = None
+    keepers: tuple[Keeper, ...] = ()
+    part: str = ""
 
 
 class HasWeights(Protocol):

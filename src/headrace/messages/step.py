@@ -96,9 +96,7 @@ class Worker(Protocol):
     weights: reads and changes them; what it prepared is installed with no step in flight.
     """
 
-    @property
-    def weights(self) -> WeightExecutor:
-        """See the class."""
+    weights: WeightExecutor
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Start (or run) a step. With overlap it returns before the step has run."""
