@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_h
 from torch.distributed.rendezvous import rendezvous
 from weights_harness import engine_of, fresh, tensors_of, tokens
 
-from headrace.errors import ExecutionError
+from headrace.errors import ExecutionError, RequestError
 from headrace.weight_sync.openrlhf import OpenRlhfWorker
 from headrace.weight_sync.sender import WeightSender, describe
 
@@ -113,15 +113,15 @@ def test_openrlhf_calls(engine, trainer, port, new, old, answers):
 
 
 def test_a_trainer_that_never_comes_or_dies_is_a_timeout(engine, trainer, port, new, answers):
-    failed, message = engine.init_weights_update_group("127.0.0.1", port, 1, 2, "nobody", "gloo", timeout_s=0.5)
-    assert not failed
+    success, message = engine.init_weights_update_group("127.0.0.1", port, 1, 2, "nobody", "gloo", timeout_s=0.5)
+    assert not success
     assert "could not be joined" in message
     assert tokens(engine) == answers[0]
 
     joined(engine, trainer, port, "dead", timeout_s=1.0)
     named = list(tensors_of(new).items())
-    failed, message = engine.update_weights_from_distributed(*describe(named), "dead")
-    assert not failed
+    success, message = engine.update_weights_from_distributed(*describe(named), "dead")
+    assert not success
     assert "join it again" in message
     assert tokens(engine) == answers[0]
     assert engine.update_weights_from_distributed(*describe(named), "dead")[1].startswith("there is no group")
@@ -131,19 +131,19 @@ def test_a_trainer_that_dies_halfway_leaves_the_old_weights(engine, trainer, por
     sender = joined(engine, trainer, port, "half", timeout_s=2.0)
     named = list(tensors_of(new).items())
     sent = trainer.submit(sender.send, named[: len(named) // 2])
-    failed, _ = engine.update_weights_from_distributed(*describe(named), "half")
-    assert not failed
+    success, _ = engine.update_weights_from_distributed(*describe(named), "half")
+    assert not success
     sent.result()
     assert tokens(engine) == answers[0]
     assert engine.internal_state().weight_version != "half"
 
 
 def test_groups_that_cannot_be_are_refused(engine):
-    from headrace.errors import RequestError
-
     for bad in ({"rank_offset": 0}, {"rank_offset": 2}, {"backend": "mpi"}, {"timeout_s": 0.0}, {"master_port": 0}):
         asked = {"master_address": "127.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 2, **bad}
         with pytest.raises(RequestError):
             engine.init_weights_update_group(**asked)
-    failed, message = engine.init_weights_update_group("127.0.0.1", 5, 1, 2, "g", "nccl", timeout_s=0.5)
-    assert not failed
+    if not torch.cuda.is_available():
+        success, message = engine.init_weights_update_group("127.0.0.1", 5, 1, 2, "g", "nccl", timeout_s=0.5)
+        assert not success
+        assert message

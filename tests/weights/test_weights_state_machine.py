@@ -34,9 +34,7 @@ class Operations(RuleBasedStateMachine):
         max_running=st.integers(1, 4),
     )
     def start(self, overlap, radix, page_size, num_pages, max_running):
-        self.rig = Rig(
-            overlap=overlap, radix=radix, page_size=page_size, num_pages=num_pages, max_running=max_running
-        )
+        self.rig = Rig(overlap=overlap, radix=radix, page_size=page_size, num_pages=num_pages, max_running=max_running)
         self.asked = {}
         self.mixed = set()  # requests that an update met while they were paused: their tokens come from both
         self.aborted = set()
