@@ -137,13 +137,13 @@ class TokenizerManager:
         self._flushes = Communicator[FlushCacheReply]("flush_cache")
         self._states = Communicator[InternalStateReply]("internal_state")
         self._healths = Communicator[HealthCheckReply]("health")
-        self.weights = WeightControl(to_scheduler, self._check_control, lambda: self.abort_request(abort_all=True))
+        self._weights = WeightControl(to_scheduler, self._check_control, lambda: self.abort_request(abort_all=True))
         self._dispatcher = TypeBasedDispatcher()
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
         self._dispatcher.register(HealthCheckReply, self._healths.handle)
-        self._dispatcher.register(WeightOpReply, self.weights.handle)
+        self._dispatcher.register(WeightOpReply, self._weights.handle)
         self._dispatcher.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         self._dispatcher.register(Heartbeat, self._on_heartbeat)
 
@@ -624,6 +624,11 @@ class TokenizerManager:
             return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
         return False
 
+    @property
+    def weights(self) -> WeightControl:
+        """Operations on weights, generation and memory."""
+        return self._weights
+
     async def inject_fault(self, fault: FaultReq) -> None:
         """Test hook. Raises NotFoundError unless the server was started with fault injection."""
         if not self.args.enable_fault_injection:
@@ -675,7 +680,7 @@ class TokenizerManager:
         error = ExecutionError(message)
         for state in self._calls:
             state.fail(error)
-        for communicator in (self._flushes, self._states, self._healths, self.weights):
+        for communicator in (self._flushes, self._states, self._healths, self._weights):
             communicator.fail_all(error)
         for sample in list(self.rid_to_state.values()):
             if sample.call.abandoned:
