@@ -22,6 +22,7 @@ from headrace.errors import (
     RequestError,
     TooLargeError,
 )
+from headrace.frontend.sessions import Turn
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 
@@ -74,7 +75,7 @@ class ReqState:
     first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
-    the leader end before its first token, there are none. logged_prompt: for the log.
+    the leader end before its first token, there are none. logged_prompt: for the log. turn: its place in a session.
     """
 
     rid: str
@@ -91,6 +92,7 @@ class ReqState:
     num_prompt_tokens: int = 0
     leader: "ReqState | None" = None
     logged_prompt: str = ""
+    turn: Turn | None = None
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
     wants_logprobs: bool = False

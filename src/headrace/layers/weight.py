@@ -51,8 +51,8 @@ class Weight:
     init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes, a fraction where weights are quantised.
     load_quantized: takes a quantised tensor instead, where the layer computes with one; None where it does not.
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
-    keepers: the layers that convert this tensor, and part: what it is to them; they may keep other weights beside it. Empty: it cannot
-    be replaced while the model serves.
+    keepers: the layers that convert this tensor, so that it need not be loaded once all of them have been restored, and part: what it is
+    to them; they may keep other weights beside it. Empty: it cannot be replaced while the model serves.
     """
 
     name: str

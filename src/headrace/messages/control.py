@@ -59,8 +59,8 @@ class PoolState(msgspec.Struct, frozen=True, gc=False):
 class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval.
 
-    forward_s: time the worker spent in steps since start. paused: the mode, empty while generation goes on. released: tags of memory
-    that was given back.
+    forward_s: time the worker spent in steps since start. host_s: time the scheduler spent on planning and committing them; with
+    overlap mostly while a step ran. paused: the mode, empty while generation goes on. released: tags of memory that was given back.
     """
 
     pool: PoolState
@@ -82,6 +82,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     new_token_ratio: float
     waiting_tokens: int
     forward_s: float = 0.0
+    host_s: float = 0.0
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"
