@@ -64,12 +64,17 @@ _DTYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored
 def check_same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
     """Raises ModelError naming what differs in the computation."""
     differing = [
-        f"{name} is {getattr(theirs, name)!r}, not {getattr(ours, name)!r}"
+        name
         for name in ours.__struct_fields__
         if name not in _UNRELATED and getattr(ours, name) != getattr(theirs, name)
     ]
     if differing:
-        raise ModelError(f"the checkpoint is of another model than the one that is served: {'; '.join(differing)}")
+        shown = [f"{name} is {getattr(theirs, name)!r}, not {getattr(ours, name)!r}" for name in differing]
+        more = f"; and {len(shown) - _NAMES_IN_A_MESSAGE} more" if len(shown) > _NAMES_IN_A_MESSAGE else ""
+        raise ModelError(
+            "the checkpoint is of another model than the one that is served: "
+            f"{'; '.join(text[:200] for text in shown[:_NAMES_IN_A_MESSAGE])}{more}"
+        )
 
 
 class Job:
