@@ -10,7 +10,13 @@ from headrace.frontend.runtime import Runtime
 
 def test_a_runtime_has_the_methods_of_an_engine(old, new):
     want_old, want_new = fresh(old), fresh(new)
-    options = {"num_threads": 1, "max_total_tokens": 2048, "dtype": "float32", "admin_api_key": "secret"}
+    options = {
+        "num_threads": 1,
+        "max_total_tokens": 2048,
+        "dtype": "float32",
+        "admin_api_key": "secret",
+        "skip_server_warmup": True,
+    }
     with Runtime(model_path=old, log_level="warning", **options) as server:
 
         def tokens():
