@@ -26,9 +26,6 @@ from headrace.frontend.sessions import Turn
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 
-WEIGHT_VERSION = "default"
-"""Label of the weights being served, until they can be replaced at run time."""
-
 LogprobItem = tuple[float | None, int, str | None]
 """(logprob or None, token id, text or None)."""
 
@@ -207,7 +204,7 @@ class ReqState:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": len(self.output_ids),
             "cached_tokens": min(self.stats.cached_tokens, self.num_prompt_tokens),
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self.stats.weight_version,
             "num_retractions": self.stats.num_retractions,
             "e2e_latency": self.finished_s - self.created_s if done else None,
             "queue_time": self.stats.queue_time_s,

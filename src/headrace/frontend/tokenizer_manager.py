@@ -23,6 +23,7 @@ from headrace.frontend.communicator import Communicator
 from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sessions import Sessions
+from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
@@ -48,6 +49,7 @@ from headrace.messages.requests import (
     LogprobSpec,
     TokenizedGenerateReqInput,
 )
+from headrace.messages.weights import WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams, SamplingParams
@@ -139,11 +141,13 @@ class TokenizerManager:
         self._flushes = Communicator[FlushCacheReply]("flush_cache")
         self._states = Communicator[InternalStateReply]("internal_state")
         self._healths = Communicator[HealthCheckReply]("health")
+        self._weights = WeightControl(to_scheduler, self._check_control, lambda: self.abort_request(abort_all=True))
         self._dispatcher = TypeBasedDispatcher()
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
         self._dispatcher.register(HealthCheckReply, self._healths.handle)
+        self._dispatcher.register(WeightOpReply, self._weights.handle)
         self._dispatcher.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         self._dispatcher.register(Heartbeat, self._on_heartbeat)
 
@@ -635,7 +639,8 @@ class TokenizerManager:
             return True
         try:
             replies = await self._healths.call(lambda i: self._to_scheduler.send(HealthCheckReq(i)), HEALTH_TIMEOUT_S)
-            return replies[0].busy or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
+            # An engine that was told to wait cannot make a token; that its loop turns is all there is to see.
+            return replies[0].busy or replies[0].held or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
         except (HeadraceError, TimeoutError):
             return False
 
@@ -648,6 +653,11 @@ class TokenizerManager:
         async for answer in self.generate_request(probe):
             return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
         return False
+
+    @property
+    def weights(self) -> WeightControl:
+        """Operations on weights, generation and memory."""
+        return self._weights
 
     async def inject_fault(self, fault: FaultReq) -> None:
         """Test hook. Raises NotFoundError unless the server was started with fault injection."""
@@ -700,7 +710,7 @@ class TokenizerManager:
         error = ExecutionError(message)
         for state in self._calls:
             state.fail(error)
-        for communicator in (self._flushes, self._states, self._healths):
+        for communicator in (self._flushes, self._states, self._healths, self._weights):
             communicator.fail_all(error)
         for sample in list(self.rid_to_state.values()):
             if sample.call.abandoned:

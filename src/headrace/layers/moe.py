@@ -75,6 +75,10 @@ class SparseMoe:
                     load_quantized=None if quantized is None else partial(self._load, quantized),
                 )
 
+    def weights_changed(self) -> None:
+        """What was packed of the experts' old weights is stale."""
+        self._packed = None
+
     def _load(self, load: Callable[[_Given], None], tensor: _Given) -> None:
         """Pass an expert's weight on; what was packed of the old ones is stale."""
         load(tensor)

@@ -38,6 +38,7 @@ from headrace.messages.control import (
 )
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+from headrace.messages.weights import WeightOpReply, WeightOpReq
 
 logger = get_logger(__name__)
 
@@ -57,6 +58,8 @@ Message = (
     | Heartbeat
     | ShutdownReq
     | FaultReq
+    | WeightOpReq
+    | WeightOpReply
 )
 """Everything that may cross a channel. A new message is added here and nowhere else."""
 

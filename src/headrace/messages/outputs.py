@@ -58,13 +58,14 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
-    queue_time_s: from arrival at the scheduler to the first step it took part in.
+    queue_time_s: from arrival at the scheduler to the first step it took part in. weight_version: of the weights at that output.
     """
 
     prompt_tokens: int
     cached_tokens: int
     num_retractions: int = 0
     queue_time_s: float = 0.0
+    weight_version: str = "default"
 
 
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):

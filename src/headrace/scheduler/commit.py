@@ -85,7 +85,7 @@ def end(state: SchedulerState, req: Req) -> TokenIDOut:
     group = req.asked.group
     if group and not any(other.asked.group == group for other in state.by_rid.values()):
         state.group_cached.pop(group, None)
-    return _output(req)
+    return _output(state, req)
 
 
 def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
@@ -99,7 +99,7 @@ def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
         interval = FORCED_INTERVAL
     # The first token goes out at once: the time to it is what a client sees first.
     if new >= interval or not req.emitted:
-        return _output(req)
+        return _output(state, req)
     return None
 
 
@@ -150,7 +150,7 @@ def _finish_reason(state: SchedulerState, req: Req, token_id: int) -> FinishReas
     return None
 
 
-def _output(req: Req) -> TokenIDOut:
+def _output(state: SchedulerState, req: Req) -> TokenIDOut:
     """Everything of the request that has not been sent."""
     asked = req.asked
     first, last = not req.emitted, req.finish is not None
@@ -172,6 +172,7 @@ def _output(req: Req) -> TokenIDOut:
             cached_tokens=max(0, req.cached_tokens),
             num_retractions=req.num_retractions,
             queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
+            weight_version=state.weight_version,
         )
     out = TokenIDOut(
         rid=req.rid,

@@ -103,6 +103,11 @@ class Req:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def has_begun(self) -> bool:
+        """It has taken part in a step, though it may wait again."""
+        return self.cached_tokens >= 0
+
+    @property
     def num_to_schedule(self) -> int:
         """Tokens that a step planned now could compute: known, or known by the time it runs."""
         if self.finish is not None or self.num_outputs + self.num_sampling >= self.asked.sampling.max_new_tokens > 0:

@@ -25,17 +25,21 @@ from headrace.messages.control import (
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
+from headrace.messages.weights import WeightOpReq
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req, StopCheckers
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
+from headrace.scheduler.weights import WeightControl
 
 logger = get_logger(__name__)
 
 STATS_INTERVAL_S = 1.0
 IDLE_WAIT_S = 0.5
+JOB_WAIT_S = 0.005
+"""While the worker prepares weights: how long the loop may sleep before it looks again."""
 EXPIRE_INTERVAL_S = 0.1
 
 
@@ -64,6 +68,7 @@ class Scheduler:
         self._to_detokenizer = to_detokenizer
         self._to_tokenizer = to_tokenizer
         self._stop_checkers = stop_checkers
+        self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
         self._clock = clock
         self._on_turn = on_turn
         self._stopping = False
@@ -129,11 +134,12 @@ class Scheduler:
 
     def _receive(self) -> None:
         """Handle what has arrived; when there is nothing to do, wait for it."""
-        idle = not (self.state.in_flight or self.state.running or self.state.waiting)
-        if idle:
-            if not self._idle:
-                self._become_idle()
-            message = self._receiver.recv(IDLE_WAIT_S)
+        state = self.state
+        idle = not (state.in_flight or state.running or state.waiting)
+        if idle and not self._idle:
+            self._become_idle()
+        if idle or (state.gate.holds and not state.in_flight):
+            message = self._receiver.recv(JOB_WAIT_S if self._weights.has_job else IDLE_WAIT_S)
         else:
             message = self._receiver.recv_nowait()
         while message is not None:
@@ -142,7 +148,8 @@ class Scheduler:
         now = self._clock()
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
-            self._send(control.expire(self.state, now))
+            self._send(control.expire(state, now))
+        self._weights.advance()
 
     def _handle(self, message: object) -> None:
         state = self.state
@@ -158,6 +165,8 @@ class Scheduler:
                 self._to_tokenizer.send(control.flush_cache(state, message))
             case InternalStateReq():
                 self._to_tokenizer.send(InternalStateReply(message.id, self.internal_state()))
+            case WeightOpReq():
+                self._send(self._weights.handle(message))
             case HealthCheckReq():
                 self._to_tokenizer.send(control.health(state, message))
             case FaultReq() if self.config.accept_faults:

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.messages.control import FaultReq
+from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.kv_manager import KVManager
@@ -51,6 +52,25 @@ class SchedulerConfig:
 
 
 @dataclass(slots=True)
+class Gate:
+    """Whether steps may be planned. pause: the mode it was asked in. released: tags of memory that was given back.
+
+    exclusive: the worker prepares an operation that steps must not meet. draining: such an operation waits for what runs, so that
+    nothing new begins.
+    """
+
+    pause: PauseMode | None = None
+    released: frozenset[MemoryTag] = frozenset()
+    exclusive: bool = False
+    draining: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """No step may be planned."""
+        return self.pause is not None or bool(self.released) or self.exclusive
+
+
+@dataclass(slots=True)
 class SchedulerState:
     """Requests by state, steps in flight, resources and counts.
 
@@ -58,6 +78,7 @@ class SchedulerState:
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     group_cached: samples of one prompt -> tokens that were cached before the first of them.
+    gate: whether steps may be planned. weight_version: what the weights are called.
     """
 
     config: SchedulerConfig
@@ -71,5 +92,7 @@ class SchedulerState:
     ended: list[Req] = field(default_factory=list)
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    gate: Gate = field(default_factory=Gate)
+    weight_version: str = "default"
     next_order: int = 0
     next_step: int = 0

@@ -33,6 +33,7 @@ from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, Tokeniz
 from headrace.server.openapi import OpenApi
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
+from headrace.server.weights import WeightsAPI
 
 log = get_logger(__name__)
 
@@ -67,6 +68,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", ("GET", "POST"), "admin", control.flush_cache, "Empty the prefix cache"),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
+        *WeightsAPI(context).routes(),
     ]
     # fmt: on
     if context.metrics is not None:

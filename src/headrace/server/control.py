@@ -88,7 +88,7 @@ class ControlAPI:
                 "vocab_size": model.ready.vocab_size,
                 "hidden_size": model.ready.hidden_size,
                 "dtype": model.ready.dtype,
-                "weight_version": "default",
+                "weight_version": self.context.frontend.weights.version,
             }
         )
 
