@@ -27,12 +27,14 @@ Kind = Literal["scheduler", "detokenizer"]
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a child is given. parent_pid: see `lifeline`."""
+    """What a child is given. parent_pid: see `lifeline`. rank, source: of a scheduler, see `run_scheduler`."""
 
     args: ServerArgs
     ports: Ports
     report_fd: int
     parent_pid: int
+    rank: int = 0
+    source: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -58,13 +60,24 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Report = Progress | Ready | Failed
 
 
-class ChildProcess:
-    """A started child. `name` is its kind, for messages to people."""
+def process_name(kind: Kind, args: ServerArgs, rank: int) -> str:
+    """What a child is called in messages, heartbeats and metrics."""
+    return f"{kind} {rank}" if kind == "scheduler" and args.dp_size > 1 else kind
 
-    def __init__(self, kind: Kind, args: ServerArgs, ports: Ports) -> None:
-        self.name = kind
+
+class ChildProcess:
+    """A started child. `name` is its kind, with its number when there are several, for messages to people.
+
+    rank, source: of a scheduler, see `run_scheduler`.
+    """
+
+    def __init__(self, kind: Kind, args: ServerArgs, ports: Ports, rank: int = 0, source: int = 0) -> None:
+        self.name = process_name(kind, args, rank)
+        self.kind = kind
+        self.rank = rank
+        self.source = source
         self._reports_fd, report_fd = os.pipe()
-        bootstrap = Bootstrap(args, ports, report_fd, os.getpid())
+        bootstrap = Bootstrap(args, ports, report_fd, os.getpid(), rank, source)
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "headrace.child", kind],
             stdin=subprocess.PIPE,
@@ -204,9 +217,18 @@ def main() -> None:
     log.configure(bootstrap.args.log_level, kind)
     reporter = Reporter(bootstrap.report_fd)
     channels = ZmqChannels(bootstrap.ports)
-    run = {"scheduler": run_scheduler, "detokenizer": run_detokenizer}[kind]
     try:
-        run(bootstrap.args, channels, reporter.ready, reporter.progress)
+        if kind == "scheduler":
+            run_scheduler(
+                bootstrap.args,
+                channels,
+                reporter.ready,
+                reporter.progress,
+                rank=bootstrap.rank,
+                source=bootstrap.source,
+            )
+        else:
+            run_detokenizer(bootstrap.args, channels, reporter.ready, reporter.progress)
     except HeadraceError as error:
         reporter.failed(error)
         sys.exit(2)

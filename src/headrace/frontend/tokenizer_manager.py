@@ -21,6 +21,7 @@ from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFou
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
+from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.log import get_logger
 from headrace.messages.channel import Receiver, Sender
@@ -42,7 +43,6 @@ from headrace.messages.dispatch import TypeBasedDispatcher
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import (
-    BatchTokenizedGenerateReqInput,
     GenerateReqInput,
     LogprobSpec,
     TokenizedGenerateReqInput,
@@ -65,6 +65,8 @@ HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
 LOGGED_CHARACTERS = 200
 LOGGED_IDS = 50
+RESTARTING = "a part of the engine has died and is being started again"
+RESTART_RETRY_S = 2.0
 DEADLINE_STATUS = 408
 """Status of the scheduler's aborts of requests that ran out of time."""
 HEALTH_RID_PREFIX = "headrace-health-"
@@ -100,6 +102,7 @@ class TokenizerManager:
         self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
         self.num_unknown_outputs = 0
+        self.num_restarts = 0
         self._dropped_frames: dict[str, int] = {}
         self._names: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
@@ -120,7 +123,8 @@ class TokenizerManager:
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
         )
-        self._to_scheduler = to_scheduler
+        self.link = EngineLink([to_scheduler], self.rid_to_state, self._end_here, self.metrics, clock, to_detokenizer)
+        self._to_scheduler: Sender = self.link
         self._to_detokenizer = to_detokenizer
         self._from_engine = from_engine
         self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
@@ -369,11 +373,9 @@ class TokenizerManager:
                 self._end(sample, FinishReason("abort", message="aborted"), now)
             else:
                 sample.sent_s = now
-                wanted.append(request)
-        if len(wanted) == 1:
-            self._to_scheduler.send(wanted[0])
-        elif wanted:
-            self._to_scheduler.send(BatchTokenizedGenerateReqInput(tuple(wanted)))
+                sample.request = request
+                wanted.append(sample)
+        self.link.submit(wanted)
 
     async def _gather(
         self, state: CallState, is_disconnected: IsDisconnected | None
@@ -420,6 +422,7 @@ class TokenizerManager:
         if self.rid_to_state.get(sample.rid) is not sample:
             return
         del self.rid_to_state[sample.rid]
+        self.link.left(sample)
         self._leave_queue(sample)
         for name in sample.call.forget_names(sample):
             del self._names[name]
@@ -457,6 +460,8 @@ class TokenizerManager:
             self.on_broken()
 
     def _on_outputs(self, batch: BatchStrOut) -> None:
+        if batch.source in self.link.gone:
+            return
         now = self._clock()
         new_tokens = 0
         for row in batch.rows:
@@ -484,10 +489,17 @@ class TokenizerManager:
         if new_tokens:
             self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
         if row.finish is not None:
-            late = row.finish.status_code == DEADLINE_STATUS and sample.output_ids
-            # What there is when time is up is an answer, and no error.
-            self._end(sample, msgspec.structs.replace(row.finish, status_code=0) if late else row.finish, now_s)
+            self._finish(sample, row.finish, now_s)
         return new_tokens
+
+    def _finish(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
+        late = finish.status_code == DEADLINE_STATUS and sample.output_ids
+        # What there is when time is up is an answer, and no error.
+        self._end(sample, msgspec.structs.replace(finish, status_code=0) if late else finish, now_s)
+
+    def _end_here(self, sample: ReqState, finish: FinishReason) -> None:
+        """End a sample that no scheduler has."""
+        self._finish(sample, finish, self._clock())
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
         if had_tokens:
@@ -555,6 +567,10 @@ class TokenizerManager:
             "dropped_frames": self._from_engine.dropped_frames,
             "detokenizer_dropped_frames": self._dropped_frames.get("detokenizer", 0),
             "num_stalls": self._watchdog.num_stalls,
+            "num_restarts": self.num_restarts,
+            "num_replayed": self.link.num_replayed,
+            "num_given_up": self.link.num_given_up,
+            "num_held": self.link.num_held,
         }
 
     # -- control
@@ -595,11 +611,10 @@ class TokenizerManager:
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
-        if self.failure is not None:
+        if self.failure is not None or not self.link.is_serving:
             return False
         self.start()
-        now = self._clock()
-        if any(now - last_s > HEARTBEAT_LIMIT_S for last_s in self._heartbeats.values()):
+        if self._is_silent():
             return False
         if not generate:
             return True
@@ -608,6 +623,13 @@ class TokenizerManager:
             return replies[0].busy or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
         except (HeadraceError, TimeoutError):
             return False
+
+    def _is_silent(self) -> bool:
+        """The detokenizer, or every scheduler, has not been heard for too long."""
+        now = self._clock()
+        silent = {name: now - last_s > HEARTBEAT_LIMIT_S for name, last_s in self._heartbeats.items()}
+        schedulers = [is_silent for name, is_silent in silent.items() if name != "detokenizer"]
+        return silent.get("detokenizer", False) or (bool(schedulers) and all(schedulers))
 
     async def _generate_one(self) -> bool:
         probe = GenerateReqInput(
@@ -634,7 +656,45 @@ class TokenizerManager:
     def _check_control(self) -> None:
         if self.failure is not None:
             raise ExecutionError(self.failure)
+        if not self.link.is_serving:
+            raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
         self.start()
+
+    # -- deaths of the engine's processes, and their new lives; from any thread
+
+    def part_down(self, name: str, rank: int | None) -> None:
+        """A process has died and is being started again. rank: of a scheduler; None = the detokenizer."""
+        if not self._is_in_loop(self.part_down, name, rank):
+            return
+        self._heartbeats.pop(name, None)
+        if rank is None:
+            self.link.detokenizer_down()
+            return
+        self.link.scheduler_down(rank)
+        error = CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+        for communicator in (self._flushes, self._states, self._healths):
+            communicator.fail_all(error)
+
+    def part_up(self, name: str, rank: int | None, source: int, sender: Sender) -> None:
+        """It is back. source, sender: of a scheduler's new life."""
+        if not self._is_in_loop(self.part_up, name, rank, source, sender):
+            return
+        self._heartbeats.pop(name, None)
+        self.num_restarts += 1
+        self.metrics.count_restart(name)
+        if rank is None:
+            self.link.detokenizer_up()
+        else:
+            self.link.scheduler_up(rank, source, sender)
+
+    def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:
+        """True here, in the loop's thread (or before there is one). Else `method` will be called there."""
+        loop = self._loop
+        if loop is None or threading.get_ident() == self._loop_thread:
+            return True
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(method, *args)
+        return False
 
     # -- the end
 
@@ -659,14 +719,12 @@ class TokenizerManager:
 
     def fail_all(self, message: str) -> None:
         """The engine is gone: every waiter gets an ExecutionError, now and from now on. From any thread; idempotent."""
-        loop = self._loop
-        if loop is not None and threading.get_ident() != self._loop_thread:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self.fail_all, message)
+        if not self._is_in_loop(self.fail_all, message):
             return
         if self.failure is not None:
             return
         self.failure = message
+        self.link.close()
         error = ExecutionError(message)
         for state in self._calls:
             state.fail(error)

@@ -59,7 +59,7 @@ class PoolState(msgspec.Struct, frozen=True, gc=False):
 class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval.
 
-    forward_s: time the worker spent in steps since start.
+    forward_s: time the worker spent in steps since start. dp_rank: the replica's number.
     """
 
     pool: PoolState
@@ -81,6 +81,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     new_token_ratio: float
     waiting_tokens: int
     forward_s: float = 0.0
+    dp_rank: int = 0
 
 
 class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
@@ -118,6 +119,18 @@ class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     """Leave the loop now. Running requests have been drained or given up by the sender."""
+
+
+class ResetReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """To a scheduler: forget every request without a word, and sign as `source` from now on. What it computed stays cached."""
+
+    source: int
+
+
+class SourceGone(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """To the detokenizer: nothing that `source` signed is of interest any more."""
+
+    source: int
 
 
 class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):

@@ -29,6 +29,10 @@ class Metrics:
         self.prefix_query_tokens = self._counter("prefix_query_tokens", "Tokens looked up in the prefix cache.")
         self.aborted_requests = self._counter("aborted_requests", "Samples that ended by an abort.")
         self.retracted_requests = self._counter("retracted_requests", "Times a running sample had to give back its KV.")
+        self.replayed_requests = self._counter("replayed_requests", "Times a sample was sent again after a death.")
+        self._restarts = Counter(
+            "headrace:restarts", "Processes started again.", ["model_name", "process"], registry=self.registry
+        )
         self._requests = Counter(
             "headrace:requests", "Samples that ended.", ["model_name", "finish_reason"], registry=self.registry
         )
@@ -59,6 +63,10 @@ class Metrics:
         self._requests.labels(self._model_name, finish_type).inc()
         if finish_type == "abort":
             self.aborted_requests.inc()
+
+    def count_restart(self, process: str) -> None:
+        """A process that died has been started again."""
+        self._restarts.labels(self._model_name, process).inc()
 
     def set_scheduler_state(self, state: InternalState) -> None:
         """Gauges of now, and counters by what was added since the last state."""

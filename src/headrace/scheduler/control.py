@@ -74,6 +74,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         new_token_ratio=state.ratio.value,
         forward_s=counters.forward_s,
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
+        dp_rank=state.config.dp_rank,
     )
 
 

@@ -47,6 +47,7 @@ class SchedulerConfig:
     conservativeness: float = 1.0
     decode_log_interval: int = 0
     accept_faults: bool = False
+    dp_rank: int = 0
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class SchedulerState:
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     group_cached: samples of one prompt -> tokens that were cached before the first of them.
+    source: what its outputs are signed with, see `BatchTokenIDOut`.
     """
 
     config: SchedulerConfig
@@ -72,3 +74,4 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
     next_order: int = 0
     next_step: int = 0
+    source: int = 0
