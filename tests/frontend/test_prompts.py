@@ -18,7 +18,6 @@ NOT_YET = {
     "video_data": "x",
     "lora_path": "x",
     "session_params": {"id": "x"},
-    "routed_dp_rank": 0,
     "bootstrap_host": "h",
     "bootstrap_port": 1,
     "bootstrap_room": 1,

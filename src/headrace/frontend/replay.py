@@ -22,7 +22,7 @@ import msgspec
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Sender
-from headrace.messages.control import AbortReq, ResetReq, SourceGone
+from headrace.messages.control import AbortReq, FaultReq, ResetReq, SourceGone
 from headrace.messages.outputs import FinishReason
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
@@ -95,6 +95,7 @@ class EngineLink:
         self._to_detokenizer = to_detokenizer
         self._balancer = balancer
         self._detokenizer_is_up = True
+        self._crashes: list[FaultReq] = []
         self._probation: ReqState | None = None
         self._probation_ends = 0
         self._watcher: asyncio.Task[None] | None = None
@@ -110,6 +111,10 @@ class EngineLink:
     def ranks_up(self) -> list[int]:
         """Replicas that live."""
         return [rank for rank, replica in enumerate(self._replicas) if replica.is_up]
+
+    def num_up(self) -> int:
+        """How many replicas live: so many answer a control message."""
+        return len(self.ranks_up)
 
     @property
     def num_held(self) -> int:
@@ -146,6 +151,9 @@ class EngineLink:
             for sample in self._held():
                 if message.abort_all or sample.rid in message.rids:
                     self._end(sample, FinishReason("abort", message=message.message))
+        if isinstance(message, FaultReq) and message.kind == "crash":
+            # Test hook: a request that kills, kills every scheduler that gets it.
+            self._crashes.append(message)
         for replica in self._replicas:
             if replica.is_up:
                 replica.sender.send(message)
@@ -182,6 +190,8 @@ class EngineLink:
         """A replica's new life can be sent to. What was sent to the old one and not read is gone with its sender."""
         self._replicas[rank].sender.close()
         self._replicas[rank] = _Replica(sender, source)
+        for crash in self._crashes:
+            sender.send(crash)
         self._release()
 
     def detokenizer_down(self) -> None:

@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFoundError, RequestError
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
+from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
 from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
@@ -75,7 +76,8 @@ HEALTH_RID_PREFIX = "headrace-health-"
 class TokenizerManager:
     """See the module's text.
 
-    ready: what the scheduler said of the model. to_detokenizer: only for test faults in the detokenizer.
+    ready: what the scheduler said of the model. more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in
+    the detokenizer, and news of deaths.
     clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs.
     on_broken: set by the owner; called in the event loop when that loop has failed, after every waiter has been answered.
     """
@@ -91,6 +93,7 @@ class TokenizerManager:
         defaults: GenerationDefaults | None = None,
         metrics: Metrics | None = None,
         to_detokenizer: Sender | None = None,
+        more_schedulers: Sequence[Sender] = (),
         watchdog: Watchdog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -122,8 +125,18 @@ class TokenizerManager:
             max_samples=self._max_queued,
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
+            num_replicas=args.dp_size,
         )
-        self.link = EngineLink([to_scheduler], self.rid_to_state, self._end_here, self.metrics, clock, to_detokenizer)
+        schedulers = [to_scheduler, *more_schedulers]
+        self.link = EngineLink(
+            schedulers,
+            self.rid_to_state,
+            self._end_here,
+            self.metrics,
+            clock,
+            to_detokenizer,
+            balancer=make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None,
+        )
         self._to_scheduler: Sender = self.link
         self._to_detokenizer = to_detokenizer
         self._from_engine = from_engine
@@ -136,9 +149,9 @@ class TokenizerManager:
         self._handle_task: asyncio.Task[None] | None = None
         self._health_ids = itertools.count()
         self._heartbeats: dict[str, float] = {}
-        self._flushes = Communicator[FlushCacheReply]("flush_cache")
-        self._states = Communicator[InternalStateReply]("internal_state")
-        self._healths = Communicator[HealthCheckReply]("health")
+        self._flushes = Communicator[FlushCacheReply]("flush_cache", self.link.num_up)
+        self._states = Communicator[InternalStateReply]("internal_state", self.link.num_up)
+        self._healths = Communicator[HealthCheckReply]("health", self.link.num_up)
         self._dispatcher = TypeBasedDispatcher()
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
@@ -210,7 +223,9 @@ class TokenizerManager:
             own = []
             for j in range(prompt.sampling.n):
                 rid = f"{prompt.rid}/{j}" if prompt.sampling.n > 1 else prompt.rid
-                own.append(ReqState(rid, prompt.rid, len(state.samples) + j, j == 0, state, now))
+                sample = ReqState(rid, prompt.rid, len(state.samples) + j, j == 0, state, now)
+                sample.routed_rank = obj.routed_dp_rank
+                own.append(sample)
             state.samples += own
             if len(own) > 1:
                 state.name(prompt.rid, own)
@@ -598,16 +613,20 @@ class TokenizerManager:
             self._to_scheduler.send(AbortReq(tuple(sent)))
 
     async def flush_cache(self) -> FlushCacheReply:
-        """Empty the prefix cache; the reply says whether it was. Raises ExecutionError."""
+        """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""
         self._check_control()
         replies = await self._flushes.call(lambda i: self._to_scheduler.send(FlushCacheReq(i)), CONTROL_TIMEOUT_S)
-        return replies[0]
+        return next((reply for reply in replies if not reply.success), replies[0])
 
-    async def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the scheduler. Raises ExecutionError."""
+    async def internal_states(self) -> list[InternalState]:
+        """Counters and pool accounting of each replica that lives. Raises CapacityError, ExecutionError."""
         self._check_control()
         replies = await self._states.call(lambda i: self._to_scheduler.send(InternalStateReq(i)), CONTROL_TIMEOUT_S)
-        return replies[0].state
+        return sorted((reply.state for reply in replies), key=lambda state: state.dp_rank)
+
+    async def internal_state(self) -> InternalState:
+        """As `internal_states`, of all together."""
+        return sum_of_states(await self.internal_states())
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
@@ -620,7 +639,7 @@ class TokenizerManager:
             return True
         try:
             replies = await self._healths.call(lambda i: self._to_scheduler.send(HealthCheckReq(i)), HEALTH_TIMEOUT_S)
-            return replies[0].busy or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
+            return all(reply.busy for reply in replies) or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
         except (HeadraceError, TimeoutError):
             return False
 
