@@ -79,7 +79,9 @@ class ServerArgs:
     warmups: str = _opt("", _S, "Comma-separated warm-up routines to run before ready: generate, chat.")
     skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
     single_process: bool = _opt(False, _S, "Scheduler and detokenizer as threads of the main process.")
-    dp_size: int = _opt(1, _S, "Replicas of the model on this machine; they share its cores and memory.", Bounds(least=1, most=64))
+    dp_size: int = _opt(
+        1, _S, "Replicas of the model on this machine; they share its cores and memory.", Bounds(least=1, most=64)
+    )
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _opt(
         "round_robin",
         _S,

@@ -639,7 +639,9 @@ class TokenizerManager:
             return True
         try:
             replies = await self._healths.call(lambda i: self._to_scheduler.send(HealthCheckReq(i)), HEALTH_TIMEOUT_S)
-            return all(reply.busy for reply in replies) or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
+            return all(reply.busy for reply in replies) or await asyncio.wait_for(
+                self._generate_one(), HEALTH_TIMEOUT_S
+            )
         except (HeadraceError, TimeoutError):
             return False
 

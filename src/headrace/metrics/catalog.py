@@ -79,7 +79,9 @@ class Metrics:
         self.kv_evictable.labels(*labels).set(pool.evictable_tokens)
         used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
         self.token_usage.labels(*labels).set(used / pool.total_tokens if pool.total_tokens else 0.0)
-        self.cache_hit_rate.labels(*labels).set(state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0)
+        self.cache_hit_rate.labels(*labels).set(
+            state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0
+        )
         last = self._last_states.get(state.dp_rank)
         # A scheduler that was started again counts from zero.
         self.prefix_query_tokens.inc(_added(state.prefix_query_tokens, last.prefix_query_tokens if last else 0))
