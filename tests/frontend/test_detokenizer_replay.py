@@ -16,8 +16,12 @@ def manager() -> DetokenizerManager:
     return DetokenizerManager(ByteTokenizer(), LocalQueue(), LocalQueue())
 
 
+def packed(text: bytes) -> bytes:
+    return pack_int32(list(text))
+
+
 def row(ids: bytes, total: int, options: DecodeOptions | None = None, finish: FinishReason | None = None) -> TokenIDOut:
-    return TokenIDOut("r", pack_int32(ids), total, finish, options)
+    return TokenIDOut("r", packed(ids), total, finish, options)
 
 
 def said(detokenizer: DetokenizerManager, source: int, *rows: TokenIDOut) -> str:
@@ -31,7 +35,7 @@ def test_at_whatever_token_it_is_taken_up_nothing_is_lost_or_repeated():
         first, second = manager(), manager()
         before = said(first, 0, row(ids[:cut], cut, DecodeOptions(stop=(STOP,))))
 
-        again = DecodeOptions(stop=(STOP,), output_ids=pack_int32(ids[:cut]), attempt=1)
+        again = DecodeOptions(stop=(STOP,), output_ids=packed(ids[:cut]), attempt=1)
         end = FinishReason("stop", matched=STOP)
         after = said(second, 1, row(ids[cut:], len(ids), again, end))
 
@@ -41,7 +45,7 @@ def test_at_whatever_token_it_is_taken_up_nothing_is_lost_or_repeated():
 def test_what_an_earlier_life_still_says_is_dropped():
     detokenizer = manager()
     said(detokenizer, 0, row(b"ab", 2, DecodeOptions()))
-    said(detokenizer, 5, row(b"c", 3, DecodeOptions(output_ids=pack_int32(b"ab"), attempt=1)))
+    said(detokenizer, 5, row(b"c", 3, DecodeOptions(output_ids=packed(b"ab"), attempt=1)))
 
     late_rows = (row(b"x", 3), row(b"y", 1, DecodeOptions()), row(b"", 3, finish=FinishReason("length")))
     late = [said(detokenizer, 0, one) for one in late_rows]

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import pytest_asyncio
 from frontend_fakes import FakeEngine, Frontend, turns
 
 from headrace.errors import CapacityError, ExecutionError, LateError
@@ -46,17 +47,9 @@ class Lives:
         self.engine.pump()
 
     async def say(self, rid: str, text: str, finish: FinishReason | None = None):
-        """Signed as this life signs."""
-        row = self.engine.row(rid, text, finish)
-        out = self.engine.detokenizer.handle(replay_batch((row,), getattr(self.engine, "source", 0)))
-        self.engine.outbox.send(out)
+        """An output of this life."""
+        self.engine.emit(rid, text, finish)
         await turns()
-
-
-def replay_batch(rows, source):
-    from headrace.messages.outputs import BatchTokenIDOut
-
-    return BatchTokenIDOut(rows, source)
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +57,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(replay, "WATCH_INTERVAL_S", 0.001)
 
 
-@pytest.fixture
-def lives(make_frontend):
+@pytest_asyncio.fixture
+async def lives(make_frontend):
     return Lives(make_frontend())
 
 
@@ -101,7 +94,7 @@ async def test_what_the_dead_one_still_says_is_dropped(lives):
     await lives.has("a")
     await lives.say("a", "wx")
     lives.die()
-    lives.engine.outbox.send(BatchStrOut((StrOut("a", "LATE", pack_int32(b"LATE"), 6, finish=END),), 0))
+    lives.engine.outbox.send(BatchStrOut((StrOut("a", "LATE", pack_int32(list(b"LATE")), 6, finish=END),), 0))
     await turns()
 
     assert not call.done()
@@ -166,8 +159,7 @@ async def test_one_that_was_aborted_before_the_death_is_not_sent_again(lives):
 
 async def test_prompt_logprobs_that_were_delivered_are_not_asked_for_again(lives):
     fields = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": GREEDY}
-    lives.frontend.start("prompt", rid="heard", stream=True, **fields)
-    lives.frontend.start("prompt", rid="unheard", stream=True, **fields)
+    calls = [lives.frontend.start("prompt", rid=rid, stream=True, **fields) for rid in ("heard", "unheard")]
     await lives.has("heard", "unheard")
     await lives.say("heard", "w")
     lives.die()
@@ -178,7 +170,7 @@ async def test_prompt_logprobs_that_were_delivered_are_not_asked_for_again(lives
     assert lives.engine.requests["unheard"].logprobs.prompt_start == 1
     lives.manager.abort_request(abort_all=True)
     lives.engine.pump()
-    await turns()
+    assert all([(await call)[-1]["meta_info"]["finish_reason"]["type"] == "abort" for call in calls])
 
 
 async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another_source(lives):
@@ -197,7 +189,7 @@ async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another
     lives.manager.part_up("detokenizer", None, 0, lives.frontend.channels.sender("to_scheduler"))
     again = lives.engine.inbox.recv_nowait()
     assert unpack_int32(again.output_ids) == list(b"wx")
-    out = StrOut("a", "yz", pack_int32(b"yz"), 4, finish=END)
+    out = StrOut("a", "yz", pack_int32(list(b"yz")), 4, finish=END)
     lives.engine.outbox.send(BatchStrOut((out,), told[0].source))
     assert (await call)[-1]["text"] == "wxyz"
 

@@ -90,7 +90,7 @@ class Req:
         num_tokens = len(asked.input_ids) // TOKEN_BYTES
         req = cls(asked, now_s, order, bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES]), num_tokens)
         if asked.output_ids:
-            req.token_bytes += asked.output_ids
+            req.token_bytes += asked.output_ids[: len(asked.output_ids) // TOKEN_BYTES * TOKEN_BYTES]
             req.num_sent_outputs = req.num_outputs
             # Outputs were delivered with the hidden states of all tokens before them.
             req.num_hidden_rows = req.num_tokens - 1
