@@ -6,9 +6,9 @@ prompt, the seed and the position, so the text continues as if nothing had happe
 its `source` and is dropped. Does not notice deaths nor start processes (`supervisor`, `recovery`), nor choose among replicas
 (`data_parallel_controller`). Used by the tokenizer manager, in its event loop only, except `new_source`.
 
-A request may itself be what kills. Samples in flight at SUSPECT_DEATHS deaths are suspects: they are sent one at a time, each until it
-has come PROBATION_TOKENS further than at the death before, while all others go on. The one on probation when the next death comes, or a
-suspect that was alone in flight, is given up.
+A request may itself be what kills. Samples in flight at SUSPECT_DEATHS deaths, without PROBATION_TOKENS more between them, are
+suspects: they are sent one at a time, each until it has come so much further, while all others go on. The one on probation when the
+next death comes, or a suspect that was alone in flight, is given up.
 """
 
 import asyncio
@@ -97,7 +97,6 @@ class EngineLink:
         self._detokenizer_is_up = True
         self._crashes: list[FaultReq] = []
         self._probation: ReqState | None = None
-        self._probation_ends = 0
         self._watcher: asyncio.Task[None] | None = None
 
     # -- towards the schedulers
@@ -218,18 +217,17 @@ class EngineLink:
     def _take_back(self, ranks: set[int]) -> None:
         """What was in flight at `ranks` is held again, but for what nobody waits for and what has to be given up."""
         lost = [sample for sample in self._samples.values() if sample.rank in ranks and sample.finish is None]
-        guilty = self._probation if self._probation in lost else None
-        if len(lost) == 1 and lost[0].num_deaths + 1 >= SUSPECT_DEATHS:
-            guilty = lost[0]
+        guilty = self._probation if self._probation in lost else lost[0] if len(lost) == 1 else None
         if self._probation in lost:
             self._probation = None
         for sample in lost:
             self.left(sample)
             sample.rank = NOWHERE
-            sample.num_deaths += 1
+            sample.num_deaths = 1 if _has_passed(sample) else sample.num_deaths + 1
+            sample.num_outputs_at_death = len(sample.output_ids)
             if sample.abort_asked or sample.call.abandoned:
                 self._end(sample, FinishReason("abort", message="aborted"))
-            elif sample is guilty:
+            elif sample is guilty and sample.num_deaths >= SUSPECT_DEATHS:
                 self.num_given_up += 1
                 logger.error("rid %s is given up: it was in flight at %d deaths", sample.rid, sample.num_deaths)
                 self._end(sample, FinishReason("abort", message=GIVEN_UP, status_code=500))
@@ -266,7 +264,6 @@ class EngineLink:
         if self._probation is not None:
             return False
         self._probation = sample
-        self._probation_ends = len(sample.output_ids) + PROBATION_TOKENS
         return True
 
     def _next_attempt(self, sample: ReqState) -> TokenizedGenerateReqInput:
@@ -300,7 +297,7 @@ class EngineLink:
         while (held := self._held()) or self._probation is not None:
             self._end_late(held)
             suspect = self._probation
-            if suspect is not None and (suspect.finish is not None or len(suspect.output_ids) >= self._probation_ends):
+            if suspect is not None and (suspect.finish is not None or _has_passed(suspect)):
                 suspect.num_deaths = 0
                 self._probation = None
                 self._release()
@@ -312,3 +309,8 @@ class EngineLink:
             assert sample.request is not None, sample.rid
             if 0 < sample.request.deadline_s <= now_s:
                 self._end(sample, FinishReason("abort", message=TOO_LATE, status_code=408))
+
+
+def _has_passed(sample: ReqState) -> bool:
+    """It is well beyond where it was at the last death: it did not cause that one."""
+    return len(sample.output_ids) >= sample.num_outputs_at_death + PROBATION_TOKENS

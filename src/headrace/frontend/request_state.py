@@ -81,8 +81,8 @@ class ReqState:
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
     the leader end before its first token, there are none. logged_prompt: for the log.
-    request: as it was first sent. rank: the replica that has it, -1 = none. routed_rank: the only one that may. num_sends, num_deaths:
-    how often it was sent, and how often who had it died; see `replay`.
+    request: as it was first sent. rank: the replica that has it, -1 = none. routed_rank: the only one that may. num_sends, num_deaths,
+    num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
     """
 
     rid: str
@@ -110,6 +110,7 @@ class ReqState:
     routed_rank: int | None = None
     num_sends: int = 0
     num_deaths: int = 0
+    num_outputs_at_death: int = 0
     finish: FinishReason | None = None
     stats: SampleStats = field(default_factory=lambda: SampleStats(0, 0))
     output_ids: list[int] = field(default_factory=list)
