@@ -1,6 +1,7 @@
 """A death in the middle changes no answer. The schedulers are told to begin again, which is what a replay is to them, in one process."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +42,7 @@ def interrupt(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("start", [None, 0, 140], ids=["no logprobs", "all logprobs", "some logprobs"])
+@pytest.mark.parametrize("start", [None, 0], ids=["no logprobs", "logprobs"])
 @pytest.mark.parametrize("at", [1, 37])
 def test_a_stream_goes_on_as_if_nothing_had_happened(engine: Engine, kind: str, start: int | None, at: int):
     request = request_of(Case(kind, PROMPT, SAMPLINGS[kind], start))
@@ -56,7 +57,7 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(engine: Engine, kind: str, 
             assert interrupt(engine) == before + 1
 
     assert answer_of(last) == want
-    assert all(after.startswith(earlier) for earlier, after in zip(texts, texts[1:], strict=False))
+    assert all(after.startswith(earlier) for earlier, after in itertools.pairwise(texts))
 
 
 def test_samples_of_one_prompt_and_their_logprobs(engine: Engine):
