@@ -112,7 +112,7 @@ void Decoder::forward(const DecoderStep& step) {
     return AttentionArgs{b.qkv,
                          qkv_size,
                          b.attended,
-                         {layer.k_cache, layer.v_cache, s.cache_is_bf16, s.num_kv_heads, s.head_dim},
+                         {layer.k_cache, layer.v_cache, s.kv_type, s.num_kv_heads, s.head_dim},
                          step.page_table,
                          step.max_pages,
                          s.num_q_heads,
@@ -138,7 +138,7 @@ void Decoder::forward(const DecoderStep& step) {
     k.rotary({q, qkv_size, positions, layer.cos, layer.sin, count, s.num_q_heads, s.head_dim, layer.rotary_dim});
     k.rotary({key, qkv_size, positions, layer.cos, layer.sin, count, s.num_kv_heads, s.head_dim, layer.rotary_dim});
     k.write_kv({key, qkv_size, key + kv_size, qkv_size,
-                {layer.k_cache, layer.v_cache, s.cache_is_bf16, s.num_kv_heads, s.head_dim}, step.out_slots + begin, count});
+                {layer.k_cache, layer.v_cache, s.kv_type, s.num_kv_heads, s.head_dim}, step.out_slots + begin, count});
   };
   const int64_t heads_grain = 8192 / qkv_size > 1 ? 8192 / qkv_size : 1;
   const float* added = nullptr;

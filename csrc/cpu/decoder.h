@@ -42,7 +42,7 @@ struct DecoderShape {
   int64_t hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim;
   float eps;
   bool gelu;  // gelu_tanh_mul instead of silu_mul
-  bool cache_is_bf16;
+  KvType kv_type;
   int64_t num_pages;
 };
 

@@ -1,4 +1,5 @@
-// Embedding lookup: rows of a bf16 or float table, as float, times a scale.
+// Embedding lookup: rows of a bf16 or float table, as float, times a scale. The table may be the packed weight of an output
+// projection that is tied to it: blocks of 32 rows, element-major; bf16 as pairs of rows j and j + 16.
 #include "kernels.h"
 #include "simd.h"
 #include "threads.h"
@@ -27,9 +28,32 @@ void lookup(const EmbeddingArgs& e) {
   });
 }
 
+template <class T>
+void lookup_packed(const EmbeddingArgs& e) {
+  constexpr int64_t columns = 32;
+  const int64_t grain = max_of(1, 4096 / max_of(1, e.hidden_size));
+  parallel_for(e.tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t id =
+          e.ids_are_int64 ? static_cast<const int64_t*>(e.ids)[token] : static_cast<const int32_t*>(e.ids)[token];
+      const int64_t column = id % columns;
+      const int64_t place = sizeof(T) == sizeof(bf16) ? column % 16 * 2 + column / 16 : column;
+      const T* const first = static_cast<const T*>(e.table) + id / columns * columns * e.hidden_size + place;
+      float* const out = e.out + token * e.hidden_size;
+      for (int64_t i = 0; i < e.hidden_size; ++i) out[i] = widen(first[i * columns]) * e.scale;
+    }
+  });
+}
+
 }  // namespace
 
-void embedding(const EmbeddingArgs& e) { e.table_is_bf16 ? lookup<bf16>(e) : lookup<float>(e); }
+void embedding(const EmbeddingArgs& e) {
+  if (e.packed) {
+    e.table_is_bf16 ? lookup_packed<bf16>(e) : lookup_packed<float>(e);
+  } else {
+    e.table_is_bf16 ? lookup<bf16>(e) : lookup<float>(e);
+  }
+}
 
 }  // namespace HEADRACE_ISA
 }  // namespace headrace

@@ -57,30 +57,30 @@ void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, 
       {at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums), rows, k, by_group});
 }
 
-void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, bool cache_is_bf16,
+void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
                      int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address page_table, int64_t max_pages,
                      Address seq_lens, Address q_starts, int64_t num_seqs, int64_t num_tokens, int64_t num_q_heads, float scale,
                      int64_t window, float softcap) {
   const AttentionArgs args = {at<float>(q), q_stride,  at<float>(out),
-                              {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim},
+                              {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim},
                               at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap};
   const AttentionPlan plan =
       plan_attention(args, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs, num_tokens, max_pages, num_pages);
   kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
 }
 
-void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, bool cache_is_bf16,
+void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, int kv_type,
               int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
   check_indices("write_kv: slot", at<int32_t>(slots), tokens, -1, num_pages * kPageSize);
   kernels().write_kv({at<float>(k), k_stride, at<float>(v), v_stride,
-                      {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+                      {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
 
-void gather_kv(Address k, Address v, Address k_cache, Address v_cache, bool cache_is_bf16, int64_t num_pages,
+void gather_kv(Address k, Address v, Address k_cache, Address v_cache, int kv_type, int64_t num_pages,
                int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
   check_indices("gather_kv: slot", at<int32_t>(slots), tokens, 0, num_pages * kPageSize);
   kernels().gather_kv({at<float>(k), at<float>(v),
-                       {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+                       {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
 
 void rms_norm(Address x, int64_t x_stride, Address residual, Address weight, Address out, int64_t rows, int64_t size, float eps) {
@@ -105,7 +105,7 @@ void gelu_tanh_mul(Address x, int64_t x_stride, Address out, int64_t rows, int64
   kernels().gelu_tanh_mul({at<float>(x), x_stride, at<float>(out), rows, size});
 }
 
-void embedding(Address table, bool table_is_bf16, Address ids, bool ids_are_int64, Address out, int64_t tokens,
+void embedding(Address table, bool table_is_bf16, bool packed, Address ids, bool ids_are_int64, Address out, int64_t tokens,
                int64_t vocab_size, int64_t hidden_size, float scale) {
   if (ids_are_int64) {
     check_indices("embedding: id", at<int64_t>(ids), tokens, 0, vocab_size);
@@ -113,17 +113,40 @@ void embedding(Address table, bool table_is_bf16, Address ids, bool ids_are_int6
     check_indices("embedding: id", at<int32_t>(ids), tokens, 0, vocab_size);
   }
   kernels().embedding(
-      {at<void>(table), table_is_bf16, at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
+      {at<void>(table), table_is_bf16, packed, at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
 }
 
 void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
   kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
 }
 
+void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address out, int64_t rows,
+                int64_t size, float eps) {
+  kernels().layer_norm(
+      {at<float>(x), x_stride, at<float>(residual), at<float>(weight), at<float>(bias), at<float>(out), rows, size, eps});
+}
+
+void draw(Address x, int64_t x_stride, Address temperature, Address top_k, Address top_p, Address min_weight, Address u,
+          Address out, int64_t rows, int64_t size) {
+  kernels().draw({at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k), at<double>(top_p),
+                  at<int64_t>(min_weight), at<double>(u), at<int64_t>(out), rows, size});
+}
+
+void exp_sums(Address x, int64_t x_stride, Address peaks, Address sums, int64_t rows, int64_t size) {
+  kernels().exp_sums({at<float>(x), x_stride, at<float>(peaks), at<int64_t>(sums), rows, size});
+}
+
+void moe(Address x, int64_t x_stride, Address ids, Address shares, Address experts, Address out, int64_t rows, int64_t top_k,
+         int64_t num_experts, int64_t hidden_size, int64_t intermediate_size, bool gelu) {
+  check_indices("moe: expert", at<int64_t>(ids), rows * top_k, 0, num_experts);
+  kernels().moe({at<float>(x), x_stride, at<int64_t>(ids), at<float>(shares), at<ExpertWeight>(experts), at<float>(out), rows,
+                 top_k, num_experts, hidden_size, intermediate_size, gelu});
+}
+
 // A decoder without layers; they are added in order.
 void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size, int64_t num_q_heads, int64_t num_kv_heads,
-                  int64_t head_dim, float eps, bool gelu, bool cache_is_bf16, int64_t num_pages, Address final_norm) {
-  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, cache_is_bf16, num_pages},
+                  int64_t head_dim, float eps, bool gelu, int kv_type, int64_t num_pages, Address final_norm) {
+  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, static_cast<KvType>(kv_type), num_pages},
                      at<float>(final_norm));
 }
 
@@ -171,6 +194,10 @@ NB_MODULE(_native, m) {
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
+  m.def("layer_norm", &layer_norm, unlocked);
+  m.def("draw", &draw, unlocked);
+  m.def("exp_sums", &exp_sums, unlocked);
+  m.def("moe", &moe, unlocked);
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)

@@ -2,7 +2,8 @@
 
 `launch_engine` starts the scheduler and the detokenizer (child processes, or threads with --single-process) and gives the
 TokenizerManager that talks to them; `launch_server` puts the HTTP app in front. `run_scheduler` and `run_detokenizer` are the
-bodies of the children. torch is imported only inside `run_scheduler`: with child processes the main process never needs it.
+bodies of the children. What takes long to import is imported where it is used: the children start before the main process imports
+its own parts, and each process imports only what it runs. torch is needed in `run_scheduler` alone.
 """
 
 import asyncio
@@ -18,39 +19,32 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace import log
-from headrace.cache.allocator import PageAllocator
-from headrace.cache.base import PrefixCache
-from headrace.cache.chunk_cache import ChunkCache
-from headrace.cache.radix_cache import RadixCache
-from headrace.checkpoint.model_config import ModelConfig, load_model_config
 from headrace.checkpoint.names import resolve_model
-from headrace.checkpoint.source import open_checkpoint
 from headrace.child import ChildProcess, process_name
-from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend import lifeline
-from headrace.frontend.chat_templates import ChatTemplate, chat_template_of, read_template_argument
 from headrace.frontend.data_parallel_controller import FanOutSender, of_all_replicas
-from headrace.frontend.detokenizer_manager import DetokenizerManager
 from headrace.frontend.recovery import Recovery, RestartBudget
 from headrace.frontend.supervisor import Supervisor
-from headrace.frontend.tokenizer_manager import TokenizerManager
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
 from headrace.messages.channel import Channels, IpcDir, LocalChannels, Ports, Sender, ZmqChannels
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
 from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
-from headrace.metrics.catalog import Metrics
 from headrace.metrics.watchdog import Watchdog
-from headrace.sampling.params import GenerationDefaults
-from headrace.scheduler.kv_manager import KVManager
-from headrace.scheduler.scheduler import Scheduler
-from headrace.scheduler.state import SchedulerConfig
-from headrace.text.incremental import IncrementalDecoder
-from headrace.text.stop import StopMatcher
+
+if TYPE_CHECKING:
+    from headrace.cache.base import PrefixCache
+    from headrace.checkpoint.model_config import ModelConfig
+    from headrace.frontend.chat_templates import ChatTemplate
+    from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.frontend.tokenizers import Tokenizer
+    from headrace.metrics.catalog import Metrics
+    from headrace.scheduler.state import SchedulerConfig
+    from headrace.text.stop import StopMatcher
 
 logger = log.get_logger(__name__)
 
@@ -67,21 +61,29 @@ OnProgress = Callable[[int, int], None]
 # -- the model's files
 
 
-def read_model_config(args: ServerArgs) -> ModelConfig:
+def read_model_config(args: ServerArgs) -> "ModelConfig":
     """What the checkpoint says of itself, with the user's overrides; reads no weights."""
+    from headrace.checkpoint.model_config import load_model_config
+    from headrace.checkpoint.source import open_checkpoint
+    from headrace.config.resolve import override_model
+
     path = resolve_model(args.model_path)
     is_gguf = path.is_file() and path.suffix == ".gguf"
     config = open_checkpoint(path).config if is_gguf else load_model_config(path)
     return override_model(config, args.json_model_override_args)
 
 
-def open_tokenizer(args: ServerArgs) -> Tokenizer:
+def open_tokenizer(args: ServerArgs) -> "Tokenizer":
     """The tokenizer of the model, or the one of --tokenizer-path."""
+    from headrace.frontend.tokenizers import load_tokenizer
+
     return load_tokenizer(Path(args.tokenizer_path) if args.tokenizer_path else resolve_model(args.model_path))
 
 
-def open_chat_template(args: ServerArgs, tokenizer: Tokenizer) -> ChatTemplate | None:
+def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
     """The template of --chat-template or the model's own; None when there is none."""
+    from headrace.frontend.chat_templates import chat_template_of, read_template_argument
+
     override = read_template_argument(args.chat_template) if args.chat_template else None
     try:
         return chat_template_of(tokenizer, override)
@@ -119,13 +121,18 @@ def run_scheduler(
     on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. rank: of --dp-size. source: signs the outputs
     of this life, see `BatchTokenIDOut`.
     """
-    from headrace.execution.build import build_worker
+    from headrace.cache.allocator import PageAllocator
+    from headrace.cache.chunk_cache import ChunkCache
+    from headrace.cache.radix_cache import RadixCache
+    from headrace.execution.build import build_worker  # torch: first, for it takes longest
+    from headrace.scheduler.kv_manager import KVManager
+    from headrace.scheduler.scheduler import Scheduler
 
     receiver = channels.receiver("to_scheduler", rank)
     args = share_of_machine(args)
     to_tokenizer = channels.sender("to_tokenizer")
     model = read_model_config(args)
-    tokenizer = open_tokenizer(args)
+    tokenizer = _SoonTokenizer(args)
     worker, ready = build_worker(args, on_progress)
     cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size)
     allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
@@ -137,12 +144,13 @@ def run_scheduler(
         receiver,
         channels.sender("to_detokenizer"),
         to_tokenizer,
-        lambda request: _stop_checker(tokenizer, request),
+        lambda request: _stop_checker(tokenizer.get(), request),
         on_turn=watchdog.feed,
         source=source,
     )
     watchdog.start()
     on_ready(ready)
+    tokenizer.start()
     with _heartbeats(to_tokenizer, process_name("scheduler", args, rank), enabled=not args.single_process):
         scheduler.run()
     watchdog.stop()
@@ -162,8 +170,10 @@ def share_of_machine(args: ServerArgs) -> ServerArgs:
     return dataclasses.replace(args, num_threads=num_threads, mem_fraction_static=fraction)
 
 
-def scheduler_config(args: ServerArgs, model: ModelConfig, ready: ReadyInfo, rank: int = 0) -> SchedulerConfig:
+def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, rank: int = 0) -> "SchedulerConfig":
     """The scheduler's limits."""
+    from headrace.scheduler.state import SchedulerConfig
+
     wanted = args.chunked_prefill_size if args.chunked_prefill_size > 0 else ready.context_length
     return SchedulerConfig(
         policy=args.schedule_policy,
@@ -186,6 +196,8 @@ def scheduler_config(args: ServerArgs, model: ModelConfig, ready: ReadyInfo, ran
 
 def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
     """Turn ids into text until a ShutdownReq."""
+    from headrace.frontend.detokenizer_manager import DetokenizerManager
+
     receiver = channels.receiver("to_detokenizer")
     watchdog = Watchdog("detokenizer", args.soft_watchdog_timeout_s)
     manager = DetokenizerManager(
@@ -201,7 +213,30 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_
     watchdog.stop()
 
 
-def _stop_checker(tokenizer: Tokenizer, request: TokenizedGenerateReqInput) -> StopMatcher:
+class _SoonTokenizer:
+    """The scheduler's tokenizer, which only stop strings need: opened in a thread once the server is ready, or when first asked for.
+
+    The main process has opened the same one before, so it can be.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        self._open = functools.cache(functools.partial(open_tokenizer, args))
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to open it."""
+        threading.Thread(target=self.get, name="tokenizer", daemon=True).start()
+
+    def get(self) -> "Tokenizer":
+        """The tokenizer, once it is open."""
+        with self._lock:
+            return self._open()
+
+
+def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) -> "StopMatcher":
+    from headrace.text.incremental import IncrementalDecoder
+    from headrace.text.stop import StopMatcher
+
     sampling = request.sampling
     decoder = IncrementalDecoder(
         tokenizer,
@@ -274,7 +309,7 @@ class ChildParts(Parts):
             self.kill()
             raise
 
-    def watch(self, manager: TokenizerManager, on_death: Callable[[str], None]) -> None:
+    def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
         """Start children that die again and tell `manager`; call `on_death(message)` from a thread when that is not to be."""
         # What fitted into memory when all was new is what clients have been told of.
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens)
@@ -379,7 +414,7 @@ class ThreadParts(Parts):
         limit_s = self._args.watchdog_timeout_s
         self._on_death(f"a step took longer than {limit_s:g} s (--watchdog-timeout-s); the request was lost")
 
-    def watch(self, manager: TokenizerManager, on_death: Callable[[str], None]) -> None:
+    def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
         """Call `on_death(message)` when a thread dies."""
         self._on_death = on_death
 
@@ -404,12 +439,12 @@ class RunningEngine:
     """
 
     args: ServerArgs
-    tokenizer_manager: TokenizerManager
+    tokenizer_manager: "TokenizerManager"
     ready: ReadyInfo
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    model: ModelConfig
-    metrics: Metrics
+    tokenizer: "Tokenizer"
+    chat_template: "ChatTemplate | None"
+    model: "ModelConfig"
+    metrics: "Metrics"
     parts: ChildParts | ThreadParts
     resources: contextlib.ExitStack
     on_death: Callable[[], None] = lambda: None
@@ -424,10 +459,12 @@ def launch_engine(
     args: ServerArgs,
     on_progress: OnProgress = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> RunningEngine:
     """Start an engine and wait until it can serve. Raises ConfigError, ModelError, or ExecutionError.
 
     on_progress: bytes of the checkpoint loaded so far and in all. should_stop: asked while waiting; True gives up.
+    meanwhile: called once while the children load.
     """
     with contextlib.ExitStack() as resources:
         parts: ChildParts | ThreadParts
@@ -441,10 +478,15 @@ def launch_engine(
             tokenizer = open_tokenizer(args)
             template = open_chat_template(args, tokenizer)
             model = read_model_config(args)
+            meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
         except BaseException:
             parts.kill()
             raise
+        from headrace.frontend.tokenizer_manager import TokenizerManager
+        from headrace.metrics.catalog import Metrics
+        from headrace.sampling.params import GenerationDefaults
+
         defaults = model.sampling_defaults
         metrics = Metrics(served_name(args))
         watchdog = Watchdog("tokenizer manager", args.soft_watchdog_timeout_s)
@@ -485,9 +527,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
 
     on_started: called with the URL once requests are accepted; default: the start-up summary on stderr.
     """
-    import uvloop
-
-    from headrace.server.listener import bind
+    from headrace.server.address import bind
 
     log.configure(args.log_level, "main")
     stopping = threading.Event()
@@ -499,17 +539,28 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
     listening = bind(args.host, args.port)
     with _loading_bar() as on_progress:
         try:
-            engine = launch_engine(args, on_progress, stopping.is_set)
+            engine = launch_engine(args, on_progress, stopping.is_set, _import_server)
         except ExecutionError:
             if stopping.is_set():
                 return 0
             raise
+    import uvloop
+
     try:
         announce = on_started or (lambda url: _print_summary(engine, url, time.monotonic() - started_s))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(engine, listening, announce, stopping))
     finally:
         engine.shutdown()
+
+
+def _import_server() -> None:
+    """What serving needs takes a second to import: while the children load."""
+    import uvloop  # noqa: F401
+
+    import headrace.frontend.tokenizer_manager
+    import headrace.server.app
+    import headrace.server.listener  # noqa: F401
 
 
 def _leave_with_owner() -> None:

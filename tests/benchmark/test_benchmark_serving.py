@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
@@ -236,18 +237,35 @@ async def test_a_plot_is_drawn(tmp_path, ending):
         plot(tmp_path / "plot.nonsense", content)
 
 
-async def test_the_tables_show_every_preset_and_its_errors():
-    server = FakeServer(fail={1})
-    async with serving(server), aiohttp.ClientSession() as session:
-        target = await connect(session, server)
-        options = LoadOptions(presets="A,D", repeat=1, num_requests=2, warm_up=0, limits=Limits(e2e_s=60.0))
-        results = await measure([target], WordTokenizer(), options, Console(quiet=True))
-    console = Console(width=200, record=True, file=io.StringIO())
+async def tables(width, *servers):
+    """What is printed of two presets on these servers, on a console so wide."""
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        for server in servers:
+            await stack.enter_async_context(serving(server))
+        targets = [await connect(session, server) for server in servers]
+        options = LoadOptions(presets="A,Ccold", repeat=1, num_requests=2, warm_up=0, limits=Limits(e2e_s=60.0))
+        results = await measure(targets, WordTokenizer(), options, Console(quiet=True))
+    console = Console(width=width, record=True, file=io.StringIO())
     print_results(console, results)
+    return console.export_text()
 
-    text = console.export_text()
+
+async def test_the_tables_show_every_preset_and_its_errors():
+    text = await tables(200, FakeServer(fail={1}))
+
     assert "broken on purpose" in text
-    assert all(word in text for word in ("TTFT", "end to end", "output tok", "goodput", "usage"))
+    assert all(word in text for word in ("TTFT", "End to end", "output", "goodput", "usage"))
+
+
+async def test_no_column_is_lost_on_eighty_columns():
+    first, second = FakeServer(), FakeServer()
+    text = await tables(80, first, second)
+
+    assert "…" not in text
+    for word in ("preset", "requests", "spread", "goodput", "errors", "counted", "usage", "p99", first.url, second.url):
+        assert word in text
+    assert text.count("Ccold") == 2 * 5  # a line for each server in the rates and in the four latencies
 
 
 @pytest.mark.parametrize(

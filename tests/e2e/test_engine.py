@@ -13,7 +13,7 @@ from engines import running_engine
 
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
-from headrace.errors import ExecutionError, RequestError
+from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.frontend.engine import Engine
 from headrace.frontend.runtime import Runtime
 from headrace.frontend.tokenizers import Tokenizer
@@ -125,6 +125,22 @@ def test_token_ids_are_a_prompt_too(engine: Engine, answers: list[dict[str, Any]
     outputs = engine.generate(input_ids=[tokenizer.encode(prompt) for prompt in PROMPTS], sampling_params=SAMPLING)
 
     assert [output["output_ids"] for output in outputs] == [answer["output_ids"] for answer in answers]
+
+
+def test_turns_of_a_session_give_what_the_whole_prompt_gives(engine: Engine, tokenizer: Tokenizer) -> None:
+    session = engine.open_session()
+    first = engine.generate(PROMPTS[0], SAMPLING, session_params={"id": session})
+    second = engine.generate(" Moreover,", SAMPLING, session_params={"id": session})
+    branch = engine.generate(" However,", SAMPLING, session_params={"id": session, "rid": first["meta_info"]["id"]})
+    engine.close_session(session)
+
+    history = tokenizer.encode(PROMPTS[0]) + first["output_ids"]
+    whole = engine.generate(None, SAMPLING, input_ids=history + tokenizer.encode(" Moreover,"))
+    other = engine.generate(None, SAMPLING, input_ids=history + tokenizer.encode(" However,"))
+    assert (second["output_ids"], branch["output_ids"]) == (whole["output_ids"], other["output_ids"])
+    assert second["meta_info"]["cached_tokens"] >= len(first["output_ids"]) - 1
+    with pytest.raises(NotFoundError):
+        engine.generate("x", SAMPLING, session_params={"id": session})
 
 
 def test_a_stream_grows_to_the_text(engine: Engine, answers: list[dict[str, Any]]) -> None:
@@ -243,6 +259,16 @@ async def test_a_runtime_streams_to_async_callers(runtime: Runtime, answers: lis
     chunks = [chunk async for chunk in runtime.async_generate(PROMPTS[2], SAMPLING)]
 
     assert chunks[-1]["text"] == answers[2]["text"]
+
+
+def test_a_runtime_has_sessions(runtime: Runtime, answers: list[dict[str, Any]]) -> None:
+    session = runtime.open_session(session_id="mine")
+    assert runtime.generate(PROMPTS[0], SAMPLING, session_params={"id": session})["text"] == answers[0]["text"]
+    second = runtime.generate("!", SAMPLING, session_params={"id": session})
+    runtime.close_session(session)
+    assert second["meta_info"]["prompt_tokens"] > len(answers[0]["output_ids"])
+    with pytest.raises(NotFoundError):
+        runtime.close_session(session)
 
 
 def test_the_openai_route_gives_what_the_engine_gives(runtime: Runtime, answers: list[dict[str, Any]]) -> None:

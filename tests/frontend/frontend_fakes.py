@@ -72,6 +72,7 @@ class ByteTokenizer:
 
     fixed_bytes = True
     strips_first_space = False
+    bos_id = None
     special_ids = frozenset({EOS})
 
     def __init__(self):

@@ -49,7 +49,7 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(launch, "run_scheduler", scheduler)
     monkeypatch.setattr(launch, "run_detokenizer", detokenizer)
-    monkeypatch.setattr(launch, "open_tokenizer", lambda args: SimpleNamespace())
+    monkeypatch.setattr(launch, "open_tokenizer", lambda args: SimpleNamespace(decode=lambda ids: ""))
     monkeypatch.setattr(launch, "open_chat_template", lambda args, tokenizer: None)
     monkeypatch.setattr(launch, "read_model_config", lambda args: MODEL)
     return seen

@@ -77,6 +77,39 @@ def test_counters_of_the_scheduler_add_up_also_when_it_was_started_again():
     assert got[("prefix_query_tokens_total",)] == 100 + 30
 
 
+def test_the_schedulers_time_a_step_is_counted_beside_the_steps():
+    metrics = Metrics("tiny")
+    for steps, host_s, forward_s in ((2, 0.25, 1.0), (6, 0.75, 3.0), (1, 0.5, 0.5)):
+        metrics.set_scheduler_state(state(num_steps=steps, host_s=host_s, forward_s=forward_s))
+
+    got = values(metrics)
+
+    assert got[("steps_total",)] == 6 + 1
+    assert got[("scheduler_host_seconds_total",)] == 0.75 + 0.5
+    assert got[("step_seconds_total",)] == 3.0 + 0.5
+
+
+def test_the_tally_of_token_latencies_is_a_histogram():
+    metrics = Metrics("tiny")
+    for seconds, count in ((0.005, 3), (0.011, 2), (60.0, 1)):
+        metrics.inter_token_latency_s.add(seconds, count)
+
+    got = values(metrics)
+
+    name = "inter_token_latency_seconds"
+    assert got[(f"{name}_count",)] == 6
+    assert abs(got[(f"{name}_sum",)] - 60.037) < 1e-9
+    # A bound belongs to its bucket, as in every histogram of Prometheus.
+    assert [got[(f"{name}_bucket", le)] for le in ("0.002", "0.005", "0.01", "0.02", "5.0", "+Inf")] == [
+        0,
+        3,
+        3,
+        5,
+        5,
+        6,
+    ]
+
+
 def test_ends_are_counted_by_their_reason():
     metrics = Metrics("tiny")
     for reason in ("stop", "stop", "length", "abort"):

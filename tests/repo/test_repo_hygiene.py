@@ -80,7 +80,9 @@ def test_every_source_folder_is_a_package():
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
-@pytest.mark.parametrize("script", ["scripts/setup", "scripts/test", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/setup", "scripts/test", "scripts/sanitize", ".ci/run", "benchmarks/compare/setup"]
+)
 def test_scripts_can_be_run_and_are_valid_bash(script):
     path = ROOT / script
     assert os.access(path, os.X_OK)
@@ -88,7 +90,7 @@ def test_scripts_can_be_run_and_are_valid_bash(script):
     subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-@pytest.mark.parametrize("script", ["scripts/setup", "scripts/test"])
+@pytest.mark.parametrize("script", ["scripts/setup", "scripts/test", "scripts/sanitize", "benchmarks/compare/setup"])
 def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp_path):
     shown = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert shown.stdout.startswith("usage:")

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from headrace.config.server_args import ServerArgs
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
 from headrace.frontend.prompts import CallLimits, split_call
 from headrace.frontend.tokenizers import Tokenizer
@@ -78,6 +78,8 @@ class FakeFrontend:
         self.script = Script()
         self.calls: list[GenerateReqInput] = []
         self.aborted: list[str] = []
+        self.opened: list[tuple[int, str | None, float | None]] = []
+        self.closed: list[str] = []
         self.faults: list[FaultReq] = []
         self.started = threading.Event()
         self.closed_early = threading.Event()
@@ -197,6 +199,15 @@ class FakeFrontend:
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         self.aborted.append("*" if abort_all else rid)
+
+    def open_session(self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None):
+        self.opened.append((capacity_of_str_len, session_id, timeout_s))
+        return session_id or "s1"
+
+    def close_session(self, session_id: str) -> None:
+        if session_id != "s1":
+            raise NotFoundError("there is no such session", "session_id")
+        self.closed.append(session_id)
 
     async def flush_cache(self) -> FlushCacheReply:
         return self.flush

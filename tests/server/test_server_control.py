@@ -15,8 +15,9 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.control import FlushCacheReply
+from headrace.server.address import bind
 from headrace.server.context import RequestFrontend
-from headrace.server.listener import Server, bind
+from headrace.server.listener import Server
 
 
 def test_health_follows_the_engine(client: httpx.Client, server: Running):

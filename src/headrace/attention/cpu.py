@@ -41,7 +41,10 @@ class CpuAttention:
     def prepare(self, rows: StepRows) -> None:
         """Page ids of each sequence, int32[num_rows, max_pages]."""
         self._kv.rows = rows
-        self._kv.page_table = torch.from_numpy(rows.slots.numpy()[:, :: kernels.PAGE_SIZE] // kernels.PAGE_SIZE)
+        if rows.pages is not None:
+            self._kv.page_table = rows.pages
+        else:
+            self._kv.page_table = torch.from_numpy(rows.slots.numpy()[:, :: kernels.PAGE_SIZE] // kernels.PAGE_SIZE)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -95,17 +96,42 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def print_results(console: Console, results: Sequence[Result]) -> None:
-    """The tables: rates first, then latencies. A figure is the median over the repetitions."""
-    show_target = len({result.target for result in results}) > 1
+    """The tables: rates, then one table a latency. A figure is the median over the repetitions.
+
+    Each table fits 80 columns: nothing vanishes in a pipe. The names of several targets stand once, above the tables, by number.
+    """
+    targets = list(dict.fromkeys(result.target for result in results))
+    show_target = len(targets) > 1
+    if show_target:
+        for number, target in enumerate(targets, 1):
+            console.print(f"#{number} = {target}", highlight=False)
     rates = _table("Throughput (per second, median)", show_target)
-    for name in ("requests", "prompt tok", "output tok", "total tok", "± spread", "goodput", "errors", "counted by"):
+    for name in (
+        "requests",
+        "prompt\ntok",
+        "output\ntok",
+        "total\ntok",
+        "±\nspread",
+        "goodput",
+        "errors",
+        "counted\nby",
+    ):
         rates.add_column(name, justify="right", no_wrap=True)
-    latencies = _table("Latency (ms, median over repetitions)", show_target)
-    for name in ("TTFT", "between chunks", "per token", "end to end"):
-        latencies.add_column(f"{name}\nmean / p50 / p90 / p99", justify="right", no_wrap=True)
+    latencies = {
+        key: _table(f"{title} (ms, median over repetitions)", show_target)
+        for key, title in (
+            ("ttft_s", "TTFT"),
+            ("itl_s", "Between chunks"),
+            ("per_token_s", "Per token"),
+            ("e2e_s", "End to end"),
+        )
+    }
+    for table in latencies.values():
+        for name in ("mean", "p50", "p90", "p99"):
+            table.add_column(name, justify="right", no_wrap=True, min_width=9)
     for result in results:
         median, spread = over_repetitions(result.repetitions)
-        head = [result.preset] + ([result.target] if show_target else [])
+        head = [result.preset] + ([f"#{targets.index(result.target) + 1}"] if show_target else [])
         num_errors = sum(summary.num_errors for summary in result.repetitions)
         main_rate = "prompt_throughput" if PRESETS[result.preset].max_new_tokens == 1 else "output_throughput"
         rates.add_row(
@@ -119,9 +145,10 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
             f"[red]{num_errors}[/red]" if num_errors else "0",
             result.repetitions[0].token_source,
         )
-        latencies.add_row(*head, *(_cell(median[key]) for key in ("ttft_s", "itl_s", "per_token_s", "e2e_s")))
-    console.print(rates)
-    console.print(latencies)
+        for key, table in latencies.items():
+            table.add_row(*head, *_cells(median[key]))
+    for table in (rates, *latencies.values()):
+        console.print(table)
     for error, count in sorted(_all_errors(results).items()):
         console.print(f"[red]{count} x[/red] {error}", markup=True, highlight=False)
 
@@ -203,18 +230,20 @@ def _label(entry: dict[str, Any], show_target: bool) -> str:
 
 
 def _table(title: str, show_target: bool) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     table.add_column("preset", style="bold cyan", no_wrap=True)
     if show_target:
-        table.add_column("target", overflow="fold")
+        table.add_column("#", no_wrap=True)
     return table
 
 
-def _cell(figures: dict[str, float]) -> str:
-    """`mean / p50 / p90 / p99` in milliseconds; `-` when nothing was measured."""
+def _cells(figures: dict[str, float]) -> list[str]:
+    """Mean, p50, p90 and p99 in milliseconds; `-` when nothing was measured."""
     if "p50" not in figures:
-        return "-"
-    return " / ".join(f"{figures[key] * _MS:.1f}" for key in ("mean", "p50", "p90", "p99"))
+        return ["-"] * 4
+    return [f"{figures[key] * _MS:.1f}" for key in ("mean", "p50", "p90", "p99")]
 
 
 def _all_errors(results: Sequence[Result]) -> dict[str, int]:

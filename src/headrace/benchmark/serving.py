@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headrace.benchmark.figures import NO_LIMITS, Limits, Summary, summarise
 from headrace.benchmark.load import run_closed_loop, run_open_loop
@@ -170,7 +170,8 @@ async def measure(
     text_ids = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False))
     summaries: dict[tuple[str, str], list[Summary]] = {}
     flushed: dict[str, bool] = {}
-    with _progress(console) as start_bar:
+    work = sum(map(_work, make_workloads(text_ids, options.seed, options.num_requests).chosen(names)))
+    with _progress(console, work * options.repeat * len(targets)) as start_bar:
         for repetition in range(options.repeat):
             drawn = make_workloads(text_ids, options.seed + repetition, options.num_requests)
             if repetition == 0:
@@ -180,10 +181,11 @@ async def measure(
                 for target in targets:
                     flushed[target.name] = await target.flush()
                     title = f"{name} · {target.name}" if len(targets) > 1 else f"{name}: {PRESETS[name].description}"
-                    on_done = start_bar(f"[{repetition + 1}/{options.repeat}] {title}", len(workload.prompts))
+                    progress = f"{repetition + 1}/{options.repeat}"
+                    on_done = start_bar(f"[{progress}] {title}", len(workload.prompts), _work(workload))
                     summary = await _run_once(target, workload, options, on_done)
                     summaries.setdefault((name, target.name), []).append(summary)
-                    console.print(f"[dim][{repetition + 1}/{options.repeat}] {_in_one_line(title, summary)}[/dim]")
+                    console.print(f"[dim][{progress}] {_in_one_line(title, summary)}[/dim]")
     return [
         Result(target_name, name, flushed[target_name], repetitions)
         for (name, target_name), repetitions in summaries.items()
@@ -208,11 +210,9 @@ async def _run_once(target: Target, workload: Workload, options: LoadOptions, on
     return summarise(done.records, done.duration_s, options.limits)
 
 
-async def _warm_up(
-    targets: Sequence[Target], prompts: Sequence[TokenIds], start_bar: Callable[[str, int], Callable[[], None]]
-) -> None:
+async def _warm_up(targets: Sequence[Target], prompts: Sequence[TokenIds], start_bar: "_StartBar") -> None:
     for target in targets:
-        on_done = start_bar(f"warm-up · {target.name}", len(prompts))
+        on_done = start_bar(f"warm-up · {target.name}", len(prompts), 0.0)
         for prompt in prompts:
             await target.complete(prompt, 16)
             on_done()
@@ -229,15 +229,42 @@ def report(content: dict[str, Any], results: Sequence[Result], options: LoadOpti
         console.print(f"plot written to {options.plot}", highlight=False)
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Gives a function (title, total) that starts the next bar and returns what advances it. Gone when the run is over."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
+# (title, requests, share of the whole run's work) -> what to call after each request
+_StartBar = Callable[[str, int, float], Callable[[], None]]
 
-        def start_bar(title: str, total: int) -> Callable[[], None]:
-            progress.reset(task, description=title, total=total)
-            return lambda: progress.advance(task)
+
+def _work(workload: Workload) -> float:
+    """About how long a workload takes, in decode steps of one stream: only its ratio to others matters, for the time left.
+
+    A prompt token costs a tenth of a step, and of many streams about four run in the time of one.
+    """
+    steps = sum(len(prompt) / 10 + workload.preset.max_new_tokens for prompt in workload.prompts)
+    return steps / min(workload.preset.concurrency, 4)
+
+
+@contextmanager
+def _progress(console: Console, work: float) -> Iterator[_StartBar]:
+    """Gives the function that starts the next workload on the bar. The bar shows the whole run; it is gone when that is over."""
+    columns = (
+        TextColumn("{task.description} {task.fields[requests]}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # Over the whole run: workloads differ too much for the speed of the last seconds to say anything.
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=86400) as progress:
+        task = progress.add_task("", total=work, requests="")
+
+        def start_bar(title: str, num_requests: int, share: float) -> Callable[[], None]:
+            num_done = 0
+            progress.update(task, description=title, requests=f"0/{num_requests}")
+
+            def on_done() -> None:
+                nonlocal num_done
+                num_done += 1
+                progress.update(task, advance=share / num_requests, requests=f"{num_done}/{num_requests}")
+
+            return on_done
 
         yield start_bar

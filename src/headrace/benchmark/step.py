@@ -292,7 +292,9 @@ class _Work:
         config = override_model(open_model(args).config, args.json_model_override_args)
         itemsize = torch.finfo(getattr(torch, info.dtype)).bits // 8
         head = config.vocab_size * config.hidden_size
-        embeddings = head * 2  # the lookup's table and the projection's own copy, tied or not
+        # A tied table that is not quantised is the projection's own weight.
+        shared = config.tie_word_embeddings and args.quantization == "none" and config.quantization is None
+        embeddings = head if shared else head * 2
         return cls(
             layer_parameters=info.weight_bytes // itemsize - embeddings,
             head_parameters=head,

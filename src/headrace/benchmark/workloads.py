@@ -81,6 +81,10 @@ class WorkloadSet:
     warm_up: list[TokenIds]
     workloads: dict[str, Workload]
 
+    def chosen(self, names: Sequence[str]) -> list[Workload]:
+        """The workloads of these presets, in this order."""
+        return [self.workloads[name] for name in names]
+
 
 def corpus(encode: Callable[[str], TokenIds]) -> TokenIds:
     """Token ids of the whole text. encode: text -> ids, adding no special tokens."""

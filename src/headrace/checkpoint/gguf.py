@@ -144,6 +144,10 @@ class GgufFile:
         flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         return flat.reshape(rows, tensor.num_bytes // rows)
 
+    def release(self) -> None:
+        """Let go of the pages that have been read; they come back when they are read again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def dequantize(self, name: str) -> Floats:
         """The tensor as a fresh float32 array of its shape."""
         tensor = self.tensors[name]

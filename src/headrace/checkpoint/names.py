@@ -159,8 +159,11 @@ def verify(name: str, path: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Where joined files live: $HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
-    if own := os.environ.get("HEADRACE_CACHE"):
+    """Where joined models and packed weights live, all of which can be made again.
+
+    $HEADRACE_CACHE_DIR, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace.
+    """
+    if own := os.environ.get("HEADRACE_CACHE_DIR"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "headrace"

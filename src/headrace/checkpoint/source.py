@@ -6,6 +6,7 @@ is imported when the first tensor is asked for, so reading a config stays cheap.
 """
 
 import math
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,10 @@ class Checkpoint(ABC):
         """Bytes of all tensors as `iter_tensors` gives them."""
 
     @abstractmethod
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+
+    @abstractmethod
     def tensor_names(self) -> list[str]:
         """Hugging Face names in the order of `iter_tensors`."""
 
@@ -117,6 +122,11 @@ class Checkpoint(ABC):
         """
         return None
 
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of the memory that reading took: pages of the mapped files, which come back when they are read again. What was written
+        to a tensor of a mapped file is lost."""
+
     def file_of(self, name: str) -> str:
         """Name of the file that holds a tensor, for messages."""
         return self.path.name
@@ -127,7 +137,9 @@ class Checkpoint(ABC):
         if not tensor.is_floating_point() or not tensor.numel():
             return
         values = tensor.float() if tensor.element_size() == 1 else tensor
-        # The extremes carry both NaN and infinity, with no temporary as large as the tensor.
+        # NaN and infinity show in the sum, which is quick. So does the overflow of finite values: then the extremes decide.
+        if bool(torch.isfinite(values.sum(dtype=torch.float32))):
+            return
         if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):
             raise ModelError(f"{self.file_of(name)}: tensor {name} holds NaN or infinity")
 
@@ -169,6 +181,9 @@ class HuggingFaceCheckpoint(Checkpoint):
     def total_bytes(self) -> int:
         return sum(self._entry(name).num_bytes for name in self._files)
 
+    def files(self) -> list[Path]:
+        return list({opened.path: None for opened in self._files.values()})
+
     def tensor_names(self) -> list[str]:
         return list(self._files)
 
@@ -188,6 +203,10 @@ class HuggingFaceCheckpoint(Checkpoint):
             return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
         buffer = self._files[name].buffer
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+
+    def release(self) -> None:
+        for opened in set(self._files.values()):
+            opened.buffer.madvise(mmap.MADV_DONTNEED)
 
     def file_of(self, name: str) -> str:
         return self._files[name].path.name
@@ -275,6 +294,9 @@ class GgufCheckpoint(Checkpoint):
             for source in self._sources.values()
         )
 
+    def files(self) -> list[Path]:
+        return [self.path]
+
     def tensor_names(self) -> list[str]:
         return list(self._sources)
 
@@ -305,6 +327,9 @@ class GgufCheckpoint(Checkpoint):
         matrix = None if raw is None else quantized_matrix(raw)
         return None if matrix is None else self._check_matrix(name, matrix)
 
+    def release(self) -> None:
+        self.file.release()
+
     def _rows(self, source: GgufSource) -> Bytes:
         """The stored bytes of a tensor, uint8[rows, row_bytes], in Hugging Face row order."""
         rows = self.file.raw(source.gguf_name)
@@ -331,6 +356,12 @@ class DummyCheckpoint(Checkpoint):
     @property
     def total_bytes(self) -> int:
         return 0
+
+    def files(self) -> list[Path]:
+        return []
+
+    def release(self) -> None:
+        pass
 
     def tensor_names(self) -> list[str]:
         return []

@@ -6,6 +6,7 @@ a command does. Runs in the main process; imports neither torch nor any room tha
 """
 
 import dataclasses
+import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,12 @@ bench = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(bench, name="bench")
+cache = typer.Typer(
+    help="The folder of packed weights, which make the second start quick (docs/operations.md).",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(cache, name="cache")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -170,6 +177,36 @@ def pull(name: Annotated[str, typer.Argument(help="A name from `headrace models`
 
     path = pull_model(name)
     Console().print(f"{name} is ready: {path}", highlight=False, soft_wrap=True)
+
+
+@cache.command("list")
+def cache_list() -> None:
+    """List the files, the latest used first."""
+    from rich.filesize import decimal
+    from rich.table import Column, Table
+
+    from headrace.checkpoint import weight_cache
+
+    files = weight_cache.cached_files()
+    table = Table("model", "precision", Column("size", justify="right"), "last used", "file")
+    for file in files:
+        used = datetime.datetime.fromtimestamp(file.used_s).strftime("%Y-%m-%d %H:%M")
+        table.add_row(file.model, file.precision, decimal(file.num_bytes), used, file.path.name)
+    if files:
+        Console().print(table)
+    Console().print(
+        f"{decimal(sum(file.num_bytes for file in files))} in {weight_cache.folder()}", highlight=False, soft_wrap=True
+    )
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Delete all of them. Running servers are not disturbed; the next start of each model converts its weights again."""
+    from rich.filesize import decimal
+
+    from headrace.checkpoint import weight_cache
+
+    Console().print(f"freed {decimal(weight_cache.clear())}", highlight=False)
 
 
 @app.command()

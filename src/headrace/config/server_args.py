@@ -58,6 +58,9 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
         "auto", _M, "Weights and compute. On CPU, bfloat16 = bfloat16 weights with float32 activations (auto)."
     )
+    disable_weight_cache: bool = _opt(
+        False, _M, "Convert the weights at every start instead of keeping them packed in the cache folder."
+    )
     device: Literal["auto", "cpu", "cuda"] = _opt("auto", _M, "Where the model runs.")
     model_impl: Literal["auto", "headrace", "transformers"] = _opt(
         "auto", _M, "Our own model code, or the transformers one with our attention; auto prefers ours."
@@ -103,6 +106,11 @@ class ServerArgs:
         "Abort a request after so long (408, or what there is when it has begun to answer); 0 = never.",
         _SECONDS,
     )
+    max_sessions: int = _opt(1000, _S, "Most sessions that are open at once.", _COUNT)
+    max_session_tokens: int = _opt(4_000_000, _S, "Most tokens that all sessions together may hold.", _COUNT)
+    session_timeout_s: float = _opt(
+        3600.0, _S, "Close a session that nobody has used for so long; 0 = never.", _SECONDS
+    )
     keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after so long.", _SECONDS)
     custom_logit_processors: str = _opt(
         "",
@@ -141,8 +149,8 @@ class ServerArgs:
         10.0, _Q, "With policy priority: waiting so long raises the priority by one.", _SECONDS
     )
     page_size: int | None = _opt(None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers.")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
-        "auto", _Q, "Element type of the KV cache."
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8"] = _opt(
+        "auto", _Q, "Element type of the KV cache; auto = that of the weights, int8 = half the bytes of bfloat16."
     )
     disable_radix_cache: bool = _opt(False, _Q, "Share nothing between requests.")
     disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only when the one before has been processed.")

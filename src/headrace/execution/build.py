@@ -17,11 +17,12 @@ from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkp
 from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
-from headrace.execution.load_weights import Progress, load_model
-from headrace.execution.memory import available_bytes, kv_token_budget
+from headrace.execution.load_weights import load_model
+from headrace.execution.memory import available_bytes, give_back_free_memory, kv_token_budget
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.weight_cache import Progress, open_cache
 from headrace.execution.worker import TpModelWorker
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu.threads import default_num_threads
@@ -64,7 +65,21 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             kernels.set_num_threads(config.num_threads)
         device = torch.device(config.device)
         placement = Placement(device, getattr(torch, config.dtype), config.context_length, config.quantization)
-        model = load_model(checkpoint, spec, placement, config=model_config, seed=args.random_seed, progress=progress)
+        use_cache = config.native_kernels and not args.disable_weight_cache
+        cache = open_cache(checkpoint, spec.name, placement) if use_cache else None
+        model = load_model(
+            checkpoint,
+            spec,
+            placement,
+            config=model_config,
+            seed=args.random_seed,
+            progress=progress,
+            cache=cache,
+        )
+        checkpoint.release()
+        give_back_free_memory()
+        if cache is not None and cache.needs_writing:
+            resources.callback(cache.write_in_background(model.weights()))
         if config.native_kernels:
             # What is left to torch is small, and its spinning OpenMP threads take the cores from the kernels' own.
             resources.callback(torch.set_num_threads, torch.get_num_threads())
@@ -72,6 +87,8 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         weight_bytes = model_bytes(model)
         shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
         decisions = [_model_decision(spec.name, model_config.model_type), *config.decisions]
+        if cache is not None:
+            decisions.append(f"weight cache: {cache.outcome}")
         pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, device, decisions)
         attention = select.make_backend(config.attention_backend)
         pool = attention.make_kv_pool(shape, pool_plan.num_tokens, config.page_size, device)
@@ -79,7 +96,13 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         decisions.append(
             f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
         )
-        table = SequenceTable(config.max_running_requests, pool_plan.context_length, model_config.hidden_size, device)
+        table = SequenceTable(
+            config.max_running_requests,
+            pool_plan.context_length,
+            model_config.hidden_size,
+            device,
+            page_size=config.page_size if attention.paged_kv() is not None else 0,
+        )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
         sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), resources.pop_all())
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker

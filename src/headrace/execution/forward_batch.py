@@ -1,9 +1,11 @@
 """One step as tensors: what `ModelWorkerBatch` says, with the tokens and slots of the runner's tables.
 
-Owns `ForwardBatch`. Made and used by the thread that runs the steps.
+Owns `ForwardBatch`. Made and used by the thread that runs the steps. On the CPU it is made by numpy, and with as few calls as possible:
+between two steps the caches are full of weights, so that each call costs several times what it costs in a loop of its own.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,90 +14,92 @@ from headrace.attention.base import StepRows
 from headrace.execution.sequence_table import HostTables, SequenceTable
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 
+_NO_SLOTS = torch.empty(0, 0, dtype=torch.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A step's inputs on the model's device.
 
-    token_ids: int64[num_tokens]; ids of positions that have input embeddings are placeholders. seq_rows: int[num_rows], rows of the
-    tables. row_starts: host copy of rows.row_starts.
+    token_ids: int64[num_tokens]; ids of positions that have input embeddings are placeholders. row_starts: host copy of
+    rows.row_starts.
     """
 
     token_ids: torch.Tensor
-    seq_rows: torch.Tensor
     row_starts: list[int]
     rows: StepRows
 
     @classmethod
     def from_plan(cls, plan: ModelWorkerBatch, table: SequenceTable) -> "ForwardBatch":
         """Look up the plan's tokens and slots, and record where this step's KV goes."""
-        num_rows, num_tokens = len(plan.seqs), plan.num_tokens
-        seq_lens = plan.starts + plan.counts
-        longest = int(seq_lens.max(initial=0))
-        assert longest <= table.context_length, (longest, table.context_length)
-        if num_tokens == num_rows and int(plan.counts.min(initial=1)) == 1:
-            row_starts = np.arange(num_rows + 1, dtype=np.int32)
-            places = _Places(plan.seqs, plan.starts, seq_lens, row_starts)
+        starts = plan.starts.tolist()
+        if len(starts) == plan.num_tokens:
+            counts = [1] * len(starts)
+            longest = max(starts, default=-1) + 1
+            row_starts, row_starts_on_host = _single_tokens(len(starts))
+            token_rows, positions, seq_lens = plan.seqs, plan.starts, plan.starts + 1
         else:
-            row_starts = np.zeros(num_rows + 1, dtype=np.int32)
-            np.cumsum(plan.counts, out=row_starts[1:])
-            assert int(row_starts[-1]) == num_tokens, (plan.counts, num_tokens)
-            positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(plan.starts - row_starts[:-1], plan.counts)
-            places = _Places(np.repeat(plan.seqs, plan.counts), positions, seq_lens, row_starts)
-        if table.host is not None:
-            return cls._on_host(plan, table.host, places, longest)
-        return cls._on_device(plan, table, places, longest)
-
-    @classmethod
-    def _on_host(cls, plan: ModelWorkerBatch, host: HostTables, places: "_Places", longest: int) -> "ForwardBatch":
-        index = (places.token_rows, places.positions)
-        host.slots[index] = plan.out_slots
+            counts = plan.counts.tolist()
+            seq_lens = plan.starts + plan.counts
+            longest = int(seq_lens.max(initial=0))
+            starts_of_rows = np.zeros(len(starts) + 1, dtype=np.int32)
+            np.cumsum(plan.counts, out=starts_of_rows[1:])
+            row_starts, row_starts_on_host = torch.from_numpy(starts_of_rows), starts_of_rows.tolist()
+            token_rows = np.repeat(plan.seqs, plan.counts)
+            positions = np.arange(plan.num_tokens, dtype=np.int32)
+            positions += np.repeat(plan.starts - starts_of_rows[:-1], plan.counts)
+        assert row_starts_on_host[-1] == plan.num_tokens, (counts, plan.num_tokens)
+        assert longest <= table.context_length, (longest, table.context_length)
+        if table.host is None:
+            device = table.tokens.device
+            index = (_place(token_rows, device, torch.int64), _place(positions, device, torch.int64))
+            out_slots = _place(plan.out_slots, device)
+            table.slots[index] = out_slots
+            token_ids = table.tokens[index]
+            slots, pages = table.slots[:, :longest][_place(plan.seqs, device, torch.int64)], None
+            places = [_place(part, device) for part in (positions, seq_lens)]
+            row_starts = row_starts.to(device)
+        else:
+            token_ids = torch.from_numpy(table.host.tokens[token_rows, positions])
+            slots, pages = _slots_and_pages(plan, table.host, table.page_size, token_rows, positions, longest)
+            out_slots = torch.from_numpy(plan.out_slots)
+            places = [torch.from_numpy(part) for part in (positions, seq_lens)]
         rows = StepRows(
-            starts=plan.starts.tolist(),
-            counts=plan.counts.tolist(),
-            positions=torch.from_numpy(places.positions),
-            seq_lens=torch.from_numpy(places.seq_lens),
-            row_starts=torch.from_numpy(places.row_starts),
-            out_slots=torch.from_numpy(plan.out_slots),
-            slots=torch.from_numpy(host.slots[plan.seqs, :longest]),
-        )
-        return cls(
-            token_ids=torch.from_numpy(host.tokens[index]),
-            seq_rows=torch.from_numpy(plan.seqs),
-            row_starts=places.row_starts.tolist(),
-            rows=rows,
-        )
-
-    @classmethod
-    def _on_device(
-        cls, plan: ModelWorkerBatch, table: SequenceTable, places: "_Places", longest: int
-    ) -> "ForwardBatch":
-        device = table.tokens.device
-
-        def place(array: Int32Array, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.from_numpy(array).to(device=device, dtype=dtype)
-
-        seq_rows = place(plan.seqs, torch.int64)
-        index = (place(places.token_rows, torch.int64), place(places.positions, torch.int64))
-        out_slots = place(plan.out_slots)
-        table.slots[index] = out_slots
-        rows = StepRows(
-            starts=plan.starts.tolist(),
-            counts=plan.counts.tolist(),
-            positions=place(places.positions),
-            seq_lens=place(places.seq_lens),
-            row_starts=place(places.row_starts),
+            starts=starts,
+            counts=counts,
+            positions=places[0],
+            seq_lens=places[1],
+            row_starts=row_starts,
             out_slots=out_slots,
-            slots=table.slots[:, :longest][seq_rows],
+            slots=slots,
+            pages=pages,
         )
-        return cls(token_ids=table.tokens[index], seq_rows=seq_rows, row_starts=places.row_starts.tolist(), rows=rows)
+        return cls(token_ids, row_starts_on_host, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where each token (row of the tables, position) and each row of a step lies."""
+def _slots_and_pages(
+    plan: ModelWorkerBatch,
+    host: HostTables,
+    page_size: int,
+    token_rows: Int32Array,
+    positions: Int32Array,
+    longest: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Enter the step's slots into the tables; what `StepRows` says of them."""
+    if not page_size:
+        host.slots[token_rows, positions] = plan.out_slots
+        return torch.from_numpy(host.slots[plan.seqs, :longest]), None
+    host.pages[token_rows, positions // page_size] = plan.out_slots // page_size
+    num_pages = -(-longest // page_size)
+    return _NO_SLOTS, torch.from_numpy(host.pages[:, :num_pages].take(plan.seqs, axis=0))
 
-    token_rows: Int32Array
-    positions: Int32Array
-    seq_lens: Int32Array
-    row_starts: Int32Array
+
+@lru_cache(maxsize=1024)
+def _single_tokens(num_rows: int) -> tuple[torch.Tensor, list[int]]:
+    """`row_starts` of a step of one token a row, as a tensor on the CPU and as a list. Nobody writes to them."""
+    row_starts = list(range(num_rows + 1))
+    return torch.tensor(row_starts, dtype=torch.int32), row_starts
+
+
+def _place(array: Int32Array, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.from_numpy(array).to(device=device, dtype=dtype)

@@ -4,7 +4,7 @@ Owns the matching of names and shapes. Does not read files (`headrace.checkpoint
 thread that builds the worker.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -13,11 +13,9 @@ from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import Checkpoint
 from headrace.errors import ModelError
+from headrace.execution.weight_cache import Progress, WeightCache
 from headrace.layers.weight import Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) after each tensor."""
 
 _DUMMY_STD = 0.02
 _NAMES_IN_A_MESSAGE = 4
@@ -31,16 +29,19 @@ def load_model(
     config: ModelConfig | None = None,
     seed: int = 0,
     progress: Progress = lambda done, total: None,
+    cache: WeightCache | None = None,
 ) -> CausalLM:
     """Build the model of `config` (default: the checkpoint's own) and fill it.
 
-    A checkpoint of kind `dummy` gives random weights from `seed`. Raises ModelError naming what is missing, extra or misshaped.
+    A checkpoint of kind `dummy` gives random weights from `seed`. cache: what it holds is not loaded.
+    Raises ModelError naming what is missing, extra or misshaped.
     """
     model = spec.build(config or checkpoint.config, placement)
     if checkpoint.kind == "dummy":
         fill_random(model.weights(), seed)
     else:
-        fill_from_checkpoint(model.weights(), checkpoint, spec, progress, placement.quantization)
+        restored = frozenset[str]() if cache is None else cache.restore(model.weights(), progress)
+        fill_from_checkpoint(model.weights(), checkpoint, spec, progress, placement.quantization, restored)
     spec.check(model)
     return model
 
@@ -51,16 +52,20 @@ def fill_from_checkpoint(
     spec: ModelSpec,
     progress: Progress = lambda done, total: None,
     quantization: Scheme = "none",
+    restored: Collection[str] = (),
 ) -> None:
     """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read.
 
-    quantization: of the model. A matrix that is stored on such a grid is taken as it is stored.
+    quantization: of the model. A matrix that is stored on such a grid is taken as it is stored. restored: names of weights
+    that are there already, and are not read.
     """
     wanted = {weight.name: weight for weight in weights}
     names = {name: spec.rename(checkpoint.config, name) for name in checkpoint.tensor_names()}
     _check(wanted, names, checkpoint, spec)
     done, total = 0, checkpoint.total_bytes
     for stored_name in checkpoint.tensor_names():
+        if names[stored_name] in restored:
+            continue
         weight = wanted.get(names[stored_name])
         matrix = _as_stored(weight, checkpoint, stored_name, quantization)
         if weight is not None and weight.load_quantized is not None and matrix is not None:
@@ -71,7 +76,8 @@ def fill_from_checkpoint(
             if weight is not None:
                 weight.load(tensor)
             done += tensor.numel() * tensor.element_size()
-        progress(done, total)
+        if not restored:  # what is left is small, and the bar has moved already
+            progress(done, total)
 
 
 def _as_stored(

@@ -7,11 +7,10 @@ the model, the attention backend or the sampler, nor any decision about what run
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headrace.attention.base import AttentionBackend
@@ -37,7 +36,7 @@ _logger = get_logger(__name__)
 class _Outcome:
     """What a step gathers, by row of the plan."""
 
-    token_ids: npt.NDArray[np.int32]
+    token_ids: list[int]
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
     prompt_logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
@@ -54,29 +53,35 @@ class ModelRunner:
         self.sampler = sampler
 
     @torch.inference_mode()
-    def run(self, plan: ModelWorkerBatch) -> StepResult:
-        """One step. Raises ExecutionError when the whole step failed; a fault of one row is in the result's `errors`."""
+    def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
+        """One step. Raises ExecutionError when the whole step failed; a fault of one row is in the result's `errors`.
+
+        on_layers: called when all is prepared and the layers are about to run.
+        """
         begin = time.perf_counter()
         for new in plan.new:
             self.table.add(new)
             self.sampler.add(new.seq, new)
-        self._forward_faults(plan)
+        if plan.faults:
+            self._forward_faults(plan)
+        seqs = plan.seqs.tolist()
+        special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
         batch = ForwardBatch.from_plan(plan, self.table)
-        hidden = self._forward(plan, batch)
-        outcome = _Outcome(np.full(len(plan.seqs), -1, dtype=np.int32))
-        for row in np.flatnonzero(~self.table.plain[plan.seqs]).tolist():
-            new = self.table.specs[int(plan.seqs[row])].new
+        hidden = self._forward(seqs, special, batch, on_layers)
+        outcome = _Outcome([-1] * len(seqs))
+        for row in special:
+            new = self.table.specs[seqs[row]].new
             if new.return_hidden_states:
                 part = hidden[batch.row_starts[row] : batch.row_starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
             if new.logprobs is not None and batch.rows.starts[row] + 1 < new.num_prompt_tokens:
-                self._prompt_logprobs(outcome, row, batch, hidden, new.logprobs, new.num_prompt_tokens)
-        sampled = np.flatnonzero(plan.samples).tolist()
+                self._prompt_logprobs(outcome, row, seqs[row], batch, hidden, new.logprobs, new.num_prompt_tokens)
+        sampled = [row for row, samples in enumerate(plan.samples.tolist()) if samples]
         if sampled:
-            self._sample(plan, batch, hidden, sampled, outcome)
+            self._sample(plan, seqs, batch, hidden, sampled, outcome)
         return StepResult(
             step=plan.step,
-            token_ids=outcome.token_ids,
+            token_ids=np.array(outcome.token_ids, np.int32),
             errors=outcome.errors,
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
@@ -84,23 +89,27 @@ class ModelRunner:
             forward_s=time.perf_counter() - begin,
         )
 
-    def _forward(self, plan: ModelWorkerBatch, batch: ForwardBatch) -> torch.Tensor:
+    def _forward(
+        self, seqs: list[int], special: list[int], batch: ForwardBatch, on_layers: Callable[[], None]
+    ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm."""
         inputs = self.model.embed(batch.token_ids)
-        for row in np.flatnonzero(~self.table.plain[plan.seqs]).tolist():
-            embeds = self.table.specs[int(plan.seqs[row])].input_embeds
+        for row in special:
+            embeds = self.table.specs[seqs[row]].input_embeds
             start = batch.rows.starts[row]
             if embeds is not None and start < len(embeds):
                 given = embeds[start : start + batch.rows.counts[row]]
                 begin = batch.row_starts[row]
                 inputs[begin : begin + len(given)] = given.to(inputs.dtype)
         self.attention.prepare(batch.rows)
+        on_layers()
         return self.model.forward(inputs, batch.rows.positions, self.attention)
 
     def _prompt_logprobs(
         self,
         outcome: _Outcome,
         row: int,
+        seq: int,
         batch: ForwardBatch,
         hidden: torch.Tensor,
         spec: LogprobSpec,
@@ -117,43 +126,49 @@ class ModelRunner:
             high = min(low + PROMPT_LOGIT_ROWS, end)
             offset = batch.row_starts[row] - start
             logits = self.model.logits(hidden[offset + low : offset + high])
-            next_ids = self.table.tokens[batch.seq_rows[row], low + 1 : high + 1]
+            next_ids = self.table.tokens[seq, low + 1 : high + 1]
             blocks.append(prompt_logprobs(logits, next_ids.cpu().numpy(), spec))
         joined = LogprobBlock.joined(blocks)
         assert joined is not None, (first, end)
         outcome.prompt_logprobs[row] = joined
 
     def _sample(
-        self, plan: ModelWorkerBatch, batch: ForwardBatch, hidden: torch.Tensor, sampled: list[int], outcome: _Outcome
+        self,
+        plan: ModelWorkerBatch,
+        all_seqs: list[int],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        sampled: list[int],
+        outcome: _Outcome,
     ) -> None:
         """Sample the last position of the rows `sampled` and write the tokens to the token buffer."""
         if len(sampled) < hidden.shape[0]:
             last = [batch.row_starts[row + 1] - 1 for row in sampled]
             hidden = hidden[torch.tensor(last, device=hidden.device)]
         logits = self.model.logits(hidden)
-        seq_rows = plan.seqs[plan.samples]
-        next_positions = (plan.starts + plan.counts)[plan.samples]
-        seqs, positions = seq_rows.tolist(), next_positions.tolist()
+        seqs = [all_seqs[row] for row in sampled]
+        positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
         specs = [self.table.specs[seq].new for seq in seqs]
         num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
         rids = [new.rid for new in specs]
-        failed = _sampling_faults(plan.faults, rids, num_outputs, logits)
+        failed = _sampling_faults(plan.faults, rids, num_outputs, logits) if plan.faults else {}
         output = self.sampler.sample(logits, seqs, positions, num_outputs, rids)
         token_ids = output.token_ids
-        errors = {**output.errors, **failed}
+        errors = {**output.errors, **failed} if failed else output.errors
         if errors:
             # A step planned before the error is known may still embed the token: it must be an id.
             token_ids = token_ids.clone()
             token_ids[torch.tensor(list(errors), device=token_ids.device)] = 0
-        host_ids = token_ids.cpu().numpy()
+        host_ids = token_ids.tolist()
         if self.table.host is not None:
-            self.table.host.tokens[seq_rows, next_positions] = host_ids
+            tokens = self.table.host.tokens
+            for seq, position, token_id in zip(seqs, positions, host_ids, strict=True):
+                tokens[seq, position] = token_id
         else:
-            at_rows, at_positions = (
-                torch.from_numpy(part).to(token_ids.device, torch.int64) for part in (seq_rows, next_positions)
-            )
+            at_rows, at_positions = (torch.tensor(part, device=token_ids.device) for part in (seqs, positions))
             self.table.tokens[at_rows, at_positions] = token_ids
-        outcome.token_ids[plan.samples] = host_ids
+        for row, token_id in zip(sampled, host_ids, strict=True):
+            outcome.token_ids[row] = token_id
         for index, message in errors.items():
             outcome.errors[sampled[index]] = message
             outcome.token_ids[sampled[index]] = -1

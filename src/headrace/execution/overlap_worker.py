@@ -2,6 +2,12 @@
 
 Owns the thread and the order of steps. The next step may be submitted before this one is collected: it reads the tokens that this
 one samples from the runner's token buffer. Every step runs in the one thread; `submit` and `collect` are the scheduler's.
+
+A result is handed over when the next step's layers begin, if that step is already there: preparing it is what the cores would wait
+for, and the scheduler, woken earlier, would compete with it for the interpreter.
+
+    worker      prepare n+1 | layers, logits of n+1 .................. | sample | prepare n+2 | layers ...
+    scheduler               | commit n, plan n+2 | (waits)                                    | commit n+1, ...
 """
 
 import queue
@@ -20,6 +26,7 @@ class TpModelWorkerClient:
         self._todo: queue.SimpleQueue[ModelWorkerBatch | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()
         self._num_in_flight = 0
+        self._finished: StepResult | ExecutionError | None = None
         self._thread = threading.Thread(target=self._run, name="model-worker", daemon=True)
         self._thread.start()
 
@@ -46,4 +53,14 @@ class TpModelWorkerClient:
 
     def _run(self) -> None:
         while (batch := self._todo.get()) is not None:
-            self._done.put(run_guarded(self._worker.runner, batch))
+            result = run_guarded(self._worker.runner, batch, self._hand_over)
+            self._hand_over()  # of the step before, should this one have failed before its layers
+            self._finished = result
+            if self._todo.empty():
+                self._hand_over()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._finished is not None:
+            result, self._finished = self._finished, None
+            self._done.put(result)

@@ -1,7 +1,7 @@
 """The runner's tables of sequences: tokens, KV slots, and what each sequence asked for.
 
-Owns the token buffer (through which the next step can be planned before this one's tokens are known to the host) and the slots of
-each position. Does not allocate slots: the scheduler does. Used by the thread that runs the steps.
+Owns the token buffer (through which the next step can be planned before this one's tokens are known to the host) and where the KV of
+each position lies. Does not allocate slots: the scheduler does. Used by the thread that runs the steps.
 """
 
 from dataclasses import dataclass
@@ -33,22 +33,30 @@ class HostTables:
 
     tokens: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int32]
+    pages: npt.NDArray[np.int32]
 
 
 class SequenceTable:
     """Rows 0 .. max_seqs - 1, one a live sequence; row contents of ended sequences are junk until reused.
 
     tokens: int64[max_seqs, context_length + 1]. slots: int32[max_seqs, context_length]. Both on the model's device. host: the same
-    memory, None on other devices than the CPU. plain: by row, `SequenceSpec.is_plain`.
+    memory, None on other devices than the CPU. special: rows whose `SequenceSpec` is not plain.
+    page_size: given (CPU only), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
     """
 
-    def __init__(self, max_seqs: int, context_length: int, hidden_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_seqs: int, context_length: int, hidden_size: int, device: torch.device, page_size: int = 0
+    ) -> None:
+        assert not page_size or device.type == "cpu", (page_size, device)
         self.max_seqs = max_seqs
         self.context_length = context_length
+        self.page_size = page_size
         self.tokens = torch.zeros(max_seqs, context_length + 1, dtype=torch.int64, device=device)
-        self.slots = torch.zeros(max_seqs, context_length, dtype=torch.int32, device=device)
-        self.host = HostTables(self.tokens.numpy(), self.slots.numpy()) if device.type == "cpu" else None
-        self.plain = np.ones(max_seqs, dtype=np.bool_)
+        self.slots = torch.zeros(max_seqs, 0 if page_size else context_length, dtype=torch.int32, device=device)
+        num_pages = -(-context_length // page_size) if page_size else 0
+        pages = np.zeros((max_seqs, num_pages), np.int32)
+        self.host = HostTables(self.tokens.numpy(), self.slots.numpy(), pages) if device.type == "cpu" else None
+        self.special: set[int] = set()
         self.specs: dict[int, SequenceSpec] = {}
         self._hidden_size = hidden_size
         self._device = device
@@ -59,7 +67,10 @@ class SequenceTable:
         assert 0 <= new.seq < self.max_seqs, (new.seq, self.max_seqs)
         assert num_cached < num_tokens <= self.context_length + 1, (num_cached, num_tokens, self.context_length)
         self.tokens[new.seq, :num_tokens] = torch.from_numpy(new.token_ids.astype(np.int64)).to(self._device)
-        if num_cached:
+        if num_cached and self.page_size and self.host is not None:
+            first_slots = new.prefix_slots[:: self.page_size]
+            self.host.pages[new.seq, : len(first_slots)] = first_slots // self.page_size
+        elif num_cached:
             slots = torch.from_numpy(new.prefix_slots.astype(np.int32, copy=True))
             self.slots[new.seq, :num_cached] = slots.to(self._device)
         embeds = None
@@ -67,4 +78,7 @@ class SequenceTable:
             values = torch.frombuffer(bytearray(new.input_embeds), dtype=torch.float32)
             embeds = values.view(new.num_prompt_tokens, self._hidden_size).to(self._device)
         spec = self.specs[new.seq] = SequenceSpec(new, embeds)
-        self.plain[new.seq] = spec.is_plain
+        if spec.is_plain:
+            self.special.discard(new.seq)
+        else:
+            self.special.add(new.seq)

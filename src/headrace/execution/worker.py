@@ -5,6 +5,7 @@ Runs in the scheduler's thread.
 """
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from headrace.errors import ExecutionError
@@ -39,10 +40,12 @@ class TpModelWorker:
         self._resources.close()
 
 
-def run_guarded(runner: ModelRunner, batch: ModelWorkerBatch) -> StepResult | ExecutionError:
+def run_guarded(
+    runner: ModelRunner, batch: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None
+) -> StepResult | ExecutionError:
     """The boundary of a step: whatever goes wrong in it is logged once and becomes that step's ExecutionError."""
     try:
-        return runner.run(batch)
+        return runner.run(batch, on_layers)
     except ExecutionError as error:
         _logger.error("step %d failed: %s", batch.step, error.message)
         return error

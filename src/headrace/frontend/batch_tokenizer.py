@@ -22,6 +22,10 @@ LONG_CHARACTERS = 16 * 1024
 class TextTokenizer(Protocol):
     """What the front end needs of a tokenizer; see `frontend.tokenizers.Tokenizer`."""
 
+    @property
+    def bos_id(self) -> int | None:
+        """The token a text begins with, if there is one."""
+
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
     ) -> list[list[int]]:

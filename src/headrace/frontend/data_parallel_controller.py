@@ -9,15 +9,17 @@ does, which also moves the samples of a replica that has died. Event loop only.
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.frontend.replay import Balancer
 from headrace.messages.channel import Message, Sender
 from headrace.messages.control import InternalState, PoolState, ReadyInfo
 from headrace.messages.requests import TokenizedGenerateReqInput
+
+if TYPE_CHECKING:
+    from headrace.frontend.replay import Balancer
 
 Method = Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
 
@@ -156,7 +158,7 @@ def _prefix_hashes(request: TokenizedGenerateReqInput) -> list[int]:
     return hashes
 
 
-def make_balancer(method: Method, num_replicas: int) -> Balancer:
+def make_balancer(method: Method, num_replicas: int) -> "Balancer":
     """The policy of --load-balance-method."""
     match method:
         case "round_robin":

@@ -142,6 +142,24 @@ class Engine:
 
         self._wait(self._submit(abort()))
 
+    def open_session(
+        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
+    ) -> str:
+        """Open a session; its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
+
+        async def open_session() -> str:
+            return self._manager.open_session(capacity_of_str_len, session_id, timeout_s)
+
+        return self._wait(self._submit(open_session()))
+
+    def close_session(self, session_id: str) -> None:
+        """Forget a session. Its running requests go on. Raises NotFoundError."""
+
+        async def close_session() -> None:
+            self._manager.close_session(session_id)
+
+        self._wait(self._submit(close_session()))
+
     def flush_cache(self) -> bool:
         """Empty the prefix cache. False when it cannot be now: requests run."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from headrace.errors import RequestError
-from headrace.messages.requests import GenerateReqInput
+from headrace.messages.requests import GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, SamplingParams
 from headrace.text.stop import check_stop_regex
 
@@ -30,7 +30,6 @@ _NOT_YET: tuple[tuple[str, str], ...] = (
     ("audio_data", "audio input"),
     ("video_data", "video input"),
     ("lora_path", "adapters"),
-    ("session_params", "sessions"),
     ("bootstrap_host", "disaggregated prefill"),
     ("bootstrap_port", "disaggregated prefill"),
     ("bootstrap_room", "disaggregated prefill"),
@@ -60,6 +59,7 @@ class Prompt:
     """One prompt of a call. Exactly one of text, input_ids and input_embeds is set.
 
     rid: the prompt's own. start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
+    session: the prompt goes on there.
     """
 
     rid: str
@@ -74,6 +74,7 @@ class Prompt:
     return_hidden_states: bool
     custom_logit_processor: str
     namespace: str
+    session: SessionParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,9 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     for name, keys in (("extra_key", extra_keys), ("cache_salt", salts)):
         for key in keys:
             check_text(name, key or "", MAX_KEY_LENGTH)
+    sessions = _spread("session_params", obj.session_params, count, is_batch, SessionParams)
+    for session, sampling, rows in zip(sessions, samplings, embeds, strict=True):
+        _check_session(session, sampling, rows is not None)
     call_rid, rids = _rids(obj.rid, count, is_batch)
     prompts = tuple(
         Prompt(
@@ -164,6 +168,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
             return_hidden_states=hidden[i],
             custom_logit_processor=processors[i] or "",
             namespace=_namespace(extra_keys[i], salts[i]),
+            session=sessions[i],
         )
         for i in range(count)
     )
@@ -269,6 +274,15 @@ def _check_sampling(sampling: SamplingParams, limits: CallLimits) -> None:
         if not word:
             raise RequestError("bad_words must not be empty", "bad_words")
         check_text("bad_words", word, MAX_STOP_LENGTH)
+
+
+def _check_session(session: SessionParams | None, sampling: SamplingParams, has_embeds: bool) -> None:
+    if session is None:
+        return
+    if sampling.n > 1:
+        raise RequestError("session_params: a request of a session has one sample (n = 1)", "session_params")
+    if has_embeds:
+        raise RequestError("session_params: sessions hold tokens, not embeddings", "session_params")
 
 
 def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...], vocab_size: int) -> None:

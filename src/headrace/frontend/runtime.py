@@ -128,6 +128,19 @@ class Runtime:
         except RequestError:
             return False
 
+    def open_session(
+        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
+    ) -> str:
+        """Open a session; its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
+        given = {"capacity_of_str_len": capacity_of_str_len, "session_id": session_id, "timeout": timeout_s}
+        with self._open("/open_session", json.dumps(given).encode()) as reply, _faults_mapped():
+            return str(json.load(reply))
+
+    def close_session(self, session_id: str) -> None:
+        """Forget a session. Its running requests go on. Raises NotFoundError."""
+        with self._open("/close_session", json.dumps({"session_id": session_id}).encode()) as reply, _faults_mapped():
+            reply.read()
+
     def encode(self, *_args: object, **_kwargs: object) -> Any:
         """Embeddings. Raises RequestError."""
         raise RequestError("encode is not supported yet: embedding models cannot be served")

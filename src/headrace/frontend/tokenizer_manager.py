@@ -24,6 +24,7 @@ from headrace.frontend.data_parallel_controller import make_balancer, sum_of_sta
 from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
 from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.sessions import Sessions
 from headrace.log import get_logger
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
@@ -143,6 +144,9 @@ class TokenizerManager:
         self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
         self._clock = clock
         self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer)
+        self.sessions = Sessions(
+            args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
+        )
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = -1
@@ -265,6 +269,8 @@ class TokenizerManager:
                 ids = [0] * len(prompt.input_embeds or ())
             words = prompt.sampling.bad_words
             bad_word_ids = await self._bad_word_ids(words) if words else []
+            if prompt.session is not None:
+                ids = self._go_on(prompt, ids, state.samples[len(requests)])
             try:
                 sampling = self._resolve(prompt, len(ids), bad_word_ids, default_max_new_tokens)
                 logprobs = self._logprob_spec(prompt, len(ids))
@@ -275,6 +281,15 @@ class TokenizerManager:
             own = list(itertools.islice(samples, prompt.sampling.n))
             requests += self._samples(prompt, ids, sampling, logprobs, own, obj)
         return requests
+
+    def _go_on(self, prompt: Prompt, ids: list[int], sample: ReqState) -> list[int]:
+        """The prompt's tokens after those of its session. Raises RequestError, CapacityError."""
+        assert prompt.session is not None
+        bos_id = self.tokenizer.bos_id if prompt.text is not None else None
+        ids, sample.turn, replaced = self.sessions.begin(prompt.session, prompt.rid, ids, bos_id)
+        for rid in replaced:
+            self.abort_request(rid)
+        return ids
 
     def _resolve(
         self, prompt: Prompt, num_tokens: int, bad_word_ids: list[list[int]], default_max_new_tokens: int
@@ -439,6 +454,8 @@ class TokenizerManager:
         del self.rid_to_state[sample.rid]
         self.link.left(sample)
         self._leave_queue(sample)
+        if sample.turn is not None:
+            self.sessions.give_up(sample.turn)
         for name in sample.call.forget_names(sample):
             del self._names[name]
 
@@ -518,8 +535,7 @@ class TokenizerManager:
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
         if had_tokens:
-            for _ in range(new_tokens):
-                self.metrics.inter_token_latency_s.observe(elapsed_s / new_tokens)
+            self.metrics.inter_token_latency_s.add(elapsed_s / new_tokens, new_tokens)
             return
         self._leave_queue(sample)
         self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
@@ -533,6 +549,8 @@ class TokenizerManager:
 
     def _end(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
         """The sample's one end: out of the table, counted, logged, its waiter woken."""
+        if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
+            self.sessions.finish(sample.turn, sample.output_ids)
         self._forget(sample)
         sample.end(finish, now_s)
         metrics = self.metrics
@@ -586,6 +604,7 @@ class TokenizerManager:
             "num_replayed": self.link.num_replayed,
             "num_given_up": self.link.num_given_up,
             "num_held": self.link.num_held,
+            "num_sessions": len(self.sessions),
         }
 
     # -- control
@@ -611,6 +630,17 @@ class TokenizerManager:
             self._to_scheduler.send(AbortReq(abort_all=True))
         elif sent:
             self._to_scheduler.send(AbortReq(tuple(sent)))
+
+    def open_session(
+        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
+    ) -> str:
+        """Open a session; its id. See `Sessions.open`. Raises RequestError, CapacityError."""
+        self._check_accepting()
+        return self.sessions.open(session_id, capacity_of_str_len, timeout_s)
+
+    def close_session(self, session_id: str) -> None:
+        """Forget a session. Its running requests go on. Raises NotFoundError."""
+        self.sessions.close(session_id)
 
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""

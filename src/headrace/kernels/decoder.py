@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from headrace.kernels import cpu, registry
-from headrace.kernels.packing import QUANT_SCHEMES, PackedLinear, kv_cache_shapes
+from headrace.kernels.packing import KV_TYPES, QUANT_SCHEMES, PackedLinear, kv_cache_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class FusedDecoder:
             spec.head_dim,
             spec.eps,
             spec.layers[0].activation == "gelu_tanh",
-            k_caches[0].dtype == torch.bfloat16,
+            KV_TYPES[k_caches[0].dtype],
             k_caches[0].shape[0],
             spec.final_norm.data_ptr(),
         )

@@ -33,6 +33,12 @@ Layout = Literal[
 QUANT_SCHEMES: dict[str, int] = {"native_int8": 0, "native_int8_fast": 1, "native_int4": 2, "native_int4_min": 3}
 """QuantScheme of csrc/cpu/ops.h, by layout."""
 
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""KvType of csrc/cpu/ops.h, by dtype of the KV cache."""
+
+MAX_INT8_HEAD_DIM = 512
+"""Of an int8 KV cache: sums of its products fit 32 bits."""
+
 MAX_QUANTIZED_K = 65536
 """Longest row of a quantised linear: sums of its products fit 32 bits."""
 
@@ -215,14 +221,66 @@ def kv_cache_shapes(
     """Shapes of the K and the V cache of one layer. K is transposed within its page, V is not.
 
     bfloat16: K [num_pages, num_kv_heads, head_dim / 2, 16, 2]; float32: K [num_pages, num_kv_heads, head_dim, 16].
-    V [num_pages, num_kv_heads, 16, head_dim]. The owner fills both with zeros before first use.
-    ValueError for another dtype or a head_dim that is not a multiple of 16.
+    V [num_pages, num_kv_heads, 16, head_dim]. int8: both [num_pages, num_kv_heads, head_dim + 4, 16], the bytes and behind them 16
+    float32 scales, see `int8_parts`. The owner fills both with zeros before first use.
+    ValueError for another dtype or a head_dim that is not a multiple of 16, or beyond 512 for int8.
     """
     if head_dim <= 0 or head_dim % 16:
         raise ValueError(f"head_dim must be a multiple of 16, got {head_dim}")
+    if dtype == torch.int8:
+        if head_dim > MAX_INT8_HEAD_DIM:
+            raise ValueError(f"an int8 KV cache takes head_dim up to {MAX_INT8_HEAD_DIM}, got {head_dim}")
+        return ((num_pages, num_kv_heads, head_dim + 4, PAGE_SIZE),) * 2
     v_shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
     if dtype == torch.bfloat16:
         return (num_pages, num_kv_heads, head_dim // 2, PAGE_SIZE, 2), v_shape
     if dtype == torch.float32:
         return (num_pages, num_kv_heads, head_dim, PAGE_SIZE), v_shape
-    raise ValueError(f"the KV cache is bfloat16 or float32, got {dtype}")
+    raise ValueError(f"the KV cache is bfloat16, float32 or int8, got {dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Parts:
+    """Views into a pair of int8 caches, token o of a page at [..., o, ...].
+
+    k: int8[num_pages, num_kv_heads, head_dim / 2, 16, 2]. v: int8[num_pages, num_kv_heads, 8, head_dim, 2], token o at [o // 2, :, o % 2].
+    k_scales, v_scales: float32[num_pages, num_kv_heads, 4, 4], token o at [o // 4, o % 4].
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor
+    v_scales: torch.Tensor
+
+
+def int8_parts(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Int8Parts:
+    """What lies where in a pair of int8 caches."""
+    pages, heads, rows, _ = k_cache.shape
+    head_dim = rows - 4
+    k_bytes, v_bytes = k_cache[:, :, :head_dim], v_cache[:, :, :head_dim]
+    return Int8Parts(
+        k_bytes.view(pages, heads, head_dim // 2, PAGE_SIZE, 2),
+        v_bytes.view(pages, heads, PAGE_SIZE // 2, head_dim, 2),
+        k_cache.view(torch.float32)[:, :, head_dim:],
+        v_cache.view(torch.float32)[:, :, head_dim:],
+    )
+
+
+def kv_cache_geometry(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:
+    """(num_pages, num_kv_heads, head_dim) of a pair of caches; ValueError unless they are laid out as `kv_cache_shapes` says."""
+    if v_cache.dim() == 4 and k_cache.dtype == v_cache.dtype and k_cache.dtype in KV_TYPES:
+        num_pages, num_kv_heads, rows, size = v_cache.shape
+        head_dim = rows - 4 if v_cache.dtype == torch.int8 else size
+        if (
+            head_dim > 0
+            and head_dim % 16 == 0
+            and (tuple(k_cache.shape), tuple(v_cache.shape))
+            == kv_cache_shapes(num_pages, num_kv_heads, head_dim, k_cache.dtype)
+            and k_cache.is_contiguous()
+            and v_cache.is_contiguous()
+        ):
+            return num_pages, num_kv_heads, head_dim
+    raise ValueError(
+        f"{op}: caches must be contiguous, bfloat16, float32 or int8, laid out by kv_cache_shapes, "
+        f"got K {k_cache.dtype} {tuple(k_cache.shape)}, V {v_cache.dtype} {tuple(v_cache.shape)}"
+    )

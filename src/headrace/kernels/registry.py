@@ -22,6 +22,8 @@ OPS = (
     "linear",
     "quantize_rows",
     "rms_norm",
+    "layer_norm",
+    "moe",
     "rotary",
     "silu_mul",
     "gelu_tanh_mul",
@@ -30,6 +32,8 @@ OPS = (
     "gather_kv",
     "paged_attention",
     "argmax",
+    "draw",
+    "exp_sums",
 )
 
 
@@ -94,9 +98,9 @@ def prefer(name: str) -> Iterator[None]:
         _chosen.clear()
 
 
-def for_layout(layout: str) -> Op:
-    """The `linear` that reads weights of this layout."""
-    return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], "linear")
+def for_layout(layout: str, op: str = "linear") -> Op:
+    """The `op` that reads weights of this layout."""
+    return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], op)
 
 
 def runs_native(device_type: str) -> bool:

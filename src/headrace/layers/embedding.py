@@ -1,21 +1,22 @@
 """Token embedding. Runs in the thread that runs the model."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.layers.linear import Linear
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.linear import Linear, unpack_weight
+from headrace.layers.weight import Keeper, Kept, Placement, Weight
 
 
 class Embedding:
     """table[ids] * scale.
 
-    tied: the output projection that shares this table. It keeps its own packed copy, because the kernels want another order of
-    elements than a lookup by row does. Where linear layers are quantised the table itself stays in the weights' dtype: a lookup reads one
-    row of it, so its size costs memory and no time.
+    tied: the output projection that shares this table. A lookup then reads the projection's packed weight and there is no table.
+    Where linear layers are quantised there is one, in the weights' dtype: a lookup reads one row of it, so its size costs memory and no
+    time.
     """
 
     def __init__(
@@ -25,31 +26,46 @@ class Embedding:
         self._scale = scale
         self._placement = placement
         self._tied = tied
+        self._shared = tied if placement.quantization == "none" else None
         self._table: torch.Tensor
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int[tokens] -> [tokens, size] in the compute dtype, a fresh tensor."""
-        return kernels.embedding(ids, self._table, self._scale)
+        table = self._table if self._shared is None else self._shared.packed
+        return kernels.embedding(ids, table, self._scale)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.weight`."""
         head = None if self._tied is None else next(self._tied.weights(""))
-        itemsize = self._placement.weight_dtype.itemsize + (0 if head is None else head.itemsize)
-        load_quantized = self._load_quantized if head is not None and head.load_quantized is not None else None
+        own: tuple[Keeper, ...] = () if self._shared is not None else (self,)
         yield Weight(
             f"{prefix}.weight",
             self._shape,
             self._load,
-            lambda: self._table,
-            itemsize=itemsize,
-            load_quantized=load_quantized,
+            self._read,
+            itemsize=(self._placement.weight_dtype.itemsize if own else 0) + (0 if head is None else head.itemsize),
+            load_quantized=self._load_quantized if head is not None and head.load_quantized is not None else None,
+            keepers=own if self._tied is None else (*own, self._tied),
         )
 
+    def kept(self) -> Kept:
+        """The table."""
+        return {"table": self._table}
+
+    def restore(self, kept: Kept) -> None:
+        """See `Keeper`."""
+        self._table = cast(torch.Tensor, kept["table"])
+
+    def _read(self) -> torch.Tensor:
+        if self._shared is None:
+            return self._table
+        return unpack_weight(self._shared.packed).to(self._placement.weight_dtype)
+
     def _load(self, tensor: torch.Tensor) -> None:
-        self._table = self._placement.place(tensor).contiguous()
+        if self._shared is None:
+            self._table = self._placement.place(tensor).contiguous()
         if self._tied is not None:
-            quantised = self._placement.quantization != "none"
-            next(self._tied.weights("")).load(tensor if quantised else self._table)
+            next(self._tied.weights("")).load(tensor)
 
     def _load_quantized(self, matrix: QuantizedMatrix) -> None:
         assert self._tied is not None, "a table without an output projection loads floats"

@@ -6,8 +6,10 @@ for the kernels. Does not own the product
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from itertools import accumulate
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +18,7 @@ from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels import PackedLinear
 from headrace.kernels.packing import unpack_quantized
 from headrace.layers.quantization import bytes_per_weight, join
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Kept, Placement, Weight
 
 
 class Linear:
@@ -61,6 +63,7 @@ class Linear:
                 if self._placement.quantization != "none"
                 else None,
                 layer=self,
+                keepers=(self,),
             )
             if self._bias:
                 yield Weight(
@@ -70,7 +73,16 @@ class Linear:
                     partial(self._read_bias, name),
                     init="zeros",
                     itemsize=self._placement.weight_dtype.itemsize,
+                    keepers=(self,),
                 )
+
+    def kept(self) -> Kept:
+        """The fields of `packed`."""
+        return {field.name: getattr(self._packed, field.name) for field in fields(self._packed)}
+
+    def restore(self, kept: Kept) -> None:
+        """See `Keeper`."""
+        self._packed = PackedLinear(**cast(Any, kept))
 
     def _load(self, part: str, tensor: torch.Tensor) -> None:
         quantise = self._placement.quantization != "none"

@@ -1,4 +1,4 @@
-"""RMSNorm (B. Zhang and R. Sennrich, 2019). Runs in the thread that runs the model."""
+"""RMSNorm (B. Zhang and R. Sennrich, 2019) and LayerNorm (J. Ba, J. Kiros and G. Hinton, 2016). Run in the thread that runs the model."""
 
 from collections.abc import Iterator
 
@@ -43,3 +43,35 @@ class RMSNorm:
     def _load(self, tensor: torch.Tensor) -> None:
         self._stored = tensor.to(device=self._placement.device, dtype=torch.float32, copy=True)
         self._weight = self._stored + self._offset if self._offset else self._stored
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight (+ bias)."""
+
+    def __init__(self, size: int, eps: float, placement: Placement, *, bias: bool = True) -> None:
+        self._size = size
+        self._eps = eps
+        self._device = placement.device
+        self._has_bias = bias
+        self._weight: torch.Tensor
+        self._bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [rows, size] -> [rows, size]. residual: becomes residual + x in place, and that is normalised."""
+        return kernels.layer_norm(x, self._weight, self._bias, self._eps, residual)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        """`<prefix>.weight`, and `.bias` where there is one."""
+        yield Weight(f"{prefix}.weight", (self._size,), self._load_weight, lambda: self._weight, init="ones")
+        if self._has_bias:
+            yield Weight(f"{prefix}.bias", (self._size,), self._load_bias, self._read_bias, init="zeros")
+
+    def _load_weight(self, tensor: torch.Tensor) -> None:
+        self._weight = tensor.to(device=self._device, dtype=torch.float32, copy=True)
+
+    def _load_bias(self, tensor: torch.Tensor) -> None:
+        self._bias = tensor.to(device=self._device, dtype=torch.float32, copy=True)
+
+    def _read_bias(self) -> torch.Tensor:
+        assert self._bias is not None
+        return self._bias

@@ -4,7 +4,7 @@ Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (where and 
 `Weight`s; the loader fills them. Used by the thread that loads the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -12,6 +12,19 @@ import torch
 
 from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+
+Kept = Mapping[str, torch.Tensor | int | str | None]
+"""What a layer keeps of its weights, by field."""
+
+
+class Keeper(Protocol):
+    """A layer that converts what it loads, and can take the result back instead."""
+
+    def kept(self) -> Kept:
+        """The converted weights; there once they have been loaded."""
+
+    def restore(self, kept: Kept) -> None:
+        """Take what `kept` gave, without a copy, in place of loading."""
 
 
 class Observable(Protocol):
@@ -29,6 +42,8 @@ class Weight:
     init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes, a fraction where weights are quantised.
     load_quantized: takes a quantised tensor instead, where the layer computes with one; None where it does not.
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
+    keepers: the layers that convert this tensor, so that it need not be loaded once all of them have been restored; empty where it is
+    kept nearly as it is.
     """
 
     name: str
@@ -39,6 +54,7 @@ class Weight:
     itemsize: float = 4
     load_quantized: Callable[[QuantizedMatrix], None] | None = None
     layer: Observable | None = None
+    keepers: tuple[Keeper, ...] = ()
 
 
 class HasWeights(Protocol):

@@ -13,7 +13,6 @@ import shutil
 import stat
 import tempfile
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -193,6 +192,7 @@ class ZmqReceiver:
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)
         self._taken: deque[Message] = deque()
+        self._timeout_ms = -1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
         self._waiter: asyncio.Future[None] | None = None
@@ -205,12 +205,14 @@ class ZmqReceiver:
 
     def recv(self, timeout_s: float) -> Message | None:
         """See `Receiver`."""
-        deadline_s = time.monotonic() + timeout_s
-        while (message := self.recv_nowait()) is None:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not self._socket.poll(max(1, int(left_s * 1000)), zmq.POLLIN):
-                return self.recv_nowait()
-        return message
+        if self._taken:
+            return self._taken.popleft()
+        timeout_ms = max(0, int(timeout_s * 1000))
+        if timeout_ms != self._timeout_ms:
+            self._timeout_ms = timeout_ms
+            self._socket.set(zmq.RCVTIMEO, timeout_ms)
+        # One call of the library for a message: looking first and polling then costs three.
+        return self._take(0)
 
     async def arecv(self) -> Message:
         """See `Receiver`."""
@@ -231,10 +233,10 @@ class ZmqReceiver:
         self._loop = None
         self._socket.close()
 
-    def _take(self) -> Message | None:
+    def _take(self, flags: int = zmq.NOBLOCK) -> Message | None:
         while True:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame = self._socket.recv(flags)
             except zmq.Again:
                 return None
             message = self._codec.decode(frame)

@@ -59,7 +59,8 @@ class PoolState(msgspec.Struct, frozen=True, gc=False):
 class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval.
 
-    forward_s: time the worker spent in steps since start. dp_rank: the replica's number.
+    forward_s: time the worker spent in steps since start. host_s: time the scheduler spent on planning and committing them; with
+    overlap mostly while a step ran. dp_rank: the replica's number.
     """
 
     pool: PoolState
@@ -81,6 +82,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     new_token_ratio: float
     waiting_tokens: int
     forward_s: float = 0.0
+    host_s: float = 0.0
     dp_rank: int = 0
 
 

@@ -6,7 +6,12 @@ from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
 
 
 class SessionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where in an open session a request goes on. Refused until sessions exist."""
+    """Where in an open session a request goes on.
+
+    id: of the session. rid: the request it goes on from; None = the latest one, or the session's beginning with `replace`.
+    offset: go on after so many tokens of what there is (negative: from its end); None or 0 = after all of it.
+    replace: what came after that request is forgotten, and aborted if it runs. drop_previous_output: go on after its prompt.
+    """
 
     id: str | None = None
     rid: str | None = None
@@ -20,7 +25,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
 
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt. Fields that may be one value or one per prompt are lists
-    when they differ. What this build cannot do (images, adapters, sessions, disaggregation) is refused by name.
+    when they differ. What this build cannot do (images, adapters, disaggregation) is refused by name.
     """
 
     text: str | list[str] | None = None

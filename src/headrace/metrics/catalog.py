@@ -4,14 +4,42 @@ Owns the registry and the names. Does not serve them (`metrics.export`). Lives i
 manager, from its event loop; the scheduler's gauges come with its `SchedulerStats`.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from headrace.messages.control import InternalState
 
 _SECONDS_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _SECONDS_LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class Tally(Collector):
+    """A histogram that is added to with every token: no lock and no walk over the buckets. Used in one event loop, as its scrapes are."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], model_name: str) -> None:
+        self._name, self._text, self._model_name = name, text, model_name
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int) -> None:
+        """`count` observations of `value`."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        family.add_metric([self._model_name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class Metrics:
@@ -39,9 +67,10 @@ class Metrics:
         self.time_to_first_token_s = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS_LONG
         )
-        self.inter_token_latency_s = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a sample.", _SECONDS_SHORT
+        self.inter_token_latency_s = Tally(
+            "headrace:inter_token_latency_seconds", "Between two tokens of a sample.", _SECONDS_SHORT, model_name
         )
+        self.registry.register(self.inter_token_latency_s)
         self.e2e_latency_s = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS_LONG)
         self.queue_time_s = self._histogram(
             "queue_time_seconds", "From arrival at the scheduler to the first step.", _SECONDS_LONG
@@ -54,6 +83,9 @@ class Metrics:
         self.num_queued = self._gauge("num_queue_reqs", "Samples that wait.")
         self.gen_throughput = self._gauge("gen_throughput", "Tokens generated per second, lately.")
         self.token_usage = self._gauge("token_usage", "Share of the KV pool that cannot be had, 0 to 1.")
+        self.scheduler_host_s = self._counter("scheduler_host_seconds", "Spent on planning and committing steps.")
+        self.steps = self._counter("steps", "Steps that the model ran.")
+        self.step_s = self._counter("step_seconds", "Spent in steps.")
         self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
         self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that nobody uses.")
         self.cache_hit_rate = self._gauge("cache_hit_rate", "Share of the tokens looked up that were cached, 0 to 1.")
@@ -86,6 +118,9 @@ class Metrics:
         # A scheduler that was started again counts from zero.
         self.prefix_query_tokens.inc(_added(state.prefix_query_tokens, last.prefix_query_tokens if last else 0))
         self.retracted_requests.inc(_added(state.num_retracted, last.num_retracted if last else 0))
+        self.scheduler_host_s.inc(_added(state.host_s, last.host_s if last else 0.0))
+        self.step_s.inc(_added(state.forward_s, last.forward_s if last else 0.0))
+        self.steps.inc(_added(state.num_steps, last.num_steps if last else 0))
         self._last_states[state.dp_rank] = state
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -100,5 +135,5 @@ class Metrics:
         )
 
 
-def _added(now: int, before: int) -> int:
+def _added(now: float, before: float) -> float:
     return now - before if now >= before else now

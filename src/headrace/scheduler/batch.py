@@ -36,20 +36,17 @@ class ScheduleBatch:
 
     def worker_batch(self) -> ModelWorkerBatch:
         """The plan in integers."""
-        num_rows = len(self.rows)
-        seqs = np.empty(num_rows, np.int32)
-        starts = np.empty(num_rows, np.int32)
-        counts = np.empty(num_rows, np.int32)
-        samples = np.empty(num_rows, np.bool_)
         slots: list[int] = []
         size = self.page_size
-        for i, row in enumerate(self.rows):
-            seqs[i], starts[i], counts[i], samples[i] = row.req.seq, row.start, row.count, row.samples
-            pages = row.req.pages
+        for row in self.rows:
+            pages, start = row.req.pages, row.start
             if row.count == 1:
-                slots.append(pages[row.start // size] * size + row.start % size)
+                slots.append(pages[start // size] * size + start % size)
             else:
-                slots += [pages[p // size] * size + p % size for p in range(row.start, row.start + row.count)]
+                slots += [pages[p // size] * size + p % size for p in range(start, start + row.count)]
+        numbers = np.array([(row.req.seq, row.start, row.count) for row in self.rows], np.int32)
+        seqs, starts, counts = np.ascontiguousarray(numbers.T)
+        samples = np.array([row.samples for row in self.rows], np.bool_)
         return ModelWorkerBatch(
             step=self.step,
             new=tuple(self.new),

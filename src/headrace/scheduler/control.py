@@ -73,6 +73,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         gen_throughput=gen_throughput,
         new_token_ratio=state.ratio.value,
         forward_s=counters.forward_s,
+        host_s=counters.host_s,
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
         dp_rank=state.config.dp_rank,
     )

@@ -90,11 +90,14 @@ class Scheduler:
         self._receive()
         state = self.state
         while len(state.in_flight) < self.config.max_steps_in_flight:
-            batch = planner.plan(state, self._clock())
+            begin_s = self._clock()
+            batch = planner.plan(state, begin_s)
             self._send(self._end_planned())
             if batch is None:
                 break
-            self.worker.submit(batch.worker_batch())
+            worker_batch = batch.worker_batch()
+            state.counters.host_s += self._clock() - begin_s
+            self.worker.submit(worker_batch)
             state.in_flight.append(batch)
         if state.in_flight:
             self._leave_idle()
@@ -111,10 +114,12 @@ class Scheduler:
             state.in_flight.popleft()
             self._send_batch(commit.fail(state, batch, error.message))
             return
+        begin_s = self._clock()
         state.in_flight.popleft()
         state.counters.num_steps += 1
         state.counters.forward_s += result.forward_s
         self._send_batch(commit.commit(state, batch, result))
+        state.counters.host_s += self._clock() - begin_s
         every = self.config.decode_log_interval
         if every and state.counters.num_steps % every == 0:
             self._log_statistics()

@@ -12,7 +12,7 @@ from headrace.scheduler.request import Req
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. forward_s: time the worker spent in steps."""
+    """Totals since start. forward_s: time the worker spent in steps. host_s: time spent here on planning and committing them."""
 
     num_steps: int = 0
     num_retracted: int = 0
@@ -25,6 +25,7 @@ class Counters:
     prefix_query_tokens: int = 0
     memory_repairs: int = 0
     forward_s: float = 0.0
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, 
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
 from headrace.server.routes import RouteSpec
+from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 
 log = get_logger(__name__)
 
@@ -40,7 +41,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     """Every route with its access; the busiest first, because they are tried in order."""
     native, control = NativeAPI(context), ControlAPI(context)
     chat, completions = ChatServing(context), CompletionServing(context)
-    models, tokens = ModelsAPI(context), TokenizeAPI(context)
+    models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
     get, post = ("GET",), ("POST",)
     # fmt: off
     table = [
@@ -53,6 +54,8 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/health_generate", get, "public", control.health_generate, "A token can be made"),
         RouteSpec("/tokenize", post, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody),
         RouteSpec("/detokenize", post, "user", tokens.detokenize, "Token ids to text", DetokenizeBody),
+        RouteSpec("/open_session", post, "user", sessions.open, "Open a session", OpenSessionBody),
+        RouteSpec("/close_session", post, "user", sessions.close, "Forget a session", CloseSessionBody),
         RouteSpec("/v1/models", get, "user", models.list_models, "Served models"),
         RouteSpec("/v1/models/{id:path}", get, "user", models.get_model, "One model"),
         RouteSpec("/model_info", get, "user", control.model_info, "The served model"),

@@ -52,6 +52,16 @@ class RequestFrontend(Protocol):
         """Abort the samples of `rid`, or all; an unknown rid is harmless."""
         ...
 
+    def open_session(
+        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
+    ) -> str:
+        """A new session's id. Raises RequestError, CapacityError."""
+        ...
+
+    def close_session(self, session_id: str) -> None:
+        """Forget a session. Raises NotFoundError."""
+        ...
+
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache unless requests run."""
         ...

@@ -13,13 +13,17 @@ _QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
     "int8-fast": int8_fast.quantize,
     "int4": int4.quantize,
 }
+# Quantised at a time: the temporaries stay in the processor's cache.
+_CHUNK_ELEMENTS = 1 << 18
 # Codes and half scales; int4 with minimums.
 _BYTES_PER_WEIGHT: dict[Scheme, float] = {"int8": 34 / 32, "int8-fast": 1.0, "int4": 20 / 32}
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedMatrix:
     """Round a weight [n, k] of any float dtype to nearest on the grid of `scheme`, which is not "none"."""
-    return _QUANTIZERS[scheme](weight.to(device="cpu", dtype=torch.float32))
+    num_rows = max(1, _CHUNK_ELEMENTS // weight.shape[1])
+    quantizer = _QUANTIZERS[scheme]
+    return stack([quantizer(rows.to(device="cpu", dtype=torch.float32)) for rows in weight.split(num_rows)])
 
 
 def join(parts: Sequence[torch.Tensor | QuantizedMatrix], scheme: Scheme) -> QuantizedMatrix:

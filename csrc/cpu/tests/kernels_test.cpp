@@ -1,0 +1,349 @@
+// Drives every kernel of every instruction set that this machine runs over odd shapes, and the thread pool, without Python: what
+// scripts/sanitize builds with the sanitizers. Each buffer is its own allocation of exactly the size that ops.h asks for, so a
+// read or write beyond it is seen. Checked here: the bits of a result do not depend on the number of threads, and the pool runs
+// every index once. That the values are right is tested in tests/kernels, against torch.
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../attention_plan.h"
+#include "../dispatch.h"
+#include "../quantized_call.h"
+#include "../threads.h"
+
+namespace headrace {
+namespace {
+
+int64_t g_passed = 0, g_failed = 0;
+
+void expect(bool holds, const std::string& what) {
+  ++(holds ? g_passed : g_failed);
+  if (!holds) std::printf("FAILED: %s\n", what.c_str());
+}
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// `count` elements, 64-byte aligned, no slack.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) : count_(count) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 64, static_cast<size_t>(std::max<int64_t>(1, count)) * sizeof(T)) != 0) throw std::bad_alloc();
+    data_.reset(static_cast<T*>(memory));
+    std::memset(memory, 0, static_cast<size_t>(count) * sizeof(T));
+  }
+  T* get() const { return data_.get(); }
+  T& operator[](int64_t i) const { return data_.get()[i]; }
+  int64_t size() const { return count_; }
+  std::vector<char> bytes() const {
+    const char* first = reinterpret_cast<const char*>(get());
+    return std::vector<char>(first, first + count_ * static_cast<int64_t>(sizeof(T)));
+  }
+
+ private:
+  struct Free {
+    void operator()(T* memory) const { std::free(memory); }
+  };
+  int64_t count_;
+  std::unique_ptr<T, Free> data_;
+};
+
+// xorshift32 (Marsaglia, 2003): the same values in every run.
+uint32_t g_random = 2463534242u;
+uint32_t next_random() {
+  g_random ^= g_random << 13;
+  g_random ^= g_random >> 17;
+  return g_random ^= g_random << 5;
+}
+
+Buffer<float> floats(int64_t count) {
+  Buffer<float> out(count);
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(next_random() >> 8) / (1 << 23) - 1.0f;
+  return out;
+}
+
+Buffer<uint16_t> bf16s(int64_t count) {
+  const Buffer<float> source = floats(count);
+  Buffer<uint16_t> out(count);
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &source[i], 4);
+    out[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return out;
+}
+
+// Bytes that are small positive numbers as codes and as halves alike: a packed weight of any scheme.
+Buffer<uint8_t> packed_bytes(int64_t count) {
+  Buffer<uint8_t> out(count);
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint8_t>(0x20 + next_random() % 16);
+  return out;
+}
+
+// Runs `body`, which returns the bytes of its result, with one and more threads, and expects the same bytes.
+void same_for_any_threads(const std::string& what, const std::function<std::vector<char>()>& body) {
+  set_num_threads(1);
+  const std::vector<char> want = body();
+  for (const int threads : {2, 3}) {
+    set_num_threads(threads);
+    expect(body() == want, std::string(kernels().isa) + " " + what + ", " + std::to_string(threads) + " threads");
+  }
+}
+
+std::string shape(std::initializer_list<int64_t> sizes) {
+  std::string out;
+  for (const int64_t size : sizes) out += " " + std::to_string(size);
+  return out;
+}
+
+void linears() {
+  struct Shape {
+    int64_t rows, n, k;
+  };
+  for (const Shape s : {Shape{1, 1, 1}, {1, 33, 31}, {2, 32, 32}, {3, 31, 65}, {7, 97, 33}, {8, 64, 160}, {13, 130, 95}, {65, 200, 129},
+                        {200, 40, 64}}) {
+    const int64_t columns = round_up(s.n, kPackedColumns), groups = round_up(s.k, kQuantGroup) / kQuantGroup;
+    const int64_t k_padded = groups * kQuantGroup, x_stride = s.k + 3, y_stride = s.n + 5;
+    // The last row of a strided matrix ends with its last element.
+    const Buffer<float> x = floats((s.rows - 1) * x_stride + s.k), bias = floats(columns), scales = floats(columns);
+    auto y = [&] { return floats((s.rows - 1) * y_stride + s.n); };
+    for (const bool accumulate : {false, true}) {
+      for (const bool has_bias : {false, true}) {
+        const float* const added = has_bias ? bias.get() : nullptr;
+        const Buffer<float> wide = floats(columns * s.k);
+        const Buffer<uint16_t> narrow = bf16s(columns * s.k);
+        for (const bool is_bf16 : {false, true}) {
+          const void* const weight = is_bf16 ? static_cast<const void*>(narrow.get()) : wide.get();
+          same_for_any_threads("linear" + shape({s.rows, s.n, s.k, is_bf16, accumulate}), [&] {
+            g_random = 7;
+            const Buffer<float> out = y();
+            kernels().linear({x.get(), x_stride, weight, is_bf16, added, out.get(), y_stride, s.rows, s.n, s.k, accumulate});
+            return out.bytes();
+          });
+        }
+        for (const QuantScheme scheme : {QuantScheme::kInt8, QuantScheme::kInt8Fast, QuantScheme::kInt4, QuantScheme::kInt4Min}) {
+          int64_t record = kQuantGroup * kPackedColumns;
+          if (scheme == QuantScheme::kInt4 || scheme == QuantScheme::kInt4Min) record /= 2;
+          if (scheme != QuantScheme::kInt8Fast) record += 2 * kPackedColumns;
+          if (scheme == QuantScheme::kInt4Min) record += 2 * kPackedColumns;
+          const Buffer<uint8_t> weight = packed_bytes(columns / kPackedColumns * groups * record);
+          same_for_any_threads("quantised linear" + shape({s.rows, s.n, s.k, static_cast<int>(scheme), accumulate}), [&] {
+            g_random = 7;
+            const Buffer<float> out = y();
+            run_linear_quantized(x.get(), x_stride, scheme, weight.get(), scales.get(), added, out.get(), y_stride, s.rows, s.n,
+                                 s.k, accumulate);
+            return out.bytes();
+          });
+        }
+      }
+    }
+    for (const bool by_group : {false, true}) {
+      same_for_any_threads("quantise rows" + shape({s.rows, s.k, by_group}), [&] {
+        const int64_t num_scales = s.rows * (by_group ? groups : 1);
+        const Buffer<int8_t> values(s.rows * k_padded);
+        const Buffer<float> row_scales(num_scales);
+        const Buffer<int32_t> sums(num_scales);
+        kernels().quantize_rows({x.get(), x_stride, values.get(), row_scales.get(), sums.get(), s.rows, s.k, by_group});
+        return values.bytes();
+      });
+    }
+  }
+}
+
+// Work over rows: norms, gates, lookups, argmax, rotation.
+void rows() {
+  for (const int64_t count : {1, 2, 5, 33}) {
+    for (const int64_t size : {1, 7, 16, 31, 64, 577}) {
+      const Buffer<float> x = floats(count * 2 * size), weight = floats(size), residual = floats(count * size);
+      for (const bool has_residual : {false, true}) {
+        same_for_any_threads("rms norm" + shape({count, size, has_residual}), [&] {
+          const Buffer<float> out(count * size), sum(count * size);
+          std::memcpy(sum.get(), residual.get(), static_cast<size_t>(sum.size()) * 4);
+          kernels().rms_norm({x.get(), size, has_residual ? sum.get() : nullptr, weight.get(), out.get(), count, size, 1e-5f});
+          return out.bytes();
+        });
+      }
+      same_for_any_threads("gates" + shape({count, size}), [&] {
+        const Buffer<float> silu(count * size), gelu(count * size);
+        kernels().silu_mul({x.get(), 2 * size, silu.get(), count, size});
+        kernels().gelu_tanh_mul({x.get(), 2 * size, gelu.get(), count, size});
+        std::vector<char> both = silu.bytes();
+        const std::vector<char> more = gelu.bytes();
+        both.insert(both.end(), more.begin(), more.end());
+        return both;
+      });
+      same_for_any_threads("argmax" + shape({count, size}), [&] {
+        const Buffer<int64_t> out(count);
+        kernels().argmax({x.get(), size, out.get(), count, size});
+        for (int64_t i = 0; i < count; ++i) {
+          const float* const row = x.get() + i * size;
+          expect(out[i] == std::max_element(row, row + size) - row, "argmax is the first largest" + shape({count, size}));
+        }
+        return out.bytes();
+      });
+    }
+  }
+  constexpr int64_t kTokens = 9, kHeads = 3, kPositions = 21;
+  for (const int64_t head_dim : {16, 48, 64}) {
+    for (const int64_t rotary_dim : {head_dim, head_dim / 2}) {
+      const Buffer<float> cos = floats(kPositions * rotary_dim / 2), sin = floats(kPositions * rotary_dim / 2);
+      const Buffer<float> weight = floats(head_dim);
+      const Buffer<int32_t> positions(kTokens);
+      for (int64_t i = 0; i < kTokens; ++i) positions[i] = static_cast<int32_t>(kPositions - 1 - 2 * i);
+      same_for_any_threads("head norm and rotary" + shape({head_dim, rotary_dim}), [&] {
+        g_random = 11;
+        const Buffer<float> x = floats(kTokens * kHeads * head_dim);
+        kernels().head_norm({x.get(), kHeads * head_dim, weight.get(), kTokens, kHeads, head_dim, 1e-6f});
+        kernels().rotary(
+            {x.get(), kHeads * head_dim, positions.get(), cos.get(), sin.get(), kTokens, kHeads, head_dim, rotary_dim});
+        return x.bytes();
+      });
+    }
+  }
+}
+
+// A cache written by write_kv, read by gather_kv and by attention: prompts, chunks and decode rows of several lengths.
+void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, bool is_bf16, int64_t window, float softcap) {
+  const std::vector<int64_t> lengths = {1, 16, 17, 300, 1025, 2100}, rows = {1, 16, 5, 1, 70, 1};
+  const int64_t num_seqs = static_cast<int64_t>(lengths.size()), max_pages = round_up(2100, kPageSize) / kPageSize;
+  int64_t num_pages = 0, tokens = 0, rows_total = 0;
+  const Buffer<int32_t> table(num_seqs * max_pages), seq_lens(num_seqs), q_starts(num_seqs + 1);
+  std::vector<int32_t> slots;
+  for (int64_t i = 0; i < num_seqs; ++i) {
+    const int64_t length = lengths[static_cast<size_t>(i)];
+    for (int64_t p = 0; p * kPageSize < length; ++p) table[i * max_pages + p] = static_cast<int32_t>(num_pages++);
+    for (int64_t t = 0; t < length; ++t) {
+      slots.push_back(static_cast<int32_t>(table[i * max_pages + t / kPageSize] * kPageSize + t % kPageSize));
+    }
+    seq_lens[i] = static_cast<int32_t>(length);
+    rows_total += rows[static_cast<size_t>(i)];
+    q_starts[i + 1] = static_cast<int32_t>(rows_total);
+    tokens += length;
+  }
+  const int64_t elements = num_pages * num_kv_heads * kPageSize * head_dim, width = num_kv_heads * head_dim;
+  const Buffer<uint8_t> k_cache(elements * (is_bf16 ? 2 : 4)), v_cache(elements * (is_bf16 ? 2 : 4));
+  const KvCache cache = {k_cache.get(), v_cache.get(), is_bf16, num_kv_heads, head_dim};
+  const Buffer<float> k = floats(tokens * width), v = floats(tokens * width), q = floats(rows_total * num_q_heads * head_dim);
+  const std::string what = shape({head_dim, num_kv_heads, num_q_heads, is_bf16, window});
+  same_for_any_threads("write and gather kv" + what, [&] {
+    const Buffer<float> k_back(tokens * width), v_back(tokens * width);
+    kernels().write_kv({k.get(), width, v.get(), width, cache, slots.data(), tokens});
+    kernels().gather_kv({k_back.get(), v_back.get(), cache, slots.data(), tokens});
+    return v_back.bytes();
+  });
+  same_for_any_threads("attention" + what, [&] {
+    const Buffer<float> out(rows_total * num_q_heads * head_dim);
+    const AttentionArgs args = {q.get(), num_q_heads * head_dim, out.get(), cache, table.get(), max_pages,
+                                num_q_heads, 0.125f, window, softcap};
+    const AttentionPlan plan = plan_attention(args, seq_lens.get(), q_starts.get(), num_seqs, rows_total, max_pages, num_pages);
+    kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
+    return out.bytes();
+  });
+}
+
+void attention() {
+  attention_of(64, 1, 3, true, 0, 0.0f);
+  attention_of(64, 2, 2, false, 0, 0.0f);
+  attention_of(16, 1, 7, true, 100, 0.0f);
+  attention_of(80, 1, 1, true, 0, 30.0f);
+}
+
+void lookups() {
+  constexpr int64_t kVocabulary = 11, kTokens = 6;
+  for (const int64_t size : {1, 17, 64}) {
+    const Buffer<float> wide = floats(kVocabulary * size);
+    const Buffer<uint16_t> narrow = bf16s(kVocabulary * size);
+    const Buffer<int64_t> ids(kTokens);
+    for (int64_t i = 0; i < kTokens; ++i) ids[i] = kVocabulary - 1 - i;
+    for (const bool is_bf16 : {false, true}) {
+      same_for_any_threads("embedding" + shape({size, is_bf16}), [&] {
+        const Buffer<float> out(kTokens * size);
+        EmbeddingArgs args{};
+        args.table = is_bf16 ? static_cast<const void*>(narrow.get()) : wide.get();
+        args.table_is_bf16 = is_bf16;
+        args.ids = ids.get();
+        args.ids_are_int64 = true;
+        args.out = out.get();
+        args.tokens = kTokens;
+        args.hidden_size = size;
+        args.scale = 1.0f;
+        kernels().embedding(args);
+        return out.bytes();
+      });
+    }
+  }
+}
+
+// Several callers at once, jobs within jobs, sessions, and the number of threads changing under them.
+void pool() {
+  for (const int threads : {1, 2, 4}) {
+    set_num_threads(threads);
+    for (const int64_t n : {1, 2, 63, 1000}) {
+      for (const int64_t grain : {1, 7, 2000}) {
+        const Buffer<int32_t> hits(n);
+        parallel_for(n, grain, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) ++hits[i];  // a data race if two blocks overlap
+        });
+        expect(std::count(hits.get(), hits.get() + n, 1) == n, "every index once" + shape({threads, n, grain}));
+      }
+    }
+  }
+  std::atomic<int64_t> total{0};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&] {
+      for (int job = 0; job < 200; ++job) {
+        const PoolSession session;
+        parallel_for(50, 1, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) parallel_for(2, 1, [&](int64_t b, int64_t e) { total += e - b; });
+        });
+      }
+    });
+  }
+  std::thread changer([] {
+    for (int i = 0; i < 50; ++i) {
+      set_num_threads(1 + i % 4);
+      std::this_thread::yield();
+    }
+  });
+  for (std::thread& caller : callers) caller.join();
+  changer.join();
+  expect(total == 3 * 200 * 50 * 2, "jobs of several callers, with jobs inside");
+}
+
+// names: instruction sets, `best` for the first that runs here; none: all.
+int run(const std::vector<std::string>& names) {
+  auto is_named = [&](const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); };
+  const std::string best = kernels().isa;
+  pool();
+  for (const std::string& isa : compiled_isas()) {
+    if (!names.empty() && !is_named(isa) && !(isa == best && is_named("best"))) continue;
+    const std::string reason = why_not_isa(isa);
+    if (!reason.empty()) {
+      std::printf("skipped %s: %s\n", isa.c_str(), reason.c_str());
+      continue;
+    }
+    select_isa(isa);
+    linears();
+    rows();
+    attention();
+    lookups();
+  }
+  set_num_threads(1);  // ends the workers
+  std::printf("%lld passed, %lld failed\n", static_cast<long long>(g_passed), static_cast<long long>(g_failed));
+  return g_failed == 0 && g_passed > 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace headrace
+
+int main(int argc, char** argv) { return headrace::run({argv + 1, argv + argc}); }

@@ -1,0 +1,314 @@
+"""The folder of packed weights: files that hold a model's weights as the kernels want them, so that a second start need not convert.
+
+Owns the format of a file, where files live, what names them, and which go when there are too many. Does not own what is in them
+(`execution.weight_cache`). No torch. Used by the process that loads a model, and by `headrace cache`.
+
+A file: 8 bytes of magic, the length of the header (uint64) and its CRC-32 (uint64), little-endian; the header, JSON; zeros up to a
+multiple of 4096; the tensors, each at a multiple of 64. Every tensor has a CRC-32, so a file that was cut off, or damaged on disk, is
+found out and made anew. A file appears under its name only when it is complete, so readers and writers need no locks, and any file may
+be deleted at any time.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headrace.checkpoint.names import cache_dir
+from headrace.errors import HeadraceError
+
+Buffer = memoryview | bytes | mmap.mmap
+
+_MAGIC = b"HRWEIGHT"
+_PROLOGUE = struct.Struct("<8sQQ")
+_SUFFIX = ".weights"
+_PAGE = 4096
+_ALIGNMENT = 64
+_CHUNK_BYTES = 4 << 20
+_MAX_HEADER_BYTES = 64 << 20
+_MAX_SHARE = 0.25
+"""Of the disk space that is free or taken by the cache, the most that the cache may take."""
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 64 << 10
+
+
+class WeightCacheError(HeadraceError):
+    """A file of the cache cannot be read or written. Never reaches a user as an error: the weights are converted again."""
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """dtype: its torch name. offset: bytes from the start of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    crc32: int
+
+
+class StoredLayer(msgspec.Struct, frozen=True):
+    """What one layer keeps: tensors, and the facts that say how they are laid out."""
+
+    name: str
+    fields: dict[str, StoredTensor | int | str | None]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """identity: everything that the bytes depend on (`identity`). model, precision: for people."""
+
+    identity: str
+    model: str
+    precision: str
+    layers: tuple[StoredLayer, ...]
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedFile:
+    """One file of the cache, for lists. used_s: when it was last written or read, seconds since the epoch."""
+
+    path: Path
+    model: str
+    precision: str
+    num_bytes: int
+    used_s: float
+
+
+def folder() -> Path:
+    """Where the files live."""
+    return cache_dir() / "weights"
+
+
+def identity(files: Iterable[Path], facts: Mapping[str, object]) -> str:
+    """A name for what is made of `files` under `facts`: 64 hexadecimal digits.
+
+    A file counts with its name, size, time of change (nanoseconds) and a hash of its beginning, its end and samples between: reading
+    all of it would cost what the cache saves, and weights that were trained further differ everywhere. Raises OSError.
+    """
+    described = [(file.name, *_fingerprint(file)) for file in sorted(files)]
+    text = json.dumps([described, dict(facts)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def code_digest(root: Path) -> str:
+    """A hash of the code below `root` that makes packed weights: other code, other files."""
+    digest = hashlib.sha256()
+    for room in ("checkpoint", "kernels", "layers", "models"):
+        for file in sorted((root / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def path_of(identity: str) -> Path:
+    """The file of this identity, there or not."""
+    return folder() / f"{identity[:32]}{_SUFFIX}"
+
+
+class WeightFile:
+    """An open file of the cache. header; read() gives the data."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the header. Raises FileNotFoundError, or WeightCacheError when it is no whole file of this format."""
+        try:
+            self._file = path.open("rb")
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise WeightCacheError(f"{path.name} cannot be opened: {error.strerror}") from error
+        try:
+            self._read_header(path)
+        except OSError as error:
+            self.close()
+            raise WeightCacheError(f"{path.name} cannot be read: {error.strerror}") from error
+        except WeightCacheError:
+            self.close()
+            raise
+
+    def _read_header(self, path: Path) -> None:
+        prologue = self._file.read(_PROLOGUE.size)
+        if len(prologue) < _PROLOGUE.size:
+            raise WeightCacheError(f"{path.name} is cut off")
+        magic, length, crc32 = _PROLOGUE.unpack(prologue)
+        if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+            raise WeightCacheError(f"{path.name} is not a file of packed weights")
+        text = self._file.read(length)
+        if len(text) < length or zlib.crc32(text) != crc32:
+            raise WeightCacheError(f"{path.name}: its header is damaged")
+        try:
+            self.header = msgspec.json.decode(text, type=Header)
+        except msgspec.DecodeError as error:
+            raise WeightCacheError(f"{path.name}: its header is of another version ({error})") from error
+        self._data_start = _round_up(_PROLOGUE.size + length, _PAGE)
+        size = os.fstat(self._file.fileno()).st_size
+        if size != self._data_start + self.header.data_bytes:
+            raise WeightCacheError(
+                f"{path.name} has {size} bytes, not {self._data_start + self.header.data_bytes}: it is cut off"
+            )
+        self._path = path
+
+    def read(self, progress: Callable[[int, int], None] = lambda done, total: None) -> mmap.mmap:
+        """All the data in fresh memory, in huge pages where there are any. Raises WeightCacheError when a checksum is wrong."""
+        data = mmap.mmap(-1, max(1, self.header.data_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            data.madvise(mmap.MADV_HUGEPAGE)
+        tensors = [
+            field for layer in self.header.layers for field in layer.fields.values() if isinstance(field, StoredTensor)
+        ]
+        view = memoryview(data)
+        done = 0
+        try:
+            for tensor in tensors:
+                self._read_tensor(tensor, view)
+                done += tensor.num_bytes
+                progress(done, self.header.data_bytes)
+            with contextlib.suppress(OSError):  # a folder that may only be read
+                os.utime(self._path)
+        except OSError as error:
+            raise WeightCacheError(f"{self._path.name} cannot be read: {error.strerror}") from error
+        return data
+
+    def _read_tensor(self, tensor: StoredTensor, into: memoryview) -> None:
+        begin, end, crc32 = tensor.offset, tensor.offset + tensor.num_bytes, 0
+        if not 0 <= begin <= end <= len(into):
+            raise WeightCacheError(f"{self._path.name}: a tensor lies outside the file")
+        self._file.seek(self._data_start + begin)
+        # In pieces, so that the checksum finds them in the processor's cache.
+        for at in range(begin, end, _CHUNK_BYTES):
+            piece = into[at : min(end, at + _CHUNK_BYTES)]
+            if self._file.readinto(piece) < len(piece):
+                raise WeightCacheError(f"{self._path.name} is cut off")
+            crc32 = zlib.crc32(piece, crc32)
+        if crc32 != tensor.crc32:
+            raise WeightCacheError(f"{self._path.name}: a checksum is wrong")
+
+    def close(self) -> None:
+        """Let go of the file; what was read stays."""
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """A tensor to write: its torch dtype, shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def write(
+    identity: str, model: str, precision: str, layers: Mapping[str, Mapping[str, TensorBytes | int | str | None]]
+) -> Path:
+    """Write the file of `identity`, complete or not at all. layers: by name, what each keeps. Raises WeightCacheError.
+
+    Removes the files that were used longest ago when the cache takes more than its share of the disk.
+    """
+    offset = 0
+    stored: list[StoredLayer] = []
+    buffers: list[tuple[int, memoryview]] = []
+    for name, fields in layers.items():
+        described: dict[str, StoredTensor | int | str | None] = {}
+        for field, value in fields.items():
+            if isinstance(value, TensorBytes):
+                num_bytes = value.data.nbytes
+                described[field] = StoredTensor(value.dtype, value.shape, offset, num_bytes, zlib.crc32(value.data))
+                buffers.append((offset, value.data))
+                offset = _round_up(offset + num_bytes, _ALIGNMENT)
+            else:
+                described[field] = value
+        stored.append(StoredLayer(name, described))
+    header = msgspec.json.encode(Header(identity, model, precision, tuple(stored), offset))
+    start = _round_up(_PROLOGUE.size + len(header), _PAGE)
+    path = path_of(identity)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_room(start + offset)
+        handle, unfinished = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".unfinished", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_PROLOGUE.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
+                for at, data in buffers:
+                    file.seek(start + at)
+                    file.write(data)
+                file.truncate(start + offset)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+    except OSError as error:
+        raise WeightCacheError(f"cannot write to {path.parent}: {error.strerror}") from error
+    return path
+
+
+def cached_files() -> list[CachedFile]:
+    """The files of the cache, the latest used first. A damaged one has no model."""
+    found = []
+    for path in folder().glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):  # deleted meanwhile
+            status = path.stat()
+            model, precision = "(damaged)", ""
+            with contextlib.suppress(WeightCacheError):
+                file = WeightFile(path)
+                file.close()
+                model, precision = file.header.model, file.header.precision
+            found.append(CachedFile(path, model, precision, status.st_size, status.st_mtime))
+    return sorted(found, key=lambda file: -file.used_s)
+
+
+def clear() -> int:
+    """Delete every file, unfinished ones too. Returns the bytes that this frees. Raises WeightCacheError."""
+    freed = 0
+    for path in [*folder().glob(f"*{_SUFFIX}"), *folder().glob("*.unfinished")]:
+        try:
+            size = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise WeightCacheError(f"cannot delete {path}: {error.strerror}") from error
+        freed += size
+    return freed
+
+
+def _make_room(num_bytes: int) -> None:
+    """Delete what was used longest ago until so many bytes more are within the cache's share of the disk."""
+    files = cached_files()
+    taken = sum(file.num_bytes for file in files)
+    share = int((shutil.disk_usage(folder()).free + taken) * _MAX_SHARE)
+    if num_bytes > share:
+        raise WeightCacheError(
+            f"{num_bytes / 2**20:.0f} MiB are more than the {share / 2**20:.0f} MiB that it may take"
+        )
+    while taken + num_bytes > share:
+        oldest = files.pop()
+        oldest.path.unlink(missing_ok=True)
+        taken -= oldest.num_bytes
+
+
+def _fingerprint(path: Path) -> Sequence[object]:
+    """Size, time of change, and a hash of samples."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        digest = hashlib.sha256()
+        last = max(0, status.st_size - _SAMPLE_BYTES)
+        for number in range(_SAMPLES):
+            file.seek(last * number // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return status.st_size, status.st_mtime_ns, digest.hexdigest()
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

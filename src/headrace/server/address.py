@@ -1,0 +1,27 @@
+"""The listening socket. Apart from the server, which takes long to import: a port is bound, or refused, before anything is loaded."""
+
+import socket
+
+from headrace.errors import ConfigError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to (host, port); port 0 = any free one. Raises ConfigError saying what to change."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as exc:
+        raise ConfigError(f"--host {host}: not an address of this machine ({exc.strerror})") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        # Listening here and not later tells two servers on one port apart at once.
+        sock.listen(2048)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --port or --host") from None
+    sock.setblocking(False)
+    sock.set_inheritable(False)
+    return sock

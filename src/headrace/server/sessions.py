@@ -1,0 +1,46 @@
+"""Routes that open and close sessions (SPEC H7).
+
+Runs in the event loop of the main process. Who may call them is declared in app.py.
+"""
+
+import msgspec
+
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+
+
+class OpenSessionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """session_id: a name of the caller's own instead of a random one. See `Sessions.open` for the others."""
+
+    capacity_of_str_len: int = 0
+    session_id: str | None = None
+    timeout: float | None = None
+
+
+class CloseSessionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which session to forget."""
+
+    session_id: str
+
+
+_OPEN = msgspec.json.Decoder(OpenSessionBody)
+_CLOSE = msgspec.json.Decoder(CloseSessionBody)
+
+
+class SessionAPI:
+    """Handlers of the session routes."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def open(self, exchange: Exchange) -> None:
+        """A new session; the answer is its id, a JSON string."""
+        body = await exchange.read_json(_OPEN)
+        session_id = self.context.frontend.open_session(body.capacity_of_str_len, body.session_id, body.timeout)
+        await exchange.reply_json(session_id)
+
+    async def close(self, exchange: Exchange) -> None:
+        """Forget a session; 404 when there is none of this id."""
+        body = await exchange.read_json(_CLOSE)
+        self.context.frontend.close_session(body.session_id)
+        await exchange.reply_json({"success": True, "message": "the session is closed"})

@@ -1,0 +1,18 @@
+"""Packed weights of the tests go to a folder of their own, and away with it. Joined models stay where they are."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from headrace.checkpoint.names import cache_dir
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_weight_cache():
+    models = cache_dir() / "models"
+    with tempfile.TemporaryDirectory(prefix="headrace-cache-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADRACE_CACHE_DIR", folder)
+        if models.is_dir():
+            Path(folder, "models").symlink_to(models)
+        yield
