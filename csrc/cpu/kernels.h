@@ -23,7 +23,8 @@ void moe(const MoeArgs&);
 void quantize_rows(const QuantizeArgs&);
 void linear_quantized(const QuantizedLinearArgs&);
 float probe_read(const void* memory, int64_t bytes);
-float probe_fma(int64_t rounds);
+double probe_fma(int64_t rounds);
+double probe_dot(int64_t rounds);
 const KernelTable& table();
 
 }  // namespace HEADRACE_ISA

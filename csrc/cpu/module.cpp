@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "attention_plan.h"
 #include "decoder.h"
@@ -53,8 +54,9 @@ void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, A
 
 void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, Address negative_sums, int64_t rows, int64_t k,
                    bool by_group) {
-  kernels().quantize_rows(
-      {at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums), rows, k, by_group});
+  std::vector<float> scaled_sums(static_cast<size_t>(rows * (by_group ? (k + kQuantGroup - 1) / kQuantGroup : 1)));
+  kernels().quantize_rows({at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums),
+                           scaled_sums.data(), rows, k, by_group});
 }
 
 void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
@@ -174,9 +176,17 @@ void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t toke
                    at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs});
 }
 
+// In the order of Phase.
+std::vector<double> decoder_phase_seconds(Decoder& decoder) {
+  const auto seconds = decoder.phase_seconds();
+  return {seconds.begin(), seconds.end()};
+}
+
 float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at<void>(memory), bytes); }
 
-float probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
+double probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
+
+double probe_dot(int64_t rounds) { return kernels().probe_dot(rounds); }
 
 }  // namespace
 
@@ -201,9 +211,11 @@ NB_MODULE(_native, m) {
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)
-      .def("forward", &decoder_forward, unlocked);
+      .def("forward", &decoder_forward, unlocked)
+      .def("phase_seconds", &decoder_phase_seconds);
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
+  m.def("probe_dot", &probe_dot, unlocked);
   m.def("compiled_isas", &compiled_isas);
   m.def("why_not_isa", &why_not_isa);
   m.def("select_isa", &select_isa);

@@ -26,14 +26,15 @@ struct LinearArgs {
   bool accumulate;
 };
 
-// x[rows, k] as signed bytes [rows][k rounded up to 32], scaled by group of 32 (by_group) or by row: scales and negative_sums
-// (minus the sum of a group's or row's values) are [rows][groups] or [rows].
+// x[rows, k] as signed bytes [rows][k rounded up to 32], scaled by group of 32 (by_group) or by row: scales, negative_sums
+// (minus the sum of a group's or row's values) and scaled_sums (scale * negative_sum) are [rows][groups] or [rows].
 struct QuantizeArgs {
   const float* x;
   int64_t x_stride;
   int8_t* values;
   float* scales;
   int32_t* negative_sums;
+  float* scaled_sums;
   int64_t rows, k;
   bool by_group;
 };
@@ -50,6 +51,7 @@ struct QuantizedRows {
   int64_t values_stride;
   const float* scales;
   const int32_t* negative_sums;
+  const float* scaled_sums;
 };
 
 // y[rows, n] = x @ weight^T * column_scales (+ bias) (+ y when accumulate). column_scales and bias have n rounded up to 32 elements.
@@ -255,7 +257,8 @@ struct KernelTable {
   void (*quantize_rows)(const QuantizeArgs&);
   void (*linear_quantized)(const QuantizedLinearArgs&);
   float (*probe_read)(const void* memory, int64_t bytes);
-  float (*probe_fma)(int64_t rounds);
+  double (*probe_fma)(int64_t rounds);
+  double (*probe_dot)(int64_t rounds);
 };
 
 }  // namespace headrace

@@ -246,6 +246,10 @@ class DecoderLM:
             self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v), kv
         return reason
 
+    def phase_seconds(self) -> dict[str, float]:
+        """See `FusedDecoder.phase_seconds`; empty when the layers run op by op."""
+        return {} if self._fused is None else self._fused[0].phase_seconds()
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.logits`."""
         return self._head(hidden)
