@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -65,6 +65,17 @@ def process_name(kind: Kind, args: ServerArgs, rank: int) -> str:
     return f"{kind} {rank}" if kind == "scheduler" and args.dp_size > 1 else kind
 
 
+def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, rank: int) -> dict[str, str] | None:
+    """A replica sees one GPU: its own of those that we may use. None: as ours."""
+    if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
+        return None
+    visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not visible:
+        return {**own, "CUDA_VISIBLE_DEVICES": str(rank)}
+    # Beyond the last one it sees none, and `of_all_replicas` refuses.
+    return {**own, "CUDA_VISIBLE_DEVICES": visible[rank] if rank < len(visible) else ""}
+
+
 class ChildProcess:
     """A started child. `name` is its kind, with its number when there are several, for messages to people.
 
@@ -82,6 +93,7 @@ class ChildProcess:
             [sys.executable, "-m", "headrace.child", kind],
             stdin=subprocess.PIPE,
             pass_fds=(report_fd,),
+            env=environment(os.environ, kind, args, rank),
         )
         os.close(report_fd)
         assert self._popen.stdin is not None

@@ -321,8 +321,11 @@ class ChildParts(Parts):
             manager.part_down(dead.name, dead.rank if dead.kind == "scheduler" else None)
 
         def on_up(child: ChildProcess) -> None:
-            rank = child.rank if child.kind == "scheduler" else None
-            manager.part_up(child.name, rank, child.source, self.channels.sender("to_scheduler", child.rank))
+            if child.kind == "scheduler":
+                sender = self.channels.sender("to_scheduler", child.rank)
+                manager.part_up(child.name, child.rank, child.source, sender)
+            else:
+                manager.part_up(child.name)
 
         budget = RestartBudget(0 if self._args.disable_recovery else self._args.max_restarts)
         self._recovery = Recovery(

@@ -186,7 +186,7 @@ async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another
     gone = lives.frontend.channels.receiver("to_detokenizer").recv_nowait()
     assert gone == SourceGone(0)
 
-    lives.manager.part_up("detokenizer", None, 0, lives.frontend.channels.sender("to_scheduler"))
+    lives.manager.part_up("detokenizer")
     again = lives.engine.inbox.recv_nowait()
     assert unpack_int32(again.output_ids) == list(b"wx")
     out = StrOut("a", "yz", pack_int32(list(b"yz")), 4, finish=END)

@@ -713,7 +713,7 @@ class TokenizerManager:
 
     # -- deaths of the engine's processes, and their new lives; from any thread
 
-    def part_down(self, name: str, rank: int | None) -> None:
+    def part_down(self, name: str, rank: int | None = None) -> None:
         """A process has died and is being started again. rank: of a scheduler; None = the detokenizer."""
         if not self._is_in_loop(self.part_down, name, rank):
             return
@@ -726,14 +726,14 @@ class TokenizerManager:
         for communicator in (self._flushes, self._states, self._healths):
             communicator.fail_all(error)
 
-    def part_up(self, name: str, rank: int | None, source: int, sender: Sender) -> None:
-        """It is back. source, sender: of a scheduler's new life."""
+    def part_up(self, name: str, rank: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
+        """It is back. rank, source, sender: of a scheduler's new life."""
         if not self._is_in_loop(self.part_up, name, rank, source, sender):
             return
         self._heartbeats.pop(name, None)
         self.num_restarts += 1
         self.metrics.count_restart(name)
-        if rank is None:
+        if rank is None or sender is None:
             self.link.detokenizer_up()
         else:
             self.link.scheduler_up(rank, source, sender)
