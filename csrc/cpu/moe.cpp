@@ -28,6 +28,7 @@ struct Inputs {
   int8_t* values;
   float* scales;
   int32_t* negative_sums;
+  float* scaled_sums;
   int64_t k;
 
   int64_t groups() const { return ceil_div(k, kQuantGroup); }
@@ -36,7 +37,7 @@ struct Inputs {
   // Row `row` of the segment that begins at row `first`.
   void quantize(const float* x, const ExpertWeight& w, int64_t first, int64_t row) const {
     const int64_t at = first * groups() + (row - first) * (is_by_group(w) ? groups() : 1);
-    quantize_rows({x, k, values + row * padded(), scales + at, negative_sums + at, 1, k, is_by_group(w)});
+    quantize_rows({x, k, values + row * padded(), scales + at, negative_sums + at, scaled_sums + at, 1, k, is_by_group(w)});
   }
 };
 
@@ -63,7 +64,7 @@ Memory cut(Cutter memory, const MoeArgs& a, int64_t pass, size_t* bytes) {
   auto inputs = [&](int64_t k) {
     const int64_t groups = ceil_div(k, kQuantGroup);
     return Inputs{memory.take<float>(pass * k), memory.take<int8_t>(pass * groups * kQuantGroup), memory.take<float>(pass * groups),
-                  memory.take<int32_t>(pass * groups), k};
+                  memory.take<int32_t>(pass * groups), memory.take<float>(pass * groups), k};
   };
   const int64_t pairs = a.rows * a.top_k;
   Memory m;
@@ -95,7 +96,7 @@ void products(const Segment* segments, int64_t num_segments, const Inputs& x, in
       float* const out = y + s.first * n + column;
       if (is_quantized(w)) {
         const int64_t at = s.first * x.groups();
-        linear_quantized({{x.values + s.first * x.padded(), x.padded(), x.scales + at, x.negative_sums + at},
+        linear_quantized({{x.values + s.first * x.padded(), x.padded(), x.scales + at, x.negative_sums + at, x.scaled_sums + at},
                           static_cast<QuantScheme>(w.format), reinterpret_cast<const uint8_t*>(weight),
                           reinterpret_cast<const float*>(w.column_scales) + column, bias, out, n, s.rows, columns, x.padded(), false});
       } else {
