@@ -150,9 +150,10 @@ void linears() {
       same_for_any_threads("quantise rows" + shape({s.rows, s.k, by_group}), [&] {
         const int64_t num_scales = s.rows * (by_group ? groups : 1);
         const Buffer<int8_t> values(s.rows * k_padded);
-        const Buffer<float> row_scales(num_scales);
+        const Buffer<float> row_scales(num_scales), scaled_sums(num_scales);
         const Buffer<int32_t> sums(num_scales);
-        kernels().quantize_rows({x.get(), x_stride, values.get(), row_scales.get(), sums.get(), s.rows, s.k, by_group});
+        kernels().quantize_rows({x.get(), x_stride, values.get(), row_scales.get(), sums.get(), scaled_sums.get(), s.rows,
+                                 s.k, by_group});
         return values.bytes();
       });
     }
