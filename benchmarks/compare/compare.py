@@ -24,7 +24,7 @@ import peer_openvino
 from ratios import Rate, draw, rate_key, ratio_table, ratios
 from reference_texts import NUM_TOKENS
 from rich.console import Console
-from server_process import HERE, MODELS, PRECISIONS, Precision, ServerCommand, ServerProcess, free_port
+from peer_process import HERE, MODELS, PRECISIONS, Precision, ServerCommand, ServerProcess, free_port
 
 from headrace.benchmark.results import Result, document, print_results, write_json
 from headrace.benchmark.serving import LoadOptions, measure

@@ -19,7 +19,7 @@ import peer_headrace
 import peer_llama_cpp
 import peer_openvino
 from ratios import Rate, draw, ratio_table, ratios
-from server_process import ServerCommand, ServerProcess, free_port
+from peer_process import ServerCommand, ServerProcess, free_port
 
 
 class WordTokenizer:
