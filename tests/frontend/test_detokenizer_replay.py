@@ -62,6 +62,8 @@ def test_samples_of_a_source_that_is_gone_are_forgotten_and_others_are_not():
     detokenizer.forget(0)
 
     assert detokenizer.num_samples == 1
+    assert said(detokenizer, 0, row(b"z", 1, DecodeOptions())) == ""
+    assert detokenizer.num_samples == 1
 
 
 @pytest.mark.parametrize("source", [0, 3])

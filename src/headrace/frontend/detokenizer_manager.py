@@ -63,6 +63,7 @@ class DetokenizerManager:
         self._watchdog = watchdog or Watchdog("detokenizer", 0.0)
         self._sleep = sleep
         self._samples: dict[str, _Sample] = {}
+        self._gone: set[int] = set()
         self._faults: list[FaultReq] = []
 
     @property
@@ -99,7 +100,7 @@ class DetokenizerManager:
     def handle(self, batch: BatchTokenIDOut) -> BatchStrOut:
         """Text of every row. A row that cannot be decoded ends its sample with an abort; the scheduler is told to stop it."""
         rows = []
-        for row in batch.rows:
+        for row in batch.rows if batch.source not in self._gone else ():
             try:
                 out = self._handle_row(row, batch.source)
             except Exception:
@@ -112,7 +113,8 @@ class DetokenizerManager:
         return BatchStrOut(tuple(rows), batch.source)
 
     def forget(self, source: int) -> None:
-        """Nothing more comes of the samples that `source` spoke of; some of them go on elsewhere."""
+        """Nothing more comes of the samples that `source` spoke of; some of them go on elsewhere. What it still says is dropped."""
+        self._gone.add(source)
         self._samples = {rid: sample for rid, sample in self._samples.items() if sample.source != source}
 
     def add_fault(self, fault: FaultReq) -> None:

@@ -207,6 +207,9 @@ class EngineLink:
     def detokenizer_up(self) -> None:
         """It can be sent to again."""
         self._detokenizer_is_up = True
+        for source in sorted(self.gone):
+            # The new one may still hear of these what the old one had not read.
+            self._forget_source(source)
         self._release()
 
     def _forget_source(self, source: int) -> None:
