@@ -235,6 +235,9 @@ class FakeFrontend:
         pool = PoolState(1024, 512, 256, 256, 64, 64, True)
         return InternalState(pool, 1, 2, 0, 3, 0, 0, 4, 50, 60, 10, 40, 20, 0, 0, 12.5, 0.5, 7)
 
+    async def internal_states(self) -> list[InternalState]:
+        return [await self.internal_state()]
+
     async def health(self, generate: bool = False) -> bool:
         return self.alive
 

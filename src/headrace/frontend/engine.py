@@ -176,10 +176,11 @@ class Engine(WeightOperations):
         return self._wait(self._submit(self._manager.internal_state()))
 
     def get_server_info(self) -> dict[str, Any]:
-        """Options (without keys), what the scheduler said of the model, and its state."""
+        """Options (without keys), what the scheduler said of the model, and the state of each replica."""
         options = {name: value for name, value in asdict(self._manager.args).items() if name not in SECRETS}
         ready: dict[str, Any] = msgspec.to_builtins(self._running.ready)
-        return {**options, **ready, "internal_states": [msgspec.to_builtins(self.internal_state())]}
+        states = self._wait(self._submit(self._manager.internal_states()))
+        return {**options, **ready, "internal_states": msgspec.to_builtins(states)}
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine lives; with `generate`, whether it makes a token."""

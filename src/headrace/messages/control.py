@@ -61,6 +61,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
 
     forward_s: time the worker spent in steps since start. host_s: time the scheduler spent on planning and committing them; with
     overlap mostly while a step ran. paused: the mode, empty while generation goes on. released: tags of memory that was given back.
+    dp_rank: the replica's number.
     """
 
     pool: PoolState
@@ -86,6 +87,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"
+    dp_rank: int = 0
 
 
 class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
@@ -124,6 +126,18 @@ class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     """Leave the loop now. Running requests have been drained or given up by the sender."""
+
+
+class ResetReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """To a scheduler: forget every request without a word, and sign as `source` from now on. What it computed stays cached."""
+
+    source: int
+
+
+class SourceGone(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """To the detokenizer: nothing that `source` signed is of interest any more."""
+
+    source: int
 
 
 class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):

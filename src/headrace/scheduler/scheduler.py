@@ -19,6 +19,7 @@ from headrace.messages.control import (
     InternalState,
     InternalStateReply,
     InternalStateReq,
+    ResetReq,
     SchedulerStats,
     ShutdownReq,
 )
@@ -47,6 +48,7 @@ class Scheduler:
     """Composition of state, planner and commit around a worker. See the module's text.
 
     stop_checkers: makes the watcher of a request's stop strings. on_turn: called once per turn (watchdog).
+    source: signs the outputs, see `BatchTokenIDOut`.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class Scheduler:
         stop_checkers: StopCheckers,
         clock: Callable[[], float] = time.monotonic,
         on_turn: Callable[[], None] = lambda: None,
+        source: int = 0,
     ) -> None:
         self.config = config
         self.worker = worker
-        self.state = SchedulerState(config, kv, NewTokenRatio(config.conservativeness))
+        self.state = SchedulerState(config, kv, NewTokenRatio(config.conservativeness), source=source)
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
         self._to_tokenizer = to_tokenizer
@@ -174,6 +177,9 @@ class Scheduler:
                     self._to_detokenizer.send(message)
                 else:
                     state.faults.append(message)
+            case ResetReq():
+                commit.reset(state)
+                state.source = message.source
             case ShutdownReq():
                 self._stopping = True
             case _:
@@ -193,6 +199,8 @@ class Scheduler:
             self._inject_admission_fault(req)
             if request.sampling.stop or request.sampling.stop_regex:
                 req.stop_checker = self._stop_checkers(request)
+                for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
+                    req.stop_checker.push(token_id)
             state.waiting.append(req)
             return
         except HeadraceError as error:
@@ -210,9 +218,10 @@ class Scheduler:
             raise RequestError("the prompt is empty")
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
-        if len(self.state.waiting) >= self.config.max_queued:
+        # One that is sent again was accepted once.
+        if len(self.state.waiting) >= self.config.max_queued and not req.asked.attempt:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
-        whole = len(req.asked.input_ids) % TOKEN_BYTES == 0
+        whole = (len(req.asked.input_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
         self._check_allowed(req.asked.sampling)
@@ -243,7 +252,7 @@ class Scheduler:
 
     def _send(self, rows: list[TokenIDOut]) -> None:
         if rows:
-            self._to_detokenizer.send(BatchTokenIDOut(tuple(rows)))
+            self._to_detokenizer.send(BatchTokenIDOut(tuple(rows), self.state.source))
 
     def _send_batch(self, batch: BatchTokenIDOut | None) -> None:
         if batch is not None:

@@ -49,6 +49,7 @@ class SchedulerConfig:
     conservativeness: float = 1.0
     decode_log_interval: int = 0
     accept_faults: bool = False
+    dp_rank: int = 0
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class SchedulerState:
     ended: requests that the planner ended; their last output is still to be sent.
     group_cached: samples of one prompt -> tokens that were cached before the first of them.
     gate: whether steps may be planned. weight_version: what the weights are called.
+    source: what its outputs are signed with, see `BatchTokenIDOut`.
     """
 
     config: SchedulerConfig
@@ -96,3 +98,4 @@ class SchedulerState:
     weight_version: str = "default"
     next_order: int = 0
     next_step: int = 0
+    source: int = 0

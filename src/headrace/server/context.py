@@ -78,7 +78,11 @@ class RequestFrontend(Protocol):
         ...
 
     async def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the scheduler."""
+        """Counters and pool accounting of the schedulers, together."""
+        ...
+
+    async def internal_states(self) -> list[InternalState]:
+        """Of each that lives."""
         ...
 
     async def health(self, generate: bool = False) -> bool:
