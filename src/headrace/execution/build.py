@@ -7,6 +7,7 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,10 +15,12 @@ from headrace import kernels
 from headrace.attention import select
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
+from headrace.config.adapters import lora_paths
 from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_weights import load_model
+from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, give_back_free_memory, kv_token_budget
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
@@ -104,7 +107,11 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             page_size=config.page_size if attention.paged_kv() is not None else 0,
         )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
-        sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), resources.pop_all())
+        rename = partial(spec.rename, model_config)
+        loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
+        _load_adapters(args, loras)
+        runner = ModelRunner(model, attention, table, sampler, loras)
+        sync_worker = TpModelWorker(runner, resources.pop_all())
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)
@@ -125,6 +132,15 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         load_s=time.perf_counter() - begin,
         decisions=tuple(decisions),
     )
+
+
+def _load_adapters(args: ServerArgs, loras: LoraPool) -> None:
+    """Those of --lora-paths, numbered from 1. Raises ModelError naming the adapter."""
+    for lora_id, (name, path) in enumerate(lora_paths(args), start=1):
+        try:
+            loras.load(lora_id, path)
+        except ModelError as error:
+            raise ModelError(f"--lora-paths: adapter {name!r:.80}: {error.message}") from None
 
 
 def device_facts() -> DeviceFacts:

@@ -22,6 +22,7 @@ from headrace.errors import (
     RequestError,
     TooLargeError,
 )
+from headrace.frontend.adapters import Adapter
 from headrace.frontend.sessions import Turn
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import unpack_float32, unpack_int32
@@ -79,6 +80,7 @@ class ReqState:
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
     the leader end before its first token, there are none. logged_prompt: for the log. turn: its place in a session.
+    adapter: what it holds in memory until it leaves the table.
     """
 
     rid: str
@@ -96,6 +98,7 @@ class ReqState:
     leader: "ReqState | None" = None
     logged_prompt: str = ""
     turn: Turn | None = None
+    adapter: Adapter | None = None
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
     wants_logprobs: bool = False

@@ -141,6 +141,18 @@ class Runtime:
         with self._open("/close_session", json.dumps({"session_id": session_id}).encode()) as reply, _faults_mapped():
             reply.read()
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """As `Engine.load_lora_adapter`; the path is one of the server's machine. Raises RequestError, CapacityError."""
+        given = {"lora_name": lora_name, "lora_path": lora_path, "pinned": pinned}
+        with self._open("/load_lora_adapter", json.dumps(given).encode()) as reply, _faults_mapped():
+            reply.read()
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter, once the requests that use it have ended. Raises NotFoundError."""
+        given = {"lora_name": lora_name}
+        with self._open("/unload_lora_adapter", json.dumps(given).encode()) as reply, _faults_mapped():
+            reply.read()
+
     def encode(self, *_args: object, **_kwargs: object) -> Any:
         """Embeddings. Raises RequestError."""
         raise RequestError("encode is not supported yet: embedding models cannot be served")

@@ -1,12 +1,14 @@
 """Kernels: one function per op, backed by native code or torch, chosen by device and instruction set."""
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
+from headrace.kernels.lora import LoraFactors, LoraPart, LoraRows
 from headrace.kernels.ops import (
     argmax,
     embedding,
     gather_kv,
     gelu_tanh_mul,
     linear,
+    lora_delta,
     pack_linear,
     paged_attention,
     quantize_rows,
@@ -23,6 +25,9 @@ __all__ = [
     "DecoderLayerSpec",
     "DecoderSpec",
     "FusedDecoder",
+    "LoraFactors",
+    "LoraPart",
+    "LoraRows",
     "OpReport",
     "PackedLinear",
     "argmax",
@@ -31,6 +36,7 @@ __all__ = [
     "gelu_tanh_mul",
     "kv_cache_shapes",
     "linear",
+    "lora_delta",
     "num_threads",
     "pack_linear",
     "paged_attention",

@@ -30,6 +30,7 @@ OPS = (
     "gather_kv",
     "paged_attention",
     "argmax",
+    "lora_delta",
 )
 
 

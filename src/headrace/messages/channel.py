@@ -36,6 +36,7 @@ from headrace.messages.control import (
     SchedulerStats,
     ShutdownReq,
 )
+from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 
@@ -53,6 +54,9 @@ Message = (
     | InternalStateReply
     | HealthCheckReq
     | HealthCheckReply
+    | LoadLoraReq
+    | UnloadLoraReq
+    | LoraReply
     | SchedulerStats
     | Heartbeat
     | ShutdownReq
