@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.checkpoint.model_config import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
@@ -19,6 +19,8 @@ from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -168,7 +170,7 @@ def _named(names: tuple[str, ...] | str, module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _exception(patterns: dict[str, Any], module: str, default: Any) -> Any:
+def _exception(patterns: dict[str, T], module: str, default: T) -> T:
     """The value of the first pattern that ends the module's name at a dot, as peft looks it up."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 

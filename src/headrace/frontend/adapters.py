@@ -7,7 +7,7 @@ tokenizer manager, in its event loop only.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
@@ -36,11 +36,8 @@ class Adapter:
 class Adapters:
     """See the module's text. loaded: (name, path) of those that the engine has loaded at start, as its numbers 1, 2, ..."""
 
-    def __init__(
-        self, max_loras: int, model_name: str, loaded: Sequence[tuple[str, str]], call_engine: CallEngine
-    ) -> None:
+    def __init__(self, max_loras: int, loaded: Sequence[tuple[str, str]], call_engine: CallEngine) -> None:
         self._max_loras = max_loras
-        self._model_name = model_name
         self._call = call_engine
         self._by_name = {
             name: Adapter(name, path, lora_id=number) for number, (name, path) in enumerate(loaded, start=1)
@@ -54,6 +51,14 @@ class Adapters:
     def names(self) -> list[str]:
         """Every adapter that requests may name, in the order of their coming."""
         return [name for name, adapter in self._by_name.items() if not adapter.leaving]
+
+    def check_number(self, names: Iterable[str]) -> None:
+        """Raises RequestError for more adapters in one call than memory holds: they could never be there together."""
+        number = len(set(filter(None, names)))
+        if number > self._max_loras:
+            raise RequestError(
+                f"{number} adapters in one request; this server holds {self._max_loras} (--max-loras)", "lora_path"
+            )
 
     async def load(self, name: str, path: str, pinned: bool) -> None:
         """Read an adapter into memory and let requests name it. Raises RequestError when it is refused, CapacityError when none can leave.
@@ -121,11 +126,10 @@ class Adapters:
             raise RequestError(f"the adapter {name!r:.100} is being unloaded", param)
         return adapter
 
-    def _check_name(self, name: str) -> None:
+    @staticmethod
+    def _check_name(name: str) -> None:
         if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
-        if name == self._model_name:
-            raise RequestError(f"{name!r} is the model's own name", "lora_name")
 
     async def _bring_in(self, adapter: Adapter) -> None:
         """Under the lock: make room, and load it under a new number."""

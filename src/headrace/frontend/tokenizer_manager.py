@@ -144,9 +144,7 @@ class TokenizerManager:
         self._states = Communicator[InternalStateReply]("internal_state")
         self._healths = Communicator[HealthCheckReply]("health")
         self._lora_replies = Communicator[LoraReply]("adapters")
-        self._adapters = Adapters(
-            args.max_loras, args.served_model_name or args.model_path, lora_paths(args), self._call_about_lora
-        )
+        self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora)
         self._dispatcher = TypeBasedDispatcher()
         self._dispatcher.register(LoraReply, self._lora_replies.handle)
         self._dispatcher.register(BatchStrOut, self._on_outputs)
@@ -246,6 +244,7 @@ class TokenizerManager:
         self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every prompt: nothing is sent unless all are good. Raises RequestError."""
+        self._adapters.check_number(prompt.adapter for prompt in call.prompts)
         texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
         encoded = iter(await self._batch_tokenizer.encode(texts) if texts else ())
         samples = iter(state.samples)
@@ -647,6 +646,7 @@ class TokenizerManager:
         await self._adapters.unload(lora_name)
 
     async def _call_about_lora(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> LoraReply:
+        self._check_control()
         replies = await self._lora_replies.call(lambda i: self._to_scheduler.send(make(i)), LORA_TIMEOUT_S)
         return replies[0]
 

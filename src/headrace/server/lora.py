@@ -5,6 +5,7 @@ Runs in the event loop of the main process. Who may call the routes is declared 
 
 import msgspec
 
+from headrace.errors import RequestError
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 
@@ -36,6 +37,8 @@ class LoraAPI:
     async def load(self, exchange: Exchange) -> None:
         """Load an adapter; 400 with the reason when it is refused, 503 when there is no room."""
         body = await exchange.read_json(_LOAD)
+        if body.lora_name == self.context.model.name:
+            raise RequestError(f"{body.lora_name!r} is the model's own name", "lora_name")
         async with exchange.until_client_leaves():
             await self.context.frontend.load_lora_adapter(body.lora_name, body.lora_path, body.pinned)
         await self._done(exchange, "the adapter is loaded")
