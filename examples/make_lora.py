@@ -1,6 +1,6 @@
 """Makes a small LoRA adapter in peft's format for a model: random factors, enough to see an adapter change the answers.
 
-    python examples/make_lora.py smollm2 /tmp/pirate --rank 8 --seed 1
+python examples/make_lora.py smollm2 /tmp/pirate --rank 8 --seed 1
 """
 
 import argparse

@@ -16,7 +16,7 @@ from headrace.server.context import ServerStatus
 USER, ADMIN = "user-kéy", "admin-key"
 
 PUBLIC = {"/health", "/ready", "/ping", "/health_generate", "/metrics"}
-ADMIN_ONLY = {"/flush_cache", "/internal_state", "/inject_fault"}
+ADMIN_ONLY = {"/flush_cache", "/internal_state", "/inject_fault", "/load_lora_adapter", "/unload_lora_adapter"}
 
 KEYS: dict[str, bytes | None] = {
     "none": None,
