@@ -6,6 +6,7 @@
 // depend on the row's own position only. Tiles put several rows (heads of one KV head, neighbouring positions) on one load of K
 // and V; a key that a row does not see gets weight exactly 0. Hence a row's bits do not depend on what shares its tile, on
 // chunking, or on which thread took which split: decode equals extend.
+#include "attention_products.h"
 #include "kernels.h"
 #include "simd.h"
 #include "threads.h"
@@ -14,123 +15,7 @@ namespace headrace {
 namespace HEADRACE_ISA {
 namespace {
 
-constexpr int64_t kScoreStride = kKeyBlock + 16;  // floats; off a power of two, so that rows spread over cache sets
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int kPagesOfBlock = kKeyBlock / kPageSize;
-
-// Element pair (2 i, 2 i + 1) of kLanes keys; `keys` points at the first of them in its page.
-HEADRACE_INLINE void load_key_pair(const bf16* keys, int64_t i, vf& even, vf& odd) {
-  load_interleaved(keys + i * 2 * kPageSize, even, odd);
-}
-HEADRACE_INLINE void load_key_pair(const float* keys, int64_t i, vf& even, vf& odd) {
-  even = load(keys + 2 * i * kPageSize);
-  odd = load(keys + (2 * i + 1) * kPageSize);
-}
-template <class T>
-constexpr int64_t kKeyElements = sizeof(T) == 2 ? 2 * kLanes : kLanes;  // of kLanes keys in one packed row
-
-// scores[p][r][j] = q[r] . key j of vector p, one chain over the elements per score. Meanwhile the values of the same pages are
-// fetched: they are needed next, and a decode step finds them in memory.
-template <class T, int R, int P>
-HEADRACE_INLINE void score_vectors(const float* q, int64_t head_dim, const T* const (&keys)[P], const T* const (&values)[P],
-                                  float* const (&scores)[P]) {
-  vf sum[R][P];
-  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    HEADRACE_UNROLL for (int p = 0; p < P; ++p) sum[r][p] = splat(0.0f);
-  }
-  for (int64_t i = 0; i < head_dim / 2; ++i) {
-    vf even[P], odd[P];
-    HEADRACE_UNROLL for (int p = 0; p < P; ++p) {
-      prefetch(values[p] + i * 2 * kPageSize);
-      load_key_pair(keys[p], i, even[p], odd[p]);
-    }
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      const vf a = splat(q[r * head_dim + 2 * i]), b = splat(q[r * head_dim + 2 * i + 1]);
-      HEADRACE_UNROLL for (int p = 0; p < P; ++p) sum[r][p] = fma(b, odd[p], fma(a, even[p], sum[r][p]));
-    }
-  }
-  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    HEADRACE_UNROLL for (int p = 0; p < P; ++p) store(scores[p] + r * kScoreStride, sum[r][p]);
-  }
-}
-
-template <class T, int R>
-void score_rows(const float* q, int64_t head_dim, const T* const* k_pages, const T* const* v_pages, int64_t page_begin,
-                int64_t page_end, float* scores) {
-  const int64_t end = page_end * kParts;
-  int64_t u = page_begin * kParts;
-  auto keys_of = [&](int64_t unit) { return k_pages[unit / kParts] + unit % kParts * kKeyElements<T>; };
-  auto values_of = [&](int64_t unit) { return v_pages[unit / kParts]; };
-  auto scores_of = [&](int64_t unit) { return scores + unit * kLanes; };
-  if constexpr (R <= kTileRows / 2) {
-    for (; u + 4 <= end; u += 4) {
-      const T* const keys[4] = {keys_of(u), keys_of(u + 1), keys_of(u + 2), keys_of(u + 3)};
-      const T* const values[4] = {values_of(u), values_of(u + 1), values_of(u + 2), values_of(u + 3)};
-      float* const to[4] = {scores_of(u), scores_of(u + 1), scores_of(u + 2), scores_of(u + 3)};
-      score_vectors<T, R, 4>(q, head_dim, keys, values, to);
-    }
-  }
-  for (; u + 2 <= end; u += 2) {
-    const T* const keys[2] = {keys_of(u), keys_of(u + 1)};
-    const T* const values[2] = {values_of(u), values_of(u + 1)};
-    float* const to[2] = {scores_of(u), scores_of(u + 1)};
-    score_vectors<T, R, 2>(q, head_dim, keys, values, to);
-  }
-  for (; u < end; ++u) {
-    const T* const keys[1] = {keys_of(u)};
-    const T* const values[1] = {values_of(u)};
-    float* const to[1] = {scores_of(u)};
-    score_vectors<T, R, 1>(q, head_dim, keys, values, to);
-  }
-}
-
-// values[r][d] += sum over keys of weights[r][key] * V[key][d], one chain over the keys, for C vectors from element d.
-template <class T, int R, int C>
-HEADRACE_INLINE void weigh_vectors(const float* weights, int64_t head_dim, const T* const* pages, int64_t key_begin,
-                                   int64_t key_end, float* values) {
-  vf sum[R][C];
-  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = load(values + r * head_dim + c * kLanes);
-  }
-  for (int64_t key = key_begin; key < key_end;) {
-    const T* v = pages[key / kPageSize] + key % kPageSize * head_dim;
-    const int64_t stop = min_of(key_end, (key / kPageSize + 1) * kPageSize);
-    for (; key < stop; ++key, v += head_dim) {
-      vf value[C];
-      HEADRACE_UNROLL for (int c = 0; c < C; ++c) value[c] = load(v + c * kLanes);
-      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-        const vf w = splat(weights[r * kScoreStride + key]);
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = fma(w, value[c], sum[r][c]);
-      }
-    }
-  }
-  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    HEADRACE_UNROLL for (int c = 0; c < C; ++c) store(values + r * head_dim + c * kLanes, sum[r][c]);
-  }
-}
-
-template <class T, int R>
-void weigh_rows(const float* weights, int64_t head_dim, const T* const* pages, int64_t key_begin, int64_t key_end,
-                float* values) {
-  const int64_t vectors = head_dim / kLanes;
-  int64_t c = 0;
-  const T* shifted[kPagesOfBlock];
-  auto shift = [&](int64_t d) {
-    for (int64_t p = key_begin / kPageSize; p < ceil_div(key_end, kPageSize); ++p) shifted[p] = pages[p] + d;
-    return shifted;
-  };
-  if constexpr (R <= kTileRows / 2) {
-    for (; c + 4 <= vectors; c += 4) {
-      weigh_vectors<T, R, 4>(weights, head_dim, shift(c * kLanes), key_begin, key_end, values + c * kLanes);
-    }
-  }
-  for (; c + 2 <= vectors; c += 2) {
-    weigh_vectors<T, R, 2>(weights, head_dim, shift(c * kLanes), key_begin, key_end, values + c * kLanes);
-  }
-  for (; c < vectors; ++c) {
-    weigh_vectors<T, R, 1>(weights, head_dim, shift(c * kLanes), key_begin, key_end, values + c * kLanes);
-  }
-}
 
 // Rows cut into even register tiles: body(first, count).
 template <class Body>
@@ -227,10 +112,10 @@ HEADRACE_INLINE int64_t first_key(int64_t position, int64_t window) {
 
 // Keys [split * kKeySplit, ...) of a tile into `state`.
 template <class T>
-void attend_split(const AttentionArgs& a, const AttentionTile& t, int64_t split, const float* q, float* scores,
+void attend_split(const AttentionArgs& a, const AttentionTile& t, int64_t split, const Products<T>& products, float* scores,
                   const State& state) {
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_positions * group;
-  const int64_t page_elements = head_dim * kPageSize, page_stride = page_elements * a.cache.num_kv_heads;
+  const int64_t page_elements = kv_page_elements(a.cache.type, head_dim), page_stride = page_elements * a.cache.num_kv_heads;
   const T* const k_cache = static_cast<const T*>(a.cache.k) + t.kv_head * page_elements;
   const T* const v_cache = static_cast<const T*>(a.cache.v) + t.kv_head * page_elements;
   const int32_t* const table = a.page_table + t.sequence * a.page_table_stride;
@@ -250,7 +135,7 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, int64_t split,
     }
     for_row_tiles(rows, [&](int64_t row, int64_t count) {
 #define HEADRACE_CALL(R) \
-  score_rows<T, R>(q + row * head_dim, head_dim, k_pages, v_pages, page_begin, page_end, scores + row * kScoreStride)
+  products.template score<R>(row, k_pages, v_pages, page_begin, page_end, scores + row * kScoreStride)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
     });
@@ -262,7 +147,7 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, int64_t split,
     }
     for_row_tiles(rows, [&](int64_t row, int64_t count) {
 #define HEADRACE_CALL(R) \
-  weigh_rows<T, R>(scores + row * kScoreStride, head_dim, v_pages, skipped, keys, state.values + row * head_dim)
+  products.template weigh<R>(scores + row * kScoreStride, v_pages, skipped, keys, state.values + row * head_dim)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
     });
@@ -273,20 +158,19 @@ template <class T>
 void attend_tile(const AttentionArgs& a, const AttentionTile& t) {
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_positions * group;
   const int64_t state_floats = State::floats(rows, head_dim);
-  float* memory = static_cast<float*>(
-      thread_scratch(static_cast<size_t>(rows * (head_dim + kScoreStride) + 2 * ceil_div(state_floats, 16) * 16) * 4));
-  float* const q = memory;
-  float* const scores = q + rows * head_dim;
+  const int64_t state_room = ceil_div(state_floats, 16) * 16;
+  float* const scores = static_cast<float*>(thread_scratch(
+      static_cast<size_t>(rows * kScoreStride + 2 * state_room + Products<T>::memory_floats(rows, head_dim)) * 4));
   float* const part_memory = scores + rows * kScoreStride;
   const State part = State::at(part_memory, rows, head_dim);
-  const State total = State::at(part_memory + ceil_div(state_floats, 16) * 16, rows, head_dim);
+  const State total = State::at(part_memory + state_room, rows, head_dim);
+  Products<T> products(part_memory + 2 * state_room, rows, head_dim);
   for (int64_t r = 0; r < rows; ++r) {
-    const float* const from = a.q + (t.q_row + r / group) * a.q_stride + (t.kv_head * group + r % group) * head_dim;
-    for (int64_t d = 0; d < head_dim; d += kLanes) store(q + r * head_dim + d, mul(load(from + d), splat(a.scale)));
+    products.set_query(r, a.q + (t.q_row + r / group) * a.q_stride + (t.kv_head * group + r % group) * head_dim, a.scale);
   }
   if (t.partial != nullptr) {
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<T>(a, t, split, q, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
+      attend_split<T>(a, t, split, products, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
     }
     if (__atomic_sub_fetch(t.pending, 1, __ATOMIC_ACQ_REL) != 0) return;
     clear(total, rows, head_dim);
@@ -296,7 +180,7 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t) {
   } else {
     clear(total, rows, head_dim);
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<T>(a, t, split, q, scores, part);
+      attend_split<T>(a, t, split, products, scores, part);
       merge(total, part, rows, head_dim);
     }
   }
@@ -313,10 +197,16 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t) {
 void attention(const AttentionArgs& a, const AttentionTile* tiles, int64_t num_tiles) {
   parallel_for(num_tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (a.cache.is_bf16) {
-        attend_tile<bf16>(a, tiles[i]);
-      } else {
-        attend_tile<float>(a, tiles[i]);
+      switch (a.cache.type) {
+        case KvType::kFloat:
+          attend_tile<float>(a, tiles[i]);
+          break;
+        case KvType::kBf16:
+          attend_tile<bf16>(a, tiles[i]);
+          break;
+        case KvType::kInt8:
+          attend_tile<int8_t>(a, tiles[i]);
+          break;
       }
     }
   });

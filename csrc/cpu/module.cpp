@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "attention_plan.h"
 #include "decoder.h"
@@ -53,34 +54,35 @@ void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, A
 
 void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, Address negative_sums, int64_t rows, int64_t k,
                    bool by_group) {
-  kernels().quantize_rows(
-      {at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums), rows, k, by_group});
+  std::vector<float> scaled_sums(static_cast<size_t>(rows * (by_group ? (k + kQuantGroup - 1) / kQuantGroup : 1)));
+  kernels().quantize_rows({at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums),
+                           scaled_sums.data(), rows, k, by_group});
 }
 
-void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, bool cache_is_bf16,
+void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
                      int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address page_table, int64_t max_pages,
                      Address seq_lens, Address q_starts, int64_t num_seqs, int64_t num_tokens, int64_t num_q_heads, float scale,
                      int64_t window, float softcap) {
   const AttentionArgs args = {at<float>(q), q_stride,  at<float>(out),
-                              {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim},
+                              {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim},
                               at<int32_t>(page_table), max_pages, num_q_heads, scale, window, softcap};
   const AttentionPlan plan =
       plan_attention(args, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs, num_tokens, max_pages, num_pages);
   kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
 }
 
-void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, bool cache_is_bf16,
+void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, int kv_type,
               int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
   check_indices("write_kv: slot", at<int32_t>(slots), tokens, -1, num_pages * kPageSize);
   kernels().write_kv({at<float>(k), k_stride, at<float>(v), v_stride,
-                      {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+                      {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
 
-void gather_kv(Address k, Address v, Address k_cache, Address v_cache, bool cache_is_bf16, int64_t num_pages,
+void gather_kv(Address k, Address v, Address k_cache, Address v_cache, int kv_type, int64_t num_pages,
                int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
   check_indices("gather_kv: slot", at<int32_t>(slots), tokens, 0, num_pages * kPageSize);
   kernels().gather_kv({at<float>(k), at<float>(v),
-                       {at<void>(k_cache), at<void>(v_cache), cache_is_bf16, num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
+                       {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
 
 void rms_norm(Address x, int64_t x_stride, Address residual, Address weight, Address out, int64_t rows, int64_t size, float eps) {
@@ -120,10 +122,33 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
   kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
 }
 
+void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address out, int64_t rows,
+                int64_t size, float eps) {
+  kernels().layer_norm(
+      {at<float>(x), x_stride, at<float>(residual), at<float>(weight), at<float>(bias), at<float>(out), rows, size, eps});
+}
+
+void draw(Address x, int64_t x_stride, Address temperature, Address top_k, Address top_p, Address min_weight, Address u,
+          Address out, int64_t rows, int64_t size) {
+  kernels().draw({at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k), at<double>(top_p),
+                  at<int64_t>(min_weight), at<double>(u), at<int64_t>(out), rows, size});
+}
+
+void exp_sums(Address x, int64_t x_stride, Address peaks, Address sums, int64_t rows, int64_t size) {
+  kernels().exp_sums({at<float>(x), x_stride, at<float>(peaks), at<int64_t>(sums), rows, size});
+}
+
+void moe(Address x, int64_t x_stride, Address ids, Address shares, Address experts, Address out, int64_t rows, int64_t top_k,
+         int64_t num_experts, int64_t hidden_size, int64_t intermediate_size, bool gelu) {
+  check_indices("moe: expert", at<int64_t>(ids), rows * top_k, 0, num_experts);
+  kernels().moe({at<float>(x), x_stride, at<int64_t>(ids), at<float>(shares), at<ExpertWeight>(experts), at<float>(out), rows,
+                 top_k, num_experts, hidden_size, intermediate_size, gelu});
+}
+
 // A decoder without layers; they are added in order.
 void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size, int64_t num_q_heads, int64_t num_kv_heads,
-                  int64_t head_dim, float eps, bool gelu, bool cache_is_bf16, int64_t num_pages, Address final_norm) {
-  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, cache_is_bf16, num_pages},
+                  int64_t head_dim, float eps, bool gelu, int kv_type, int64_t num_pages, Address final_norm) {
+  new (self) Decoder({hidden_size, intermediate_size, num_q_heads, num_kv_heads, head_dim, eps, gelu, static_cast<KvType>(kv_type), num_pages},
                      at<float>(final_norm));
 }
 
@@ -151,9 +176,17 @@ void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t toke
                    at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs});
 }
 
+// In the order of Phase.
+std::vector<double> decoder_phase_seconds(Decoder& decoder) {
+  const auto seconds = decoder.phase_seconds();
+  return {seconds.begin(), seconds.end()};
+}
+
 float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at<void>(memory), bytes); }
 
-float probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
+double probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
+
+double probe_dot(int64_t rounds) { return kernels().probe_dot(rounds); }
 
 }  // namespace
 
@@ -171,12 +204,18 @@ NB_MODULE(_native, m) {
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
+  m.def("layer_norm", &layer_norm, unlocked);
+  m.def("draw", &draw, unlocked);
+  m.def("exp_sums", &exp_sums, unlocked);
+  m.def("moe", &moe, unlocked);
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)
-      .def("forward", &decoder_forward, unlocked);
+      .def("forward", &decoder_forward, unlocked)
+      .def("phase_seconds", &decoder_phase_seconds);
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
+  m.def("probe_dot", &probe_dot, unlocked);
   m.def("compiled_isas", &compiled_isas);
   m.def("why_not_isa", &why_not_isa);
   m.def("select_isa", &select_isa);

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from headrace import kernels
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows
 from headrace.attention.select import PREFERENCE, make_backend, preferred_page_size, reasons_against
 from headrace.attention.torch_native import KEY_BLOCK, attend_whole
@@ -98,7 +99,22 @@ def test_a_prompt_gives_what_float64_gives(backend: str, shape: tuple[int, int, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_an_int8_cache_gives_what_float64_gives_over_its_values(backend: str, shape: tuple[int, int, int, int, float]):
+    cache, (q, k, v) = Cache(backend, shape, torch.int8), random_qkv(300, shape)
+    stored = []
+    for x in (k, v):
+        values, scales = kernels.quantize_rows(x.reshape(-1, x.shape[-1]), by_group=False)
+        stored.append((values * scales).view(x.shape))
+
+    got = cache.step([(0, 0, (q, k, v))])[0]
+
+    # The native kernels round queries and weights to 16 bits: 2^-15 of the largest, over 300 keys.
+    torch.testing.assert_close(got, exact((q, *stored), cache.layer).float(), atol=4e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("shape", GRID[1:5], ids=str)
 def test_bits_depend_on_neither_chunks_nor_neighbours(
     backend: str, dtype: torch.dtype, shape: tuple[int, int, int, int, float]
@@ -118,9 +134,10 @@ def test_bits_depend_on_neither_chunks_nor_neighbours(
     assert torch.equal(torch.cat(chunks), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("shape", GRID, ids=str)
-def test_the_path_of_other_devices_gives_the_same(shape: tuple[int, int, int, int, float]):
-    cache, qkv = Cache("torch_native", shape), random_qkv(150, shape)
+def test_the_path_of_other_devices_gives_the_same(shape: tuple[int, int, int, int, float], dtype: torch.dtype):
+    cache, qkv = Cache("torch_native", shape, dtype), random_qkv(150, shape)
     want = cache.step([(0, 0, qkv)])[0][90:]
 
     got = attend_whole(qkv[0][90:], cache.pool.k[0], cache.pool.v[0], cache.slots(0)[:150], 90, cache.layer)
@@ -128,26 +145,28 @@ def test_the_path_of_other_devices_gives_the_same(shape: tuple[int, int, int, in
     torch.testing.assert_close(got.flatten(1), want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_others_left_in_a_page_does_not_leak(backend: str):
+def test_what_others_left_in_a_page_does_not_leak(backend: str, dtype: torch.dtype):
     shape = (4, 2, 32, 0, 0.0)
     qkv = random_qkv(21, shape)
-    clean = Cache(backend, shape).step([(0, 0, qkv)])[0]
-    dirty = Cache(backend, shape)
+    clean = Cache(backend, shape, dtype).step([(0, 0, qkv)])[0]
+    dirty = Cache(backend, shape, dtype)
     for tensor in (*dirty.pool.k, *dirty.pool.v):
-        tensor.fill_(torch.nan)
+        tensor.fill_(-1 if dtype == torch.int8 else torch.nan)  # bytes of -1 are scales of NaN
 
     assert torch.equal(dirty.step([(0, 0, qkv)])[0], clean)
 
 
+@pytest.mark.parametrize(("dtype", "head_bytes"), [(torch.bfloat16, 64), (torch.int8, 36)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_pool_starts_as_zeros_and_counts_its_bytes(backend: str):
-    shape = KvShape(2, 3, 32, torch.bfloat16)
+def test_a_pool_starts_as_zeros_and_counts_its_bytes(backend: str, dtype: torch.dtype, head_bytes: int):
+    shape = KvShape(2, 3, 32, dtype)
 
     pool = make_backend(backend).make_kv_pool(shape, 64, preferred_page_size(backend), CPU)
 
     assert not any(tensor.any() for tensor in (*pool.k, *pool.v))
-    assert pool.num_bytes == 64 * shape.bytes_per_token == 64 * 2 * 2 * 3 * 32 * 2
+    assert pool.num_bytes == 64 * shape.bytes_per_token == 64 * 2 * 2 * 3 * head_bytes
 
 
 NEEDS = AttentionNeeds(device="cpu", native_kernels=True, head_dim=64, kv_cache_dtype="bfloat16", page_size=None)
@@ -162,4 +181,7 @@ def test_the_reference_serves_everything_and_the_native_one_says_why_not():
     assert [any(word in reason for reason in reasons) for word in ("cuda", "16 tokens", "float16", "head_dim")] == [
         True
     ] * 4
+    for backend, head_dim in (("cpu", 528), ("torch_native", 70)):
+        needs = AttentionNeeds("cpu", True, head_dim, "int8", None)
+        assert any("int8" in reason for reason in reasons_against(backend, needs))
     assert set(PREFERENCE) == {"cpu", "torch_native"}

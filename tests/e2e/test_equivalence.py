@@ -171,14 +171,16 @@ def test_joined_deltas_are_the_text(tiny_model: str, plain: Answers, interval: i
             assert answer_of(chunks[-1]).logprobs == plain[case.name].logprobs
 
 
-def test_retracted_requests_give_the_same_answers(tiny_model: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_retracted_requests_give_the_same_answers(tiny_model: str, kv_cache_dtype: str) -> None:
     samplings = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
     longer = {kind: sampling | {"max_new_tokens": 60} for kind, sampling in samplings.items()}
     cases = make_cases([5, 17, 64], longer)
-    with running_engine(tiny_model, **PLAIN) as engine:
+    options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    with running_engine(tiny_model, **PLAIN, **options) as engine:
         unpressured = one_by_one(engine, cases)
 
-    with running_engine(tiny_model, max_total_tokens=320, schedule_conservativeness=0.01) as engine:
+    with running_engine(tiny_model, max_total_tokens=320, schedule_conservativeness=0.01, **options) as engine:
         outputs = outputs_together(engine, cases)
         state = engine.internal_state()
 
@@ -231,9 +233,11 @@ def test_attention_backends_agree_but_for_rounding(tiny_model: str) -> None:
     assert num_compared > 50
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch_kernels_are_as_deterministic_as_the_native_ones(tiny_model: str, dtype: str) -> None:
-    options: dict[str, Any] = {"disable_native_kernels": True, "dtype": dtype}
+@pytest.mark.parametrize(
+    "precision", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str
+)
+def test_torch_kernels_are_as_deterministic_as_the_native_ones(tiny_model: str, precision: dict[str, str]) -> None:
+    options: dict[str, Any] = {"disable_native_kernels": True, **precision}
     with running_engine(tiny_model, **PLAIN, **options) as engine:
         want = one_by_one(engine, FEW_CASES)
 
@@ -242,7 +246,7 @@ def test_torch_kernels_are_as_deterministic_as_the_native_ones(tiny_model: str, 
         assert together(engine, FEW_CASES) == want
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_the_kv_cache_type_changes_nothing_of_the_promise(tiny_model: str, dtype: str) -> None:
     with running_engine(tiny_model, **PLAIN, kv_cache_dtype=dtype) as engine:
         want = one_by_one(engine, CASES)

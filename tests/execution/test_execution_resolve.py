@@ -50,6 +50,11 @@ def test_what_the_user_says_is_kept_and_not_reported_as_a_decision():
     assert got.decisions[0].startswith("attention_backend plain: cpu cannot: not here")
 
 
+@pytest.mark.parametrize(("option", "dtype"), [("bf16", "bfloat16"), ("int8", "int8"), ("auto", "float32")])
+def test_the_kv_cache_may_have_a_type_of_its_own(option: str, dtype: str):
+    assert config(dtype="float32", kv_cache_dtype=option).kv_cache_dtype == dtype
+
+
 @pytest.mark.parametrize(("facts", "reason"), [(NO_KERNELS, "it was not built"), (LAPTOP, "--disable-native-kernels")])
 def test_missing_native_kernels_are_said_with_the_reason(facts: DeviceFacts, reason: str):
     got = config(facts, disable_native_kernels=facts is LAPTOP)

@@ -16,7 +16,6 @@ NOT_YET = {
     "image_data": "x",
     "audio_data": "x",
     "video_data": "x",
-    "routed_dp_rank": 0,
     "bootstrap_host": "h",
     "bootstrap_port": 1,
     "bootstrap_room": 1,
@@ -151,6 +150,7 @@ CARRIED = {
 }
 SEEN_ELSEWHERE = {
     "lora_path",
+    "routed_dp_rank",
     "text",
     "input_ids",
     "input_embeds",

@@ -10,6 +10,10 @@ from headrace.kernels import cpu
 
 PAGE = kernels.PAGE_SIZE
 TOLERANCE = 3e-6  # float32 softmax over unit-variance values: outputs below ~4 in size, a few units in the last place
+# Over an int8 cache the native kernels take a query, and a row's weights of a block, as 16-bit words: a step is 2^-15 of the largest,
+# over some hundreds of terms. The bytes themselves are 2^-7 apart.
+WORDS_TOLERANCE = 4e-4
+DTYPES = [torch.bfloat16, torch.float32, torch.int8]
 
 
 @dataclass
@@ -36,7 +40,9 @@ def make_sequences(lengths, kv_heads, head_dim, dtype) -> Sequences:
     pages = [-(-length // PAGE) for length in lengths]
     num_pages = sum(pages) + 3
     k_shape, v_shape = kernels.kv_cache_shapes(num_pages, kv_heads, head_dim, dtype)
-    k_cache, v_cache = torch.full(k_shape, torch.nan, dtype=dtype), torch.full(v_shape, torch.nan, dtype=dtype)
+    # As bytes, -1 everywhere makes every scale a NaN.
+    junk = -1 if dtype == torch.int8 else torch.nan
+    k_cache, v_cache = torch.full(k_shape, junk, dtype=dtype), torch.full(v_shape, junk, dtype=dtype)
     page_table = torch.full((len(lengths), max(pages) + 1), -1, dtype=torch.int32)
     free = torch.randperm(num_pages).to(torch.int32)
     keys, values = [], []
@@ -44,9 +50,21 @@ def make_sequences(lengths, kv_heads, head_dim, dtype) -> Sequences:
         page_table[sequence, : pages[sequence]], free = free[: pages[sequence]], free[pages[sequence] :]
         k, v = torch.randn(length, kv_heads, head_dim), torch.randn(length, kv_heads, head_dim)
         kernels.write_kv(k, v, k_cache, v_cache, slots_of(page_table, sequence, length))
-        keys.append(k.to(dtype).double())
-        values.append(v.to(dtype).double())
+        keys.append(rounded(k, dtype).double())
+        values.append(rounded(v, dtype).double())
     return Sequences(keys, values, k_cache, v_cache, page_table)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a cache of `dtype` holds of x, in float32."""
+    if dtype != torch.int8:
+        return x.to(dtype).float()
+    largest = x.abs().amax(-1, keepdim=True)
+    return (x * (torch.full_like(largest, 127.0) / largest)).round() * (largest / 127)
+
+
+def tolerance(implementation: str, dtype: torch.dtype) -> float:
+    return WORDS_TOLERANCE if dtype == torch.int8 and implementation != "torch" else TOLERANCE
 
 
 def reference(q, keys, values, first_position, scale, window, softcap) -> torch.Tensor:
@@ -80,7 +98,7 @@ CASES = [
 PREFIXES = [0, 1, 15, 16, 200, 255, 256, 1000, 1024, 1100]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f32", "int8"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_float64_over_mixed_batches(implementation, case, dtype):
     heads, kv_heads, head_dim, window, softcap = case
@@ -96,15 +114,16 @@ def test_matches_float64_over_mixed_batches(implementation, case, dtype):
     for i, (prefix, rows) in enumerate(zip(PREFIXES, q_lens, strict=True)):
         want = reference(q[start : start + rows], s.keys[i], s.values[i], prefix, scale, window, softcap)
         # A capped score has the size of the cap, and its rounding is a relative error of the weight.
-        assert (out[start : start + rows] - want).abs().max() < TOLERANCE + softcap * 2**-23
+        assert (out[start : start + rows] - want).abs().max() < tolerance(implementation, dtype) + softcap * 2**-23
         start += rows
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
 @pytest.mark.parametrize("case", [(9, 3, 64, 0, 0.0), (4, 4, 80, 40, 20.0), (16, 2, 128, 1500, 0.0)], ids=str)
-def test_decode_equals_extend_and_chunked_equals_whole(implementation, case):
+def test_decode_equals_extend_and_chunked_equals_whole(implementation, case, dtype):
     heads, kv_heads, head_dim, window, softcap = case
     length = 2200 if implementation != "torch" else 600
-    s = make_sequences([length], kv_heads, head_dim, torch.bfloat16)
+    s = make_sequences([length], kv_heads, head_dim, dtype)
     q = torch.randn(length, heads, head_dim)
     options = {"window": window, "softcap": softcap}
     scale = head_dim**-0.5
@@ -121,9 +140,26 @@ def test_decode_equals_extend_and_chunked_equals_whole(implementation, case):
             assert torch.equal(alone[0], whole[position])
 
 
-def test_a_long_prefix_decodes_right_and_alone_equals_batched(native):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    "case", [(16, 4, 64, 0, 0.0), (32, 32, 80, 0, 0.0), (3, 1, 256, 700, 0.0), (6, 2, 128, 0, 20.0)], ids=str
+)
+def test_a_prefix_of_4096_is_extended_right(implementation, case, dtype):
+    heads, kv_heads, head_dim, window, softcap = case
+    s = make_sequences([4101], kv_heads, head_dim, dtype)
+    q = torch.randn(5, heads, head_dim)
+    scale = head_dim**-0.5
+
+    out = attend(s, q, [4101], [5], scale, window=window, softcap=softcap)
+
+    want = reference(q, s.keys[0], s.values[0], 4096, scale, window, softcap)
+    assert (out - want).abs().max() < tolerance(implementation, dtype) + softcap * 2**-23
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
+def test_a_long_prefix_decodes_right_and_alone_equals_batched(native, dtype):
     lengths = [4097, 3, 2500, 1024, 1025]
-    s = make_sequences(lengths, 2, 64, torch.bfloat16)
+    s = make_sequences(lengths, 2, 64, dtype)
     q = torch.randn(len(lengths), 6, 64)
     batched = attend(s, q, lengths, [1] * len(lengths), 0.125)
     for i, length in enumerate(lengths):
@@ -131,12 +167,13 @@ def test_a_long_prefix_decodes_right_and_alone_equals_batched(native):
         alone = attend(s, q[i : i + 1], lengths, only, 0.125)
         assert torch.equal(alone[0], batched[i])
         want = reference(q[i : i + 1], s.keys[i], s.values[i], length - 1, 0.125, 0, 0.0)
-        assert (alone - want).abs().max() < TOLERANCE
+        assert (alone - want).abs().max() < tolerance("native", dtype)
 
 
-def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
+def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native, dtype):
     lengths, q_lens = [3000, 40, 1500], [1, 40, 60]
-    s = make_sequences(lengths, 2, 80, torch.bfloat16)
+    s = make_sequences(lengths, 2, 80, dtype)
     q = torch.randn(sum(q_lens), 8, 80)
     results = []
     for isa in [isa for isa, reason in cpu.isas() if not reason and isa != "baseline"]:
@@ -150,8 +187,9 @@ def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_pages_before_the_window_are_not_read(implementation):
-    s = make_sequences([700], 2, 64, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
+def test_pages_before_the_window_are_not_read(implementation, dtype):
+    s = make_sequences([700], 2, 64, dtype)
     q = torch.randn(2, 4, 64)
     want = attend(s, q, [700], [2], 0.125, window=64)
     s.page_table[0, : (698 - 63) // PAGE] = -1
@@ -173,8 +211,9 @@ def test_large_scores_do_not_overflow(implementation):
     assert (out - reference(q, s.keys[0], s.values[0], 0, 1.0, 0, 0.0)).abs().max() < 1e-2
 
 
-def test_a_nan_query_gives_nan_and_only_there(implementation):
-    s = make_sequences([90], 2, 64, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
+def test_a_nan_query_gives_nan_and_only_there(implementation, dtype):
+    s = make_sequences([90], 2, 64, dtype)
     q = torch.randn(90, 4, 64)
     clean = attend(s, q, [90], [90], 0.125)
     q[40, 1, 5] = torch.nan
@@ -223,6 +262,49 @@ def test_native_attention_refuses_foreign_layouts(native):
         kernels.paged_attention(q, s.k_cache, s.v_cache, s.page_table.long(), i32([20]), i32([0, 3]), 1.0)
     with pytest.raises(ValueError, match="multiple of 16"):
         kernels.kv_cache_shapes(1, 1, 72, torch.bfloat16)
+    with pytest.raises(ValueError, match="up to 512"):
+        kernels.kv_cache_shapes(1, 1, 528, torch.int8)
+    eight = make_sequences([20], 2, 64, torch.int8)
+    with pytest.raises(ValueError, match="kv_cache_shapes"):
+        attend(eight, torch.randn(3, 4, 80), [20], [3], 1.0)
+
+
+# An infinite key may have a score of minus infinity, and then no weight.
+@pytest.mark.parametrize(("where", "kind"), [("k", "nan"), ("v", "nan"), ("v", "inf")])
+def test_what_is_not_finite_stays_so_in_an_int8_cache(implementation, where, kind):
+    shape, _ = kernels.kv_cache_shapes(2, 2, 64, torch.int8)
+    k_cache, v_cache = torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.int8)
+    k, v = torch.randn(2, 30, 2, 64)
+    {"k": k, "v": v}[where][7, 1, 5] = float(kind)
+    kernels.write_kv(k, v, k_cache, v_cache, i32(range(30)))
+    s = Sequences([], [], k_cache, v_cache, i32([[0, 1]]))
+
+    out = attend(s, torch.randn(1, 4, 64), [30], [1], 0.125)[0]
+
+    assert not out[2:].isfinite().any()
+    assert out[:2].isfinite().all()
+
+
+def test_an_int8_cache_holds_each_head_by_its_own_scale(implementation):
+    shape, _ = kernels.kv_cache_shapes(4, 3, 48, torch.int8)
+    k_cache, v_cache = torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.int8)
+    size = torch.logspace(-6, 6, 40)[:, None, None]
+    k, v = torch.randn(40, 3, 48) * size, torch.randn(40, 3, 48) / size
+    k[11], v[12, 1] = 0.0, 1e-35
+    slots = torch.randperm(4 * PAGE)[:40].to(torch.int32)
+    slots[5] = -1
+
+    kernels.write_kv(k, v, k_cache, v_cache, slots)
+    written = slots >= 0
+    got_k, got_v = kernels.gather_kv(k_cache, v_cache, slots[written])
+
+    finite_k, finite_v = rounded(k, torch.int8).nan_to_num(0.0), rounded(v, torch.int8)
+    finite_v[12, 1] = 0.0
+    assert torch.equal(got_k, finite_k[written])
+    assert torch.equal(got_v, finite_v[written])
+    everywhere = torch.arange(4 * PAGE, dtype=torch.int32)
+    others = everywhere[~torch.isin(everywhere, slots)]
+    assert not any(x.any() for x in kernels.gather_kv(k_cache, v_cache, others))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -249,9 +331,10 @@ def test_the_cache_gives_back_what_was_written(implementation, dtype):
     assert not kernels.gather_kv(k_cache, v_cache, others)[0].any()
 
 
-def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(implementation):
-    k_shape, v_shape = kernels.kv_cache_shapes(2, 1, 64, torch.float32)
-    k_cache, v_cache = torch.zeros(k_shape), torch.zeros(v_shape)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["f32", "int8"])
+def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(implementation, dtype):
+    k_shape, v_shape = kernels.kv_cache_shapes(2, 1, 64, dtype)
+    k_cache, v_cache = torch.zeros(k_shape, dtype=dtype), torch.zeros(v_shape, dtype=dtype)
     with pytest.raises(ValueError, match="slot"):
         kernels.write_kv(torch.ones(2, 1, 64), torch.ones(2, 1, 64), k_cache, v_cache, i32([0, 32]))
     assert not k_cache.any()

@@ -157,7 +157,12 @@ class Runner:
 
 
 def open_runner(
-    folder: Path, backend: str, dtype: torch.dtype = torch.float32, impl: Any = "auto", quantization: Any = "none"
+    folder: Path,
+    backend: str,
+    dtype: torch.dtype = torch.float32,
+    impl: Any = "auto",
+    quantization: Any = "none",
+    kv_dtype: torch.dtype | None = None,
 ) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
@@ -166,7 +171,7 @@ def open_runner(
     )
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
-    attention.make_kv_pool(kv_shape(checkpoint.config, dtype), 4 * MAX_POSITIONS, 16, CPU)
+    attention.make_kv_pool(kv_shape(checkpoint.config, kv_dtype or dtype), 4 * MAX_POSITIONS, 16, CPU)
     return Runner(model, attention, pages_each)
 
 

@@ -91,6 +91,17 @@ def test_another_attention_backend_runs_op_by_op_and_says_why():
     assert "torch_native" in runner.model.fuse(runner.attention)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("family", DENSE)
+def test_over_an_int8_cache_fused_layers_give_the_bits_of_the_ops(family: str, isa: str, as_before: None):
+    plain, fused = (open_runner(checkpoint(family)[0], "cpu", kv_dtype=torch.int8) for _ in range(2))
+    assert fused.model.fuse(fused.attention) == ""
+    cpu.select_isa(isa)
+
+    for got, want in zip(logits(fused), logits(plain), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int8-fast", "int4"])
 @torch.inference_mode()
 def test_quantised_layers_fused_give_the_bits_of_the_ops(scheme):

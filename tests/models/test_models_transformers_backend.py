@@ -71,6 +71,18 @@ def test_a_family_of_ours_can_be_served_by_transformers_instead(tmp_path: Path):
     torch.testing.assert_close(theirs, ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_its_kv_cache_may_be_int8(backend: str, tmp_path: Path):
+    save_tiny(tiny_config("qwen3"), tmp_path)
+    ours, theirs = (
+        open_runner(tmp_path, backend, impl=impl, kv_dtype=torch.int8).chunks(0, PROMPT, [33, 17] + [1] * 20)
+        for impl in ("auto", "transformers")
+    )
+
+    # A last bit may carry a byte of the cache over to the next one, a step of 1/127.
+    torch.testing.assert_close(theirs, ours, atol=2e-2, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("model_type", "config"),
     [

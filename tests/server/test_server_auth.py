@@ -16,7 +16,24 @@ from headrace.server.context import ServerStatus
 USER, ADMIN = "user-kéy", "admin-key"
 
 PUBLIC = {"/health", "/ready", "/ping", "/health_generate", "/metrics"}
-ADMIN_ONLY = {"/flush_cache", "/internal_state", "/inject_fault", "/load_lora_adapter", "/unload_lora_adapter"}
+ADMIN_ONLY = {
+    "/flush_cache",
+    "/internal_state",
+    "/inject_fault",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/destroy_weights_update_group",
+    "/get_weights_by_name",
+    "/update_weight_version",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+}
 
 KEYS: dict[str, bytes | None] = {
     "none": None,

@@ -4,6 +4,7 @@ Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the `AttentionBackend` proto
 between backends (`select.py`). Used by the thread that runs the model.
 """
 
+import contextlib
 import math
 import mmap
 from dataclasses import dataclass
@@ -40,8 +41,9 @@ class KvShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of K and V of one token over all layers; an int8 head has a float32 scale beside it."""
+        head_bytes = self.head_dim * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,16 @@ class KvPool:
 
 
 def zero_filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros for a KV cache. On CPU the memory is taken when it is first written, page by page: an idle pool is almost free."""
+    """Zeros for a KV cache. On CPU the memory is taken when it is first written, in huge pages where the kernel has them: an idle
+    pool is almost free."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

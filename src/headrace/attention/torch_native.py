@@ -1,6 +1,7 @@
 """The reference attention backend: plain torch, any device, any page size, any head size.
 
-Owns a slot-addressed pool [num_slots, num_kv_heads, head_dim] per layer. Runs in the thread that runs the model.
+Owns a slot-addressed pool [num_slots, num_kv_heads, head_dim] per layer, with 4 bytes more for a head's float32 scale when it is
+int8. Runs in the thread that runs the model.
 
 On CPU every matrix product has one fixed shape: 16 queries, aligned by their absolute position, against 128 keys, aligned at
 position 0, with the softmax carried from block to block (M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
@@ -9,11 +10,14 @@ position 0, with the softmax carried from block to block (M. Milakov and N. Gime
 
 import torch
 
+from headrace import kernels
 from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
 
 QUERY_TILE = 16
 KEY_BLOCK = 128
 assert KEY_BLOCK % QUERY_TILE == 0, "a tile must end in the block in which it begins, or chunks would see other blocks"
+
+_SCALE_BYTES = 4  # a float32 behind the bytes of a head in an int8 cache
 
 # Finite, so that a block without a visible key leaves exp(-inf - m) == 0 and not NaN.
 _LOWEST = -1e30
@@ -29,8 +33,8 @@ class TorchNativeAttention:
         self._rows: StepRows
 
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
-        """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer."""
-        size = (num_slots, shape.num_kv_heads, shape.head_dim)
+        """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer; int8: head_dim + 4."""
+        size = (num_slots, shape.num_kv_heads, shape.head_dim + (_SCALE_BYTES if shape.dtype == torch.int8 else 0))
         self._pool = KvPool(
             k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
             v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
@@ -50,8 +54,8 @@ class TorchNativeAttention:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
-        k_cache[self._rows.out_slots] = k.to(k_cache.dtype)
-        v_cache[self._rows.out_slots] = v.to(v_cache.dtype)
+        _write(k_cache, self._rows.out_slots, k)
+        _write(v_cache, self._rows.out_slots, v)
         attend = attend_tiled if q.device.type == "cpu" else attend_whole
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         begin = 0
@@ -119,8 +123,8 @@ def attend_whole(
     """As `attend_tiled`, over all keys at once, softmax in float32."""
     count, length = q.shape[0], slots.shape[0]
     group = layer.num_q_heads // layer.num_kv_heads
-    keys = k_cache[slots].to(q.dtype).permute(1, 2, 0)
-    values = v_cache[slots].to(q.dtype).permute(1, 0, 2)
+    keys = _read(k_cache, slots).to(q.dtype).permute(1, 2, 0)
+    values = _read(v_cache, slots).to(q.dtype).permute(1, 0, 2)
     grouped = q.reshape(count, layer.num_kv_heads, group, layer.head_dim).permute(1, 2, 0, 3)
     grouped = grouped.reshape(layer.num_kv_heads, group * count, layer.head_dim)
     scores = _capped(torch.bmm(grouped, keys).float() * layer.scale, layer.soft_cap)
@@ -145,9 +149,29 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor, block: int) -> torch.Tenso
     Slots beyond the sequence are other sequences' or free, and may hold anything, NaN too.
     """
     inside = slots[block * KEY_BLOCK : (block + 1) * KEY_BLOCK]
-    gathered = cache.new_zeros((KEY_BLOCK, *cache.shape[1:]), dtype=torch.float32)
-    gathered[: inside.shape[0]] = cache[inside]
+    found = _read(cache, inside)
+    gathered = found.new_zeros((KEY_BLOCK, *found.shape[1:]), dtype=torch.float32)
+    gathered[: inside.shape[0]] = found
     return gathered
+
+
+def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """Store x [tokens, num_kv_heads, head_dim] at slots, rounded as the cache is."""
+    if cache.dtype != torch.int8:
+        cache[slots] = x.to(cache.dtype)
+        return
+    head_dim = x.shape[-1]
+    values, scales = kernels.quantize_rows(x.float().reshape(-1, head_dim), by_group=False)
+    cache[slots, :, :head_dim] = values.view(x.shape)
+    cache.view(torch.float32)[slots, :, head_dim // _SCALE_BYTES] = scales.view(x.shape[:-1])
+
+
+def _read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What was stored at slots, [len(slots), num_kv_heads, head_dim]: float32 of an int8 cache, else in its dtype."""
+    stored = cache[slots]
+    if cache.dtype != torch.int8:
+        return stored
+    return stored[..., :-_SCALE_BYTES] * stored.view(torch.float32)[..., -1:]
 
 
 def _hidden_keys(tile_start: int, block_start: int, window: int, device: torch.device) -> torch.Tensor:

@@ -189,7 +189,7 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[s
         return dtype
     if device == "cpu" and args.kv_cache_dtype == "float16":
         raise ConfigError("--kv-cache-dtype float16 is not served on CPU; use bfloat16 or float32")
-    return args.kv_cache_dtype
+    return "bfloat16" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype
 
 
 def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: BackendChoices, decisions: list[str]) -> str:

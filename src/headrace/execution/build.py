@@ -6,7 +6,7 @@ Owns the order of start-up in the process that computes, and `ReadyInfo`. Runs o
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from headrace.execution.memory import available_bytes, give_back_free_memory, kv
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
 from headrace.execution.weight_cache import Progress, open_cache
 from headrace.execution.worker import TpModelWorker
 from headrace.kernels import cpu as native_cpu
@@ -108,10 +109,17 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
         rename = partial(spec.rename, model_config)
+
+        def load(model_path: str, load_format: LoadFormat) -> CausalLM:
+            other = open_model(replace(args, model_path=model_path, load_format=load_format))
+            check_same_model(model_config, override_model(other.config, args.json_model_override_args))
+            return load_model(other, spec, placement, config=model_config)
+
+        weights = ModelWeights(model, attention, pool, rename, spec.ignored, load)
         loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
         _load_adapters(args, loras)
         runner = ModelRunner(model, attention, table, sampler, loras)
-        sync_worker = TpModelWorker(runner, resources.pop_all())
+        sync_worker = TpModelWorker(runner, weights, resources.pop_all())
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)

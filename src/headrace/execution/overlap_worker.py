@@ -23,6 +23,7 @@ class TpModelWorkerClient:
 
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
+        self.weights = worker.weights
         self._todo: queue.SimpleQueue[ModelWorkerBatch | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()
         self._num_in_flight = 0

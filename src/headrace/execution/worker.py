@@ -12,6 +12,7 @@ from headrace.errors import ExecutionError
 from headrace.execution.model_runner import ModelRunner
 from headrace.log import get_logger
 from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.weights import WeightExecutor
 
 _logger = get_logger(__name__)
 
@@ -19,8 +20,9 @@ _logger = get_logger(__name__)
 class TpModelWorker:
     """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`."""
 
-    def __init__(self, runner: ModelRunner, resources: ExitStack | None = None) -> None:
+    def __init__(self, runner: ModelRunner, weights: WeightExecutor, resources: ExitStack | None = None) -> None:
         self.runner = runner
+        self.weights = weights
         self._resources = resources or ExitStack()
         self._done: deque[StepResult | ExecutionError] = deque()
 

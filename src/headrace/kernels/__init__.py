@@ -1,14 +1,19 @@
 """Kernels: one function per op, backed by native code or torch, chosen by device and instruction set."""
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
+from headrace.kernels.experts import PackedExperts, pack_experts
 from headrace.kernels.lora import LoraFactors, LoraPart, LoraRows
 from headrace.kernels.ops import (
     argmax,
+    draw,
     embedding,
+    exp_sums,
     gather_kv,
     gelu_tanh_mul,
+    layer_norm,
     linear,
     lora_delta,
+    moe,
     pack_linear,
     paged_attention,
     quantize_rows,
@@ -29,15 +34,21 @@ __all__ = [
     "LoraPart",
     "LoraRows",
     "OpReport",
+    "PackedExperts",
     "PackedLinear",
     "argmax",
+    "draw",
     "embedding",
+    "exp_sums",
     "gather_kv",
     "gelu_tanh_mul",
     "kv_cache_shapes",
+    "layer_norm",
     "linear",
     "lora_delta",
+    "moe",
     "num_threads",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "prefer",

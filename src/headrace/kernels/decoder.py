@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from headrace.kernels import cpu, registry
-from headrace.kernels.packing import QUANT_SCHEMES, PackedLinear, kv_cache_shapes
+from headrace.kernels.packing import KV_TYPES, QUANT_SCHEMES, PackedLinear, kv_cache_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,10 @@ def why_not(spec: DecoderSpec) -> str:
     return ""
 
 
+PHASES = ("norm", "qkv", "heads", "attention", "out", "gate_up", "activation", "down")
+"""Phase of csrc/cpu/decoder.h, in its order. heads: head norms, rotation and the KV write. Linears quantise their input, too."""
+
+
 class FusedDecoder:
     """A decoder bound to the KV cache of its layers. Keeps every tensor it reads alive.
 
@@ -97,7 +101,7 @@ class FusedDecoder:
             spec.head_dim,
             spec.eps,
             spec.layers[0].activation == "gelu_tanh",
-            k_caches[0].dtype == torch.bfloat16,
+            KV_TYPES[k_caches[0].dtype],
             k_caches[0].shape[0],
             spec.final_norm.data_ptr(),
         )
@@ -162,6 +166,10 @@ class FusedDecoder:
             num_seqs,
         )
         return out
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds spent in each of PHASES since this was last asked."""
+        return dict(zip(PHASES, self._decoder.phase_seconds(), strict=True))
 
 
 def _check(spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP
+from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 
 PAGE_SIZE = 16
@@ -32,6 +32,12 @@ Layout = Literal[
 
 QUANT_SCHEMES: dict[str, int] = {"native_int8": 0, "native_int8_fast": 1, "native_int4": 2, "native_int4_min": 3}
 """QuantScheme of csrc/cpu/ops.h, by layout."""
+
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""KvType of csrc/cpu/ops.h, by dtype of the KV cache."""
+
+MAX_INT8_HEAD_DIM = 512
+"""Of an int8 KV cache: sums of its products fit 32 bits."""
 
 MAX_QUANTIZED_K = 65536
 """Longest row of a quantised linear: sums of its products fit 32 bits."""
@@ -186,11 +192,16 @@ def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | N
 
 def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
     """The weights float32[n, k] of one of the native_int layouts."""
+    return quantized_matrix(packed).dequantize().contiguous()
+
+
+def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
+    """What was packed in one of the native_int layouts: the same codes, and scales as the kernels use them. Packing it again is exact."""
     assert packed.column_scales is not None, packed.layout
-    data, columns = packed.data, packed.column_scales[:, None]
+    n, k, data, columns = packed.n, packed.k, packed.data, packed.column_scales[: packed.n, None]
     if packed.layout == "native_int8_fast":
-        values = data.permute(0, 2, 1, 3).reshape(columns.shape[0], -1).to(torch.float32).sub_(128).mul_(columns)
-        return values[: packed.n, : packed.k]
+        codes = data.permute(0, 2, 1, 3).reshape(-1, data.shape[1] * data.shape[3])[:n, :k].contiguous()
+        return QuantizedMatrix("int8-fast", codes, columns, None, k)
     blocks, groups = data.shape[:2]
     num_code_bytes = 1024 if packed.layout == "native_int8" else 512
     codes, halves = data[..., :num_code_bytes], data[..., num_code_bytes:]
@@ -199,14 +210,12 @@ def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
     else:
         nibbles = codes.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
         codes = torch.stack((nibbles & 15, nibbles >> 4), dim=4)
+    codes = codes.reshape(blocks * PACKED_COLUMNS, groups * KERNEL_GROUP)[:n, :k].contiguous()
     scales = halves.contiguous().view(torch.float16).reshape(blocks, groups, -1, PACKED_COLUMNS).permute(2, 0, 3, 1)
-    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups, 1).to(torch.float32)
-    values = codes.reshape(blocks * PACKED_COLUMNS, groups, KERNEL_GROUP).to(torch.float32)
-    if packed.layout == "native_int4_min":
-        values = values.mul_(scales[0]).sub_(scales[1])
-    else:
-        values = values.sub_(128 if packed.layout == "native_int8" else 8).mul_(scales[0])
-    return values.reshape(blocks * PACKED_COLUMNS, -1).mul_(columns)[: packed.n, : packed.k].contiguous()
+    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups)[:, :n].to(torch.float32) * columns
+    minimums = scales[1] if packed.layout == "native_int4_min" else None
+    scheme: Scheme = "int8" if packed.layout == "native_int8" else "int4"
+    return QuantizedMatrix(scheme, codes, scales[0], minimums, KERNEL_GROUP)
 
 
 def kv_cache_shapes(
@@ -215,14 +224,66 @@ def kv_cache_shapes(
     """Shapes of the K and the V cache of one layer. K is transposed within its page, V is not.
 
     bfloat16: K [num_pages, num_kv_heads, head_dim / 2, 16, 2]; float32: K [num_pages, num_kv_heads, head_dim, 16].
-    V [num_pages, num_kv_heads, 16, head_dim]. The owner fills both with zeros before first use.
-    ValueError for another dtype or a head_dim that is not a multiple of 16.
+    V [num_pages, num_kv_heads, 16, head_dim]. int8: both [num_pages, num_kv_heads, head_dim + 4, 16], the bytes and behind them 16
+    float32 scales, see `int8_parts`. The owner fills both with zeros before first use.
+    ValueError for another dtype or a head_dim that is not a multiple of 16, or beyond 512 for int8.
     """
     if head_dim <= 0 or head_dim % 16:
         raise ValueError(f"head_dim must be a multiple of 16, got {head_dim}")
+    if dtype == torch.int8:
+        if head_dim > MAX_INT8_HEAD_DIM:
+            raise ValueError(f"an int8 KV cache takes head_dim up to {MAX_INT8_HEAD_DIM}, got {head_dim}")
+        return ((num_pages, num_kv_heads, head_dim + 4, PAGE_SIZE),) * 2
     v_shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
     if dtype == torch.bfloat16:
         return (num_pages, num_kv_heads, head_dim // 2, PAGE_SIZE, 2), v_shape
     if dtype == torch.float32:
         return (num_pages, num_kv_heads, head_dim, PAGE_SIZE), v_shape
-    raise ValueError(f"the KV cache is bfloat16 or float32, got {dtype}")
+    raise ValueError(f"the KV cache is bfloat16, float32 or int8, got {dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Parts:
+    """Views into a pair of int8 caches, token o of a page at [..., o, ...].
+
+    k: int8[num_pages, num_kv_heads, head_dim / 2, 16, 2]. v: int8[num_pages, num_kv_heads, 8, head_dim, 2], token o at [o // 2, :, o % 2].
+    k_scales, v_scales: float32[num_pages, num_kv_heads, 4, 4], token o at [o // 4, o % 4].
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor
+    v_scales: torch.Tensor
+
+
+def int8_parts(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Int8Parts:
+    """What lies where in a pair of int8 caches."""
+    pages, heads, rows, _ = k_cache.shape
+    head_dim = rows - 4
+    k_bytes, v_bytes = k_cache[:, :, :head_dim], v_cache[:, :, :head_dim]
+    return Int8Parts(
+        k_bytes.view(pages, heads, head_dim // 2, PAGE_SIZE, 2),
+        v_bytes.view(pages, heads, PAGE_SIZE // 2, head_dim, 2),
+        k_cache.view(torch.float32)[:, :, head_dim:],
+        v_cache.view(torch.float32)[:, :, head_dim:],
+    )
+
+
+def kv_cache_geometry(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:
+    """(num_pages, num_kv_heads, head_dim) of a pair of caches; ValueError unless they are laid out as `kv_cache_shapes` says."""
+    if v_cache.dim() == 4 and k_cache.dtype == v_cache.dtype and k_cache.dtype in KV_TYPES:
+        num_pages, num_kv_heads, rows, size = v_cache.shape
+        head_dim = rows - 4 if v_cache.dtype == torch.int8 else size
+        if (
+            head_dim > 0
+            and head_dim % 16 == 0
+            and (tuple(k_cache.shape), tuple(v_cache.shape))
+            == kv_cache_shapes(num_pages, num_kv_heads, head_dim, k_cache.dtype)
+            and k_cache.is_contiguous()
+            and v_cache.is_contiguous()
+        ):
+            return num_pages, num_kv_heads, head_dim
+    raise ValueError(
+        f"{op}: caches must be contiguous, bfloat16, float32 or int8, laid out by kv_cache_shapes, "
+        f"got K {k_cache.dtype} {tuple(k_cache.shape)}, V {v_cache.dtype} {tuple(v_cache.shape)}"
+    )

@@ -45,6 +45,7 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How the detokenizer treats a sample. Sent with its first output.
 
     context_ids: the last tokens of the prompt, int32 bytes: a leading space or a character's first bytes may hang on them.
+    output_ids, attempt: of `TokenizedGenerateReqInput`; the text of output_ids has been delivered.
     """
 
     skip_special_tokens: bool = True
@@ -53,18 +54,21 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
     context_ids: bytes = b""
+    output_ids: bytes = b""
+    attempt: int = 0
 
 
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
-    queue_time_s: from arrival at the scheduler to the first step it took part in.
+    queue_time_s: from arrival at the scheduler to the first step it took part in. weight_version: of the weights at that output.
     """
 
     prompt_tokens: int
     cached_tokens: int
     num_retractions: int = 0
     queue_time_s: float = 0.0
+    weight_version: str = "default"
 
 
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -88,9 +92,10 @@ class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Everything one step has to say, in one message."""
+    """Everything one step has to say, in one message. source: which life of which scheduler said it."""
 
     rows: tuple[TokenIDOut, ...]
+    source: int = 0
 
 
 class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -108,6 +113,7 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Everything one step has to say, as text."""
+    """Everything one step has to say, as text. source: of the `BatchTokenIDOut`."""
 
     rows: tuple[StrOut, ...]
+    source: int = 0

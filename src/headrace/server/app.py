@@ -34,6 +34,7 @@ from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, Tokeniz
 from headrace.server.openapi import OpenApi
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
+from headrace.server.weights import WeightsAPI
 
 log = get_logger(__name__)
 
@@ -71,6 +72,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
         RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
+        *WeightsAPI(context).routes(),
     ]
     # fmt: on
     if context.metrics is not None:

@@ -39,7 +39,7 @@ def paged_attention(
     out: int,
     k_cache: int,
     v_cache: int,
-    cache_is_bf16: bool,
+    kv_type: int,
     num_pages: int,
     num_kv_heads: int,
     head_dim: int,
@@ -61,7 +61,7 @@ def write_kv(
     v_stride: int,
     k_cache: int,
     v_cache: int,
-    cache_is_bf16: bool,
+    kv_type: int,
     num_pages: int,
     num_kv_heads: int,
     head_dim: int,
@@ -73,7 +73,7 @@ def gather_kv(
     v: int,
     k_cache: int,
     v_cache: int,
-    cache_is_bf16: bool,
+    kv_type: int,
     num_pages: int,
     num_kv_heads: int,
     head_dim: int,
@@ -111,6 +111,36 @@ def embedding(
     scale: float,
 ) -> None: ...
 def argmax(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def layer_norm(
+    x: int, x_stride: int, residual: int, weight: int, bias: int, out: int, rows: int, size: int, eps: float
+) -> None: ...
+def draw(
+    x: int,
+    x_stride: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_weight: int,
+    u: int,
+    out: int,
+    rows: int,
+    size: int,
+) -> None: ...
+def exp_sums(x: int, x_stride: int, peaks: int, sums: int, rows: int, size: int) -> None: ...
+def moe(
+    x: int,
+    x_stride: int,
+    ids: int,
+    shares: int,
+    experts: int,
+    out: int,
+    rows: int,
+    top_k: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    gelu: bool,
+) -> None: ...
 def compiled_isas() -> list[str]: ...
 def why_not_isa(isa: str) -> str: ...
 def select_isa(isa: str) -> None: ...
@@ -130,7 +160,7 @@ class Decoder:
         head_dim: int,
         eps: float,
         gelu: bool,
-        cache_is_bf16: bool,
+        kv_type: int,
         num_pages: int,
         final_norm: int,
     ) -> None: ...
@@ -169,6 +199,8 @@ class Decoder:
         q_starts: int,
         num_seqs: int,
     ) -> None: ...
+    def phase_seconds(self) -> list[float]: ...
 
 def probe_read(memory: int, bytes: int) -> float: ...
 def probe_fma(rounds: int) -> float: ...
+def probe_dot(rounds: int) -> float: ...

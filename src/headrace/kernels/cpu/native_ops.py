@@ -10,12 +10,15 @@ import torch
 from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.cpu import _native
+from headrace.kernels.drawing import MAX_VOCAB
+from headrace.kernels.experts import PackedExperts
 from headrace.kernels.packing import (
-    PAGE_SIZE,
+    KV_TYPES,
     QUANT_SCHEMES,
     PackedLinear,
     check_linear,
     check_quantized,
+    kv_cache_geometry,
     pack_native,
     pack_native_quantized,
 )
@@ -115,6 +118,66 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     return out
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.layer_norm`."""
+    size = weight.numel()
+    rows, x_stride = _rows("layer_norm: x", x, size)
+    _flat("layer_norm: weight", weight, torch.float32)
+    if bias is not None:
+        _flat("layer_norm: bias", bias, torch.float32)
+        if bias.numel() != size:
+            raise ValueError(f"layer_norm: bias has {bias.numel()} elements, weight {size}")
+    if residual is not None:
+        _flat("layer_norm: residual", residual, torch.float32)
+        if tuple(residual.shape) != tuple(x.shape):
+            raise ValueError(f"layer_norm: residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
+    out = torch.empty(rows, size)
+    _native.layer_norm(
+        x.data_ptr(),
+        x_stride,
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+        eps,
+    )
+    return out
+
+
+def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
+    """See `headrace.kernels.ops.moe`."""
+    rows, x_stride = _rows("moe: x", x, experts.hidden_size)
+    assert experts.table is not None, experts.gate_up[0].layout
+    _flat("moe: expert_ids", expert_ids, torch.int64)
+    _flat("moe: shares", shares, torch.float32)
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != rows or shares.shape != expert_ids.shape:
+        raise ValueError(
+            f"moe: {rows} rows, expert_ids {tuple(expert_ids.shape)}, shares {tuple(shares.shape)}: not [rows, top_k]"
+        )
+    if expert_ids.shape[1] == 0 or rows * expert_ids.shape[1] >= 2**31:
+        raise ValueError(f"moe: {rows} rows of {expert_ids.shape[1]} experts each")
+    out = torch.empty(rows, experts.hidden_size)
+    _native.moe(
+        x.data_ptr(),
+        x_stride,
+        expert_ids.data_ptr(),
+        shares.data_ptr(),
+        experts.table.data_ptr(),
+        out.data_ptr(),
+        rows,
+        expert_ids.shape[1],
+        len(experts.gate_up),
+        experts.hidden_size,
+        experts.intermediate_size,
+        experts.activation == "gelu_tanh",
+    )
+    return out
+
+
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """See `headrace.kernels.ops.rotary`."""
     tokens, num_q_heads, head_dim, q_stride = _heads("rotary: q", q)
@@ -205,7 +268,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.paged_attention`."""
     tokens, num_q_heads, head_dim, q_stride = _heads("paged_attention: q", q)
-    is_bf16, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
+    kv_type, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"paged_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
     if page_table.dim() != 2 or page_table.dtype != torch.int32 or not page_table.is_contiguous():
@@ -225,7 +288,7 @@ def paged_attention(
         out.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        is_bf16,
+        kv_type,
         num_pages,
         num_kv_heads,
         head_dim,
@@ -249,7 +312,7 @@ def write_kv(
     """See `headrace.kernels.ops.write_kv`."""
     tokens, num_kv_heads, head_dim, k_stride = _heads("write_kv: k", k)
     v_tokens, v_heads, v_head_dim, v_stride = _heads("write_kv: v", v)
-    is_bf16, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
+    kv_type, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
     if (v_tokens, v_heads, v_head_dim) != (tokens, num_kv_heads, head_dim) or cache_heads != num_kv_heads:
         raise ValueError(
             f"write_kv: k {tuple(k.shape)}, v {tuple(v.shape)} and {cache_heads} KV heads of the cache differ"
@@ -262,7 +325,7 @@ def write_kv(
         v_stride,
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        is_bf16,
+        kv_type,
         num_pages,
         num_kv_heads,
         head_dim,
@@ -273,8 +336,7 @@ def write_kv(
 
 def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `headrace.kernels.ops.gather_kv`."""
-    head_dim = v_cache.shape[-1]
-    is_bf16, num_pages, num_kv_heads = _cache("gather_kv", k_cache, v_cache, head_dim)
+    num_pages, num_kv_heads, head_dim = kv_cache_geometry("gather_kv", k_cache, v_cache)
     tokens = slots.numel()
     _int32("gather_kv: slots", slots, tokens)
     k = torch.empty(tokens, num_kv_heads, head_dim)
@@ -284,7 +346,7 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
         v.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        is_bf16,
+        KV_TYPES[k_cache.dtype],
         num_pages,
         num_kv_heads,
         head_dim,
@@ -302,6 +364,59 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, dtype=torch.int64)
     _native.argmax(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
     return out
+
+
+def draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_weights: torch.Tensor,
+    u: torch.Tensor,
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.draw`."""
+    rows, stride, size = _logits("draw", logits)
+    parameters = (
+        ("temperatures", temperatures, torch.float32),
+        ("top_k", top_k, torch.int64),
+        ("top_p", top_p, torch.float64),
+        ("min_weights", min_weights, torch.int64),
+        ("u", u, torch.float64),
+    )
+    for name, values, dtype in parameters:
+        if values.dtype != dtype or tuple(values.shape) != (rows,) or not values.is_contiguous():
+            raise ValueError(
+                f"draw: {name} must be contiguous {dtype} [{rows}], got {values.dtype} {tuple(values.shape)}"
+            )
+    out = torch.empty(rows, dtype=torch.int64)
+    _native.draw(
+        logits.data_ptr(),
+        stride,
+        temperatures.data_ptr(),
+        top_k.data_ptr(),
+        top_p.data_ptr(),
+        min_weights.data_ptr(),
+        u.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+    )
+    return out
+
+
+def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.ops.exp_sums`."""
+    rows, stride, size = _logits("exp_sums", x)
+    peaks, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    _native.exp_sums(x.data_ptr(), stride, peaks.data_ptr(), sums.data_ptr(), rows, size)
+    return peaks, sums
+
+
+def _logits(op: str, x: torch.Tensor) -> tuple[int, int, int]:
+    """(rows, stride, V) of a float32 [rows, V >= 1]."""
+    if x.dim() != 2 or not 1 <= x.shape[1] <= MAX_VOCAB:
+        raise ValueError(f"{op}: logits must be [rows, 1 .. {MAX_VOCAB}], got {tuple(x.shape)}")
+    return *_rows(f"{op}: logits", x, x.shape[1]), x.shape[1]
 
 
 def _rows(what: str, x: torch.Tensor, size: int) -> tuple[int, int]:
@@ -344,21 +459,11 @@ def _int32(what: str, x: torch.Tensor, size: int) -> None:
         raise ValueError(f"{what} must be contiguous int32 [{size}], got {x.dtype} {tuple(x.shape)}")
 
 
-def _cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[bool, int, int]:
-    """(is bfloat16, num_pages, num_kv_heads) of a pair of caches laid out as `packing.kv_cache_shapes` says."""
-    is_bf16 = k_cache.dtype == torch.bfloat16
-    if v_cache.dim() == 4 and (is_bf16 or k_cache.dtype == torch.float32) and v_cache.dtype == k_cache.dtype:
-        num_pages, num_kv_heads = v_cache.shape[:2]
-        tail = (head_dim // 2, PAGE_SIZE, 2) if is_bf16 else (head_dim, PAGE_SIZE)
-        if (
-            tuple(k_cache.shape) == (num_pages, num_kv_heads, *tail)
-            and tuple(v_cache.shape[2:]) == (PAGE_SIZE, head_dim)
-            and head_dim % 16 == 0
-            and k_cache.is_contiguous()
-            and v_cache.is_contiguous()
-        ):
-            return is_bf16, num_pages, num_kv_heads
-    raise ValueError(
-        f"{op}: caches must be contiguous, bfloat16 or float32, laid out by kv_cache_shapes for head_dim {head_dim} "
-        f"(a multiple of 16), got K {k_cache.dtype} {tuple(k_cache.shape)}, V {v_cache.dtype} {tuple(v_cache.shape)}"
-    )
+def _cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int) -> tuple[int, int, int]:
+    """(KvType, num_pages, num_kv_heads) of a pair of caches for this head_dim."""
+    num_pages, num_kv_heads, cache_head_dim = kv_cache_geometry(op, k_cache, v_cache)
+    if cache_head_dim != head_dim:
+        raise ValueError(
+            f"{op}: heads have {head_dim} elements, the kv_cache_shapes of the cache are for {cache_head_dim}"
+        )
+    return KV_TYPES[k_cache.dtype], num_pages, num_kv_heads

@@ -1,0 +1,284 @@
+// The two products of attention over one block of keys, by the element of the cache: scores = q . K and values += weights . V, for
+// the query rows of a tile. What becomes of the scores in between is the softmax's business.
+//
+// bf16 and float caches are multiplied as floats, one chain of fused multiply-adds per result. An int8 cache is multiplied as
+// integers: a query row becomes 16-bit words with one scale, and so do a row's weights of a block, times the scales of V. These
+// sums are exact, so the bits of a row do not depend on the rows and keys beside it here either.
+#pragma once
+#include <type_traits>
+#include <utility>
+
+#include "ops.h"
+#include "simd.h"
+#include "simd_words.h"
+
+namespace headrace {
+namespace HEADRACE_ISA {
+namespace {
+
+constexpr int64_t kScoreStride = kKeyBlock + 16;  // floats; off a power of two, so that rows spread over cache sets
+constexpr int kPagesOfBlock = kKeyBlock / kPageSize;
+
+#define HEADRACE_LAMBDA __attribute__((always_inline))
+
+// body(0) .. body(N - 1), each index a constant from the start: GCC 12 keeps arrays of accumulators in memory when it unrolls the
+// loop over them late.
+template <class Body, int... I>
+HEADRACE_INLINE void unrolled_over(std::integer_sequence<int, I...>, Body body) {
+  (body(std::integral_constant<int, I>()), ...);
+}
+template <int N, class Body>
+HEADRACE_INLINE void unrolled(Body body) {
+  unrolled_over(std::make_integer_sequence<int, N>(), body);
+}
+
+// Calls body<P>(unit) for units [begin, end) of kLanes keys, P units at a time: as many as fit the registers beside R rows.
+template <int R, class Body>
+HEADRACE_INLINE void for_units(int64_t begin, int64_t end, Body body) {
+  int64_t u = begin;
+  if constexpr (R <= kTileRows / 2) {
+    for (; u + 4 <= end; u += 4) body(std::integral_constant<int, 4>(), u);
+  }
+  for (; u + 2 <= end; u += 2) body(std::integral_constant<int, 2>(), u);
+  for (; u < end; ++u) body(std::integral_constant<int, 1>(), u);
+}
+
+// Element pair (2 i, 2 i + 1) of kLanes keys; `keys` points at the first of them in its page.
+HEADRACE_INLINE void load_key_pair(const bf16* keys, int64_t i, vf& even, vf& odd) {
+  load_interleaved(keys + i * 2 * kPageSize, even, odd);
+}
+HEADRACE_INLINE void load_key_pair(const float* keys, int64_t i, vf& even, vf& odd) {
+  even = load(keys + 2 * i * kPageSize);
+  odd = load(keys + (2 * i + 1) * kPageSize);
+}
+
+template <class T>
+class Products {
+ public:
+  static int64_t memory_floats(int64_t rows, int64_t head_dim) { return rows * head_dim; }
+  Products(float* memory, int64_t, int64_t head_dim) : q_(memory), head_dim_(head_dim) {}
+
+  void set_query(int64_t row, const float* q, float scale) {
+    for (int64_t d = 0; d < head_dim_; d += kLanes) store(q_ + row * head_dim_ + d, mul(load(q + d), splat(scale)));
+  }
+
+  // scores[r][key] for rows [row, row + R) and the keys of pages [page_begin, page_end).
+  template <int R>
+  void score(int64_t row, const T* const* k_pages, const T* const* v_pages, int64_t page_begin, int64_t page_end,
+             float* scores) const {
+    for_units<R>(page_begin * kParts, page_end * kParts, [&](auto count, int64_t unit) HEADRACE_LAMBDA {
+      score_units<R, decltype(count)::value>(q_ + row * head_dim_, k_pages, v_pages, unit, scores);
+    });
+  }
+
+  // values[r][d] += weights[r][key] V[key][d] over keys [key_begin, key_end), for rows [row, row + R).
+  template <int R>
+  void weigh(const float* weights, const T* const* v_pages, int64_t key_begin, int64_t key_end, float* values) const {
+    for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
+      weigh_vectors<R, decltype(count)::value>(weights, v_pages, key_begin, key_end, vector * kLanes, values);
+    });
+  }
+
+ private:
+  // The values of the same pages are fetched meanwhile: they are needed next, and a decode step finds them in memory.
+  template <int R, int P>
+  inline __attribute__((always_inline)) void score_units(const float* q, const T* const* k_pages, const T* const* v_pages, int64_t unit,
+                                          float* scores) const {
+    constexpr int64_t kKeyElements = sizeof(T) == 2 ? 2 * kLanes : kLanes;  // of kLanes keys in one packed row
+    const T *keys[P], *values[P];
+    vf sum[R][P];
+    unrolled<P>([&](auto p) HEADRACE_LAMBDA {
+      keys[p] = k_pages[(unit + p) / kParts] + (unit + p) % kParts * kKeyElements;
+      values[p] = v_pages[(unit + p) / kParts];
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat(0.0f); });
+    });
+    for (int64_t i = 0; i < head_dim_ / 2; ++i) {
+      vf even[P], odd[P];
+      unrolled<P>([&](auto p) HEADRACE_LAMBDA {
+        prefetch(values[p] + i * 2 * kPageSize);
+        load_key_pair(keys[p], i, even[p], odd[p]);
+      });
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+        const vf a = splat(q[r * head_dim_ + 2 * i]), b = splat(q[r * head_dim_ + 2 * i + 1]);
+        unrolled<P>([&](auto p) HEADRACE_LAMBDA { sum[r][p] = fma(b, odd[p], fma(a, even[p], sum[r][p])); });
+      });
+    }
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<P>([&](auto p) HEADRACE_LAMBDA { store(scores + r * kScoreStride + (unit + p) * kLanes, sum[r][p]); });
+    });
+  }
+
+  // C vectors from element d.
+  template <int R, int C>
+  inline __attribute__((always_inline)) void weigh_vectors(const float* weights, const T* const* pages, int64_t key_begin, int64_t key_end,
+                                            int64_t d, float* values) const {
+    vf sum[R][C];
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = load(values + r * head_dim_ + d + c * kLanes); });
+    });
+    for (int64_t key = key_begin; key < key_end;) {
+      const T* v = pages[key / kPageSize] + key % kPageSize * head_dim_ + d;
+      const int64_t stop = min_of(key_end, (key / kPageSize + 1) * kPageSize);
+      for (; key < stop; ++key, v += head_dim_) {
+        vf value[C];
+        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = load(v + c * kLanes); });
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+          const vf w = splat(weights[r * kScoreStride + key]);
+          unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = fma(w, value[c], sum[r][c]); });
+        });
+      }
+    }
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA { store(values + r * head_dim_ + d + c * kLanes, sum[r][c]); });
+    });
+  }
+
+  float* q_;  // [rows][head_dim], scaled
+  int64_t head_dim_;
+};
+
+// Integer sums stay below 2^31: 32,767 * 127 times 256 keys of a block, or times head_dim <= 512.
+template <>
+class Products<int8_t> {
+ public:
+  static int64_t memory_floats(int64_t rows, int64_t head_dim) {
+    return rows * (head_dim / 2 + 1) + kTileRows * (kKeyBlock / 2 + 1);
+  }
+  Products(float* memory, int64_t rows, int64_t head_dim)
+      : q_scales_(memory),
+        weight_scales_(q_scales_ + rows),
+        q_(reinterpret_cast<int16_t*>(weight_scales_ + kTileRows)),
+        weights_(q_ + rows * head_dim),
+        head_dim_(head_dim) {}
+
+  void set_query(int64_t row, const float* q, float scale) {
+    vi most = splat_int(0);
+    for (int64_t d = 0; d < head_dim_; d += kLanes) most = max_int(most, magnitude_bits(load(q + d)));
+    const Range range(most);
+    q_scales_[row] = range.scale * scale;
+    for (int64_t d = 0; d < head_dim_; d += kLanes) {
+      store_as_words(q_ + row * head_dim_ + d, to_int(mul(load(q + d), splat(range.inverse))));
+    }
+  }
+
+  template <int R>
+  void score(int64_t row, const int8_t* const* k_pages, const int8_t* const* v_pages, int64_t page_begin, int64_t page_end,
+             float* scores) const {
+    for_units<R>(page_begin * kParts, page_end * kParts, [&](auto count, int64_t unit) HEADRACE_LAMBDA {
+      score_units<R, decltype(count)::value>(row, k_pages, v_pages, unit, scores);
+    });
+  }
+
+  template <int R>
+  void weigh(const float* weights, const int8_t* const* v_pages, int64_t key_begin, int64_t key_end, float* values) const {
+    const int64_t page_begin = key_begin / kPageSize, page_end = ceil_div(key_end, kPageSize);
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA { set_weights(r, weights + r * kScoreStride, v_pages, page_begin, page_end); });
+    for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
+      weigh_vectors<R, decltype(count)::value>(v_pages, page_begin, page_end, vector * kLanes, values);
+    });
+  }
+
+ private:
+  // The factors between floats of a largest magnitude and 16-bit words. It is compared as an integer, where a NaN is more than
+  // anything: a NaN or an infinity makes the scale non-finite, and with it the result.
+  struct Range {
+    float scale, inverse;
+    explicit Range(vi magnitudes) {
+      const int32_t bits = reduce_max_int(magnitudes);
+      float magnitude;
+      memcpy(&magnitude, &bits, 4);
+      scale = magnitude / 32767.0f;
+      inverse = magnitude > 1e-30f ? 32767.0f / magnitude : 0.0f;  // below that the words are 0: 32767 / magnitude may overflow
+    }
+  };
+
+  const float* scales_of(const int8_t* page) const { return reinterpret_cast<const float*>(page + head_dim_ * kPageSize); }
+
+  template <int R, int P>
+  inline __attribute__((always_inline)) void score_units(int64_t row, const int8_t* const* k_pages, const int8_t* const* v_pages, int64_t unit,
+                                          float* scores) const {
+    const int16_t* const q = q_ + row * head_dim_;
+    const int8_t *keys[P], *values[P];
+    vi sum[R][P];
+    unrolled<P>([&](auto p) HEADRACE_LAMBDA {
+      keys[p] = k_pages[(unit + p) / kParts] + (unit + p) % kParts * 2 * kLanes;
+      values[p] = v_pages[(unit + p) / kParts];
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat_int(0); });
+    });
+    for (int64_t i = 0; i < head_dim_ / 2; i += 2) {
+      unrolled<P>([&](auto p) HEADRACE_LAMBDA { prefetch(values[p] + i * 2 * kPageSize); });
+      HEADRACE_UNROLL for (int j = 0; j < 2; ++j) {
+        vi key[P];
+        unrolled<P>([&](auto p) HEADRACE_LAMBDA { key[p] = widen_bytes(keys[p] + (i + j) * 2 * kPageSize); });
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+          const vi pair = splat_words(q + r * head_dim_ + 2 * (i + j));
+          unrolled<P>([&](auto p) HEADRACE_LAMBDA { dot_words(sum[r][p], key[p], pair); });
+        });
+      }
+    }
+    unrolled<P>([&](auto p) HEADRACE_LAMBDA {
+      const vf scale = load(scales_of(k_pages[(unit + p) / kParts]) + (unit + p) % kParts * kLanes);
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+        const vf score = mul(mul(to_float(sum[r][p]), splat(q_scales_[row + r])), scale);
+        store(scores + r * kScoreStride + (unit + p) * kLanes, score);
+      });
+    });
+  }
+
+  // The weights of one row times the scales of V, as words. A key without weight counts for nothing, whatever its scale.
+  void set_weights(int64_t r, const float* weights, const int8_t* const* v_pages, int64_t page_begin, int64_t page_end) const {
+    auto scaled = [&](int64_t page, int64_t i) {
+      const vf weight = load(weights + page * kPageSize + i), zero = splat(0.0f);
+      return if_less(zero, weight, mul(weight, load(scales_of(v_pages[page]) + i)), zero);
+    };
+    vi most = splat_int(0);
+    for (int64_t page = page_begin; page < page_end; ++page) {
+      HEADRACE_UNROLL for (int i = 0; i < kPageSize; i += kLanes) most = max_int(most, magnitude_bits(scaled(page, i)));
+    }
+    const Range range(most);
+    weight_scales_[r] = range.scale;
+    for (int64_t page = page_begin; page < page_end; ++page) {
+      HEADRACE_UNROLL for (int i = 0; i < kPageSize; i += kLanes) {
+        store_as_words(weights_ + r * kKeyBlock + page * kPageSize + i, to_int(mul(scaled(page, i), splat(range.inverse))));
+      }
+    }
+  }
+
+  template <int R, int C>
+  inline __attribute__((always_inline)) void weigh_vectors(const int8_t* const* pages, int64_t page_begin, int64_t page_end, int64_t d,
+                                            float* values) const {
+    vi sum[R][C];
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = splat_int(0); });
+    });
+    for (int64_t page = page_begin; page < page_end; ++page) {
+      const int8_t* v = pages[page] + 2 * d;
+      const int16_t* w = weights_ + page * kPageSize;
+      for (int64_t i = 0; i < kPageSize / 2; ++i, v += 2 * head_dim_, w += 2) {
+        vi value[C];
+        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = widen_bytes(v + c * 2 * kLanes); });
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+          const vi pair = splat_words(w + r * kKeyBlock);
+          unrolled<C>([&](auto c) HEADRACE_LAMBDA { dot_words(sum[r][c], value[c], pair); });
+        });
+      }
+    }
+    unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+      const vf scale = splat(weight_scales_[r]);
+      unrolled<C>([&](auto c) HEADRACE_LAMBDA {
+        float* const to = values + r * head_dim_ + d + c * kLanes;
+        store(to, fma(to_float(sum[r][c]), scale, load(to)));
+      });
+    });
+  }
+
+  float* q_scales_;       // [rows]
+  float* weight_scales_;  // [kTileRows], of the rows being weighed
+  int16_t* q_;            // [rows][head_dim]
+  int16_t* weights_;      // [kTileRows][kKeyBlock]
+  int64_t head_dim_;
+};
+
+}  // namespace
+}  // namespace HEADRACE_ISA
+}  // namespace headrace
