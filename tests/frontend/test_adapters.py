@@ -6,7 +6,8 @@ import pytest
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.adapters import Adapters
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.channel import LocalQueue
+from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 
 
 class CountingEngine:
@@ -20,21 +21,21 @@ class CountingEngine:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def call(self, make) -> LoraReply:
+    async def call(self, make) -> list[LoraReply]:
         request = make(7)
         await self.gate.wait()
         if isinstance(request, UnloadLoraReq):
             self.loaded.pop(request.lora_id, None)
-            return LoraReply(7)
+            return [LoraReply(7, request.lora_id)]
         assert isinstance(request, LoadLoraReq)
         if request.path in self.bad:
-            return LoraReply(7, 400, "broken")
+            return [LoraReply(7, request.lora_id, 400, "broken")]
         assert request.lora_id not in self.ever, "a number was used twice"
         self.ever.add(request.lora_id)
         self.loaded[request.lora_id] = request.path
         if self.silent:
             raise ExecutionError("no answer")
-        return LoraReply(7)
+        return [LoraReply(7, request.lora_id)]
 
 
 @pytest.fixture
@@ -156,3 +157,35 @@ async def test_adapters_of_the_start_have_their_numbers_in_order(engine):
 async def test_a_server_without_room_for_any_says_so(engine):
     with pytest.raises(RequestError, match="max-loras 0"):
         await Adapters(0, [], engine.call).load("a", "/a", pinned=False)
+
+
+def sent(queue: LocalQueue) -> list[object]:
+    found = []
+    while (message := queue.recv_nowait()) is not None:
+        found.append(message)
+    return found
+
+
+async def test_a_scheduler_that_begins_again_is_sent_what_is_in_memory_now(engine):
+    engine.ever = {1, 2}
+    adapters = Adapters(2, [("a", "/a"), ("b", "/b")], engine.call)
+    await adapters.unload("b")
+    await adapters.load("c", "/c", pinned=False)
+    await adapters.load("d", "/d", pinned=True)  # a leaves memory and stays known
+    queue = LocalQueue()
+    adapters.restore(queue)
+    assert sent(queue) == [LoadLoraReq(RESTORED, 3, "/c", at_once=True), LoadLoraReq(RESTORED, 4, "/d", at_once=True)]
+    assert adapters.names == ["a", "c", "d"]
+
+
+async def test_one_that_cannot_be_restored_is_read_again_by_the_next_request(adapters, engine):
+    await adapters.load("a", "/a", pinned=False)
+    first = await use(adapters, "a")
+    assert not adapters.lost(LoraReply(RESTORED, first))
+    assert adapters.lost(LoraReply(RESTORED, first, 400, "gone"))
+    assert not adapters.lost(LoraReply(RESTORED, first, 400, "gone"))
+    engine.bad = {"/a"}
+    with pytest.raises(RequestError, match="broken"):
+        await use(adapters, "a")
+    engine.bad = set()
+    assert await use(adapters, "a") not in {0, first}

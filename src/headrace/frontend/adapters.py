@@ -11,12 +11,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.log import get_logger
+from headrace.messages.channel import Sender
+from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+
+logger = get_logger(__name__)
 
 MAX_NAME_LENGTH = 256
 
-CallEngine = Callable[[Callable[[int], LoadLoraReq | UnloadLoraReq]], Awaitable[LoraReply]]
-"""Sends the request made for an id, and gives its reply. Raises ExecutionError when none comes."""
+CallEngine = Callable[[Callable[[int], LoadLoraReq | UnloadLoraReq]], Awaitable[list[LoraReply]]]
+"""Sends the request made for an id to every replica that lives, and gives their replies. Raises ExecutionError when they do not all come,
+CapacityError when a replica dies or comes back before they have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +123,26 @@ class Adapters:
         if not adapter.num_users:
             adapter.unused.set()
 
+    def restore(self, sender: Sender) -> None:
+        """Send what is in memory to a scheduler that begins another life; before the requests that use it."""
+        for adapter in self._by_name.values():
+            if adapter.lora_id:
+                sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, at_once=True))
+
+    def lost(self, reply: LoraReply) -> bool:
+        """Take the reply to what `restore` sent: whether the adapter could not be read and must leave the other replicas too.
+
+        The requests that were to use it there fail, and the next one has it read again.
+        """
+        if reply.status_code < 400:
+            return False
+        for adapter in self._by_name.values():
+            if adapter.lora_id == reply.lora_id:
+                logger.error("the adapter %r could not be loaded again: %s", adapter.name, reply.message)
+                adapter.lora_id = 0
+                return True
+        return False
+
     def _find(self, name: str, param: str) -> Adapter:
         adapter = self._by_name.get(name)
         if adapter is None:
@@ -143,12 +168,12 @@ class Adapters:
             await self._take_out(min(idle, key=lambda other: other.last_used))
         lora_id = next(self._ids)
         try:
-            reply = await self._call(lambda i: LoadLoraReq(i, lora_id, adapter.path))
+            replies = await self._call(lambda i: LoadLoraReq(i, lora_id, adapter.path))
+            _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
         except BaseException:
-            # Nobody knows whether it was loaded: it must not stay.
+            # Nobody knows who has loaded it: it must not stay.
             await asyncio.shield(self._call(lambda i: UnloadLoraReq(i, lora_id)))
             raise
-        _raise_failure(reply, f"the adapter {adapter.name!r} cannot be loaded: ")
         adapter.lora_id = lora_id
 
     async def _take_out(self, adapter: Adapter) -> None:
@@ -158,7 +183,8 @@ class Adapters:
             _raise_failure(await self._call(lambda i: UnloadLoraReq(i, lora_id)), "")
 
 
-def _raise_failure(reply: LoraReply, prefix: str) -> None:
+def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:
+    reply = max(replies, key=lambda reply: reply.status_code)
     if reply.status_code >= 500:
         raise ExecutionError(prefix + reply.message)
     if reply.status_code >= 400:

@@ -45,7 +45,7 @@ from headrace.messages.control import (
     SchedulerStats,
 )
 from headrace.messages.dispatch import TypeBasedDispatcher
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import (
@@ -166,7 +166,7 @@ class TokenizerManager:
         self._lora_replies = Communicator[LoraReply]("adapters", self.link.num_up)
         self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora)
         self._dispatcher = TypeBasedDispatcher()
-        self._dispatcher.register(LoraReply, self._lora_replies.handle)
+        self._dispatcher.register(LoraReply, self._on_lora_reply)
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
@@ -680,10 +680,19 @@ class TokenizerManager:
         self._check_control()
         await self._adapters.unload(lora_name)
 
-    async def _call_about_lora(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> LoraReply:
-        self._check_control()
-        replies = await self._lora_replies.call(lambda i: self._to_scheduler.send(make(i)), LORA_TIMEOUT_S)
-        return replies[0]
+    async def _call_about_lora(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
+        if self.failure is not None:
+            raise ExecutionError(self.failure)
+        # The detokenizer has no part in it.
+        if not self.link.num_up():
+            raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+        return await self._lora_replies.call(lambda i: self._to_scheduler.send(make(i)), LORA_TIMEOUT_S)
+
+    def _on_lora_reply(self, reply: LoraReply) -> None:
+        if reply.id != RESTORED:
+            self._lora_replies.handle(reply)
+        elif self._adapters.lost(reply):
+            self._to_scheduler.send(UnloadLoraReq(RESTORED, reply.lora_id))
 
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""
@@ -772,7 +781,7 @@ class TokenizerManager:
             return
         self.link.scheduler_down(rank)
         error = CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
-        for communicator in (self._flushes, self._states, self._healths):
+        for communicator in (self._flushes, self._states, self._healths, self._lora_replies):
             communicator.fail_all(error)
 
     def part_up(self, name: str, rank: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
@@ -785,6 +794,9 @@ class TokenizerManager:
         if rank is None or sender is None:
             self.link.detokenizer_up()
         else:
+            # A load under way has not been sent to this one: it is taken back.
+            self._lora_replies.fail_all(CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S))
+            self._adapters.restore(sender)
             self.link.scheduler_up(rank, source, sender)
 
     def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:

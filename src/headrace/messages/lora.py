@@ -5,13 +5,20 @@ An adapter is known to the engine by a number that is never used twice (`lora_id
 
 import msgspec
 
+RESTORED = 0
+"""Id of what is sent to a scheduler that begins another life: nobody waits for the reply."""
+
 
 class LoadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Read the adapter in the folder `path` and keep it as `lora_id`. Nothing changes when that fails."""
+    """Read the adapter in the folder `path` and keep it as `lora_id`. Nothing changes when that fails.
+
+    at_once: before the next message is read, which may be a request that uses it; else beside the steps.
+    """
 
     id: int
     lora_id: int
     path: str
+    at_once: bool = False
 
 
 class UnloadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -25,5 +32,6 @@ class LoraReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False
     """What became of either. message: why it failed. status_code: 400 when the adapter is at fault, 500 when we are; 200 = done."""
 
     id: int
+    lora_id: int
     status_code: int = 200
     message: str = ""

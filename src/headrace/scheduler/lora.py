@@ -27,8 +27,15 @@ class LoraLoader:
         self._leaving: list[UnloadLoraReq] = []
 
     def load(self, request: LoadLoraReq) -> None:
-        """Begin to load; the reply comes from the thread."""
-        self._thread.submit(self._answer, request.id, lambda: self._worker.load_lora(request.lora_id, request.path))
+        """Begin to load; the reply comes from the thread, unless it is to be there at once."""
+
+        def work() -> None:
+            self._worker.load_lora(request.lora_id, request.path)
+
+        if request.at_once:
+            self._answer(request, work)
+        else:
+            self._thread.submit(self._answer, request, work)
 
     def unload(self, request: UnloadLoraReq) -> None:
         """Let it go as soon as no request uses it."""
@@ -41,7 +48,7 @@ class LoraLoader:
         used = {req.asked.lora_id for req in [*state.running, *state.waiting]}
         for request in [request for request in self._leaving if request.lora_id not in used]:
             self._leaving.remove(request)
-            self._thread.submit(self._answer, request.id, self._unloading(request.lora_id))
+            self._thread.submit(self._answer, request, self._unloading(request.lora_id))
 
     def close(self) -> None:
         """End the thread after what it is at."""
@@ -50,14 +57,15 @@ class LoraLoader:
     def _unloading(self, lora_id: int) -> Callable[[], None]:
         return lambda: self._worker.unload_lora(lora_id)
 
-    def _answer(self, request_id: int, work: Callable[[], None]) -> None:
+    def _answer(self, request: LoadLoraReq | UnloadLoraReq, work: Callable[[], None]) -> None:
         """The boundary of one operation's faults."""
         try:
             work()
-            reply = LoraReply(request_id)
+            reply = LoraReply(request.id, request.lora_id)
         except HeadraceError as error:
-            reply = LoraReply(request_id, 400 if isinstance(error, ModelError) else 500, error.message)
+            status_code = 400 if isinstance(error, ModelError) else 500
+            reply = LoraReply(request.id, request.lora_id, status_code, error.message)
         except Exception:
             logger.exception("an adapter could not be loaded or unloaded")
-            reply = LoraReply(request_id, 500, "internal error")
+            reply = LoraReply(request.id, request.lora_id, 500, "internal error")
         self._replies.send(reply)
