@@ -191,7 +191,7 @@ def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
 
 
 def sum_of_states(states: Sequence[InternalState]) -> InternalState:
-    """Counters and gauges of all replicas together; `new_token_ratio` is the mean."""
+    """Counters and gauges of all replicas together; `new_token_ratio` is the mean. What was asked of all is as the first one has it."""
     if len(states) == 1:
         return states[0]
     pools = [state.pool for state in states]
@@ -202,7 +202,7 @@ def sum_of_states(states: Sequence[InternalState]) -> InternalState:
     plain = {
         name: sum(getattr(state, name) for state in states)
         for name in InternalState.__struct_fields__
-        if name not in ("pool", "new_token_ratio", "dp_rank")
+        if isinstance(getattr(states[0], name), int | float) and name not in ("new_token_ratio", "dp_rank")
     }
     ratio = sum(state.new_token_ratio for state in states) / len(states)
-    return InternalState(pool=pool, new_token_ratio=ratio, dp_rank=0, **plain)
+    return msgspec.structs.replace(states[0], pool=pool, new_token_ratio=ratio, dp_rank=0, **plain)
