@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 import transformers
@@ -59,9 +60,8 @@ def test_a_dead_replica_comes_back_with_the_adapters_of_now(replicas: Server, ad
 
         replicas.inject("forward", "sleep", "holds", at_token=60, seconds=300.0)
         streams = [Stream(client, "/generate", body_of(name, 0) | {"rid": name or "holds"}) for name in NAMES]
-        wait_until(lambda: all(len(stream.payloads) > 20 for stream in streams), "they run", START_S)
-        victim = next(child for child in schedulers(replicas) if child.pid == min(c.pid for c in schedulers(replicas)))
-        victim.kill()
+        wait_until(lambda: all(num_tokens(stream) > 30 for stream in streams), "they are under way", START_S)
+        min(schedulers(replicas), key=lambda child: child.pid).kill()
         for stream in streams:
             stream.join(START_S)
 
@@ -71,5 +71,10 @@ def test_a_dead_replica_comes_back_with_the_adapters_of_now(replicas: Server, ad
         assert client.post("/generate", json=body_of("gone", 0)).status_code == 404
 
 
-def schedulers(server: Server) -> list[Any]:
+def num_tokens(stream: Stream) -> int:
+    """How many have come so far. Chunks may carry several."""
+    return stream.last["meta_info"]["completion_tokens"] if stream.payloads else 0
+
+
+def schedulers(server: Server) -> list[psutil.Process]:
     return [child for child in server.process.children() if "scheduler" in child.cmdline()]
