@@ -311,8 +311,8 @@ class ChildParts(Parts):
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
         """Start children that die again and tell `manager`; call `on_death(message)` from a thread when that is not to be."""
-        # What fitted into memory when all was new is what clients have been told of.
-        args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens)
+        # What fitted into memory when all was new is what clients have been told of. Adapters are sent: others may have come since.
+        args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
         def respawn(dead: ChildProcess) -> ChildProcess:
             return ChildProcess(dead.kind, args, self._ports, dead.rank, manager.link.new_source())

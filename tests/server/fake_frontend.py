@@ -98,6 +98,8 @@ class FakeFrontend:
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []
+        self.adapters: list[str] = []
+        self.loads: list[tuple[str, str, bool]] = []
         self.faults: list[FaultReq] = []
         self.started = threading.Event()
         self.closed_early = threading.Event()
@@ -227,6 +229,22 @@ class FakeFrontend:
         if session_id != "s1":
             raise NotFoundError("there is no such session", "session_id")
         self.closed.append(session_id)
+
+    def lora_adapters(self) -> list[str]:
+        return list(self.adapters)
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        if lora_name in self.adapters:
+            raise RequestError("there already", "lora_name")
+        if "broken" in lora_path:
+            raise RequestError("broken", "lora_path")
+        self.loads.append((lora_name, lora_path, pinned))
+        self.adapters.append(lora_name)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        if lora_name not in self.adapters:
+            raise NotFoundError("there is no such adapter", "lora_name")
+        self.adapters.remove(lora_name)
 
     async def flush_cache(self) -> FlushCacheReply:
         return self.flush

@@ -20,6 +20,8 @@ ADMIN_ONLY = {
     "/flush_cache",
     "/internal_state",
     "/inject_fault",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
     "/pause_generation",
     "/continue_generation",
     "/update_weights_from_disk",

@@ -37,7 +37,8 @@ def _opt(default: Any, group: str, help_text: str, bounds: Bounds = Bounds()) ->
     return field(default=default, metadata={"group": group, "help": help_text, "bounds": bounds})
 
 
-_M, _S, _Q, _K, _O = "Model", "Serving", "Memory and schedule", "Kernels", "Observability"
+_M, _L, _S, _Q = "Model", "Adapters", "Serving", "Memory and schedule"
+_K, _O = "Kernels", "Observability"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,16 @@ class ServerArgs:
     )
     random_seed: int = _opt(0, _M, "Seed of dummy weights, and of the seeds given to requests that bring none.", _COUNT)
     json_model_override_args: str = _opt("{}", _M, "JSON object merged into config.json.")
+
+    lora_paths: str = _opt(
+        "",
+        _L,
+        "Adapters to load at start: name=path, comma-separated. Paths are the operator's; requests name adapters.",
+    )
+    max_loras: int = _opt(
+        8, _L, "Most adapters in memory; one more takes the place of the one that was not used longest.", _COUNT
+    )
+    max_lora_rank: int = _opt(64, _L, "Adapters of a higher rank are refused.", _POSITIVE)
 
     host: str = _opt("127.0.0.1", _S, "Address to listen on.", _FILLED)
     port: int = _opt(30000, _S, "Port to listen on; 0 = any free one.", Bounds(least=0, most=65535))

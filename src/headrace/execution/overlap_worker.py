@@ -45,6 +45,18 @@ class TpModelWorkerClient:
             raise result
         return result
 
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """See `Worker.load_lora`."""
+        self._worker.load_lora(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """See `Worker.unload_lora`."""
+        self._worker.unload_lora(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        """See `Worker.has_lora`."""
+        return self._worker.has_lora(lora_id)
+
     def close(self) -> None:
         """Let the steps in flight finish, end the thread, release the worker. Idempotent."""
         if self._thread.is_alive():

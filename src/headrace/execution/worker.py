@@ -37,6 +37,18 @@ class TpModelWorker:
             raise result
         return result
 
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """See `Worker.load_lora`."""
+        self.runner.loras.load(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """See `Worker.unload_lora`."""
+        self.runner.loras.unload(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        """See `Worker.has_lora`."""
+        return lora_id in self.runner.loras
+
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""
         self._resources.close()

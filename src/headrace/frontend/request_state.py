@@ -24,6 +24,7 @@ from headrace.errors import (
     RequestError,
     TooLargeError,
 )
+from headrace.frontend.adapters import Adapter
 from headrace.frontend.sessions import Turn
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import unpack_float32, unpack_int32
@@ -79,6 +80,7 @@ class ReqState:
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
     the leader end before its first token, there are none. logged_prompt: for the log. turn: its place in a session.
+    adapter: what it holds in memory until it leaves the table.
     request: as it was first sent. rank: the replica that has it, -1 = none. routed_rank: the only one that may. num_sends, num_deaths,
     num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
     """
@@ -98,6 +100,7 @@ class ReqState:
     leader: "ReqState | None" = None
     logged_prompt: str = ""
     turn: Turn | None = None
+    adapter: Adapter | None = None
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
     wants_logprobs: bool = False

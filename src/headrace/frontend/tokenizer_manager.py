@@ -16,12 +16,14 @@ from typing import Any
 
 import msgspec
 
+from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFoundError, RequestError
+from headrace.frontend.adapters import Adapters
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
-from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
+from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, split_call
 from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sessions import Sessions
@@ -43,6 +45,7 @@ from headrace.messages.control import (
     SchedulerStats,
 )
 from headrace.messages.dispatch import TypeBasedDispatcher
+from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import (
@@ -62,6 +65,7 @@ IsDisconnected = Callable[[], Awaitable[bool]]
 DEFAULT_MAX_NEW_TOKENS = 128
 DISCONNECT_POLL_S = 0.25
 CONTROL_TIMEOUT_S = 10.0
+LORA_TIMEOUT_S = 120.0
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
@@ -161,7 +165,10 @@ class TokenizerManager:
         self._flushes = Communicator[FlushCacheReply]("flush_cache", self.link.num_up)
         self._states = Communicator[InternalStateReply]("internal_state", self.link.num_up)
         self._healths = Communicator[HealthCheckReply]("health", self.link.num_up)
+        self._lora_replies = Communicator[LoraReply]("adapters", self.link.num_up)
+        self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora)
         self._dispatcher = TypeBasedDispatcher()
+        self._dispatcher.register(LoraReply, self._on_lora_reply)
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
@@ -262,6 +269,7 @@ class TokenizerManager:
         self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every prompt: nothing is sent unless all are good. Raises RequestError."""
+        self._adapters.check_number(prompt.adapter for prompt in call.prompts)
         texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
         encoded = iter(await self._batch_tokenizer.encode(texts) if texts else ())
         samples = iter(state.samples)
@@ -285,8 +293,16 @@ class TokenizerManager:
                     raise RequestError(f"prompt {index}: {error.message}", error.param, error.code) from None
                 raise
             own = list(itertools.islice(samples, prompt.sampling.n))
+            if prompt.adapter:
+                await self._use_adapter(prompt.adapter, own)
             requests += self._samples(prompt, ids, sampling, logprobs, own, obj)
         return requests
+
+    async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
+        """Hold the adapter in memory until the samples have left the table. Raises NotFoundError, RequestError, CapacityError."""
+        adapter = await self._adapters.acquire(name, len(samples))
+        for sample in samples:
+            sample.adapter = adapter
 
     def _go_on(self, prompt: Prompt, ids: list[int], sample: ReqState) -> list[int]:
         """The prompt's tokens after those of its session. Raises RequestError, CapacityError."""
@@ -360,6 +376,7 @@ class TokenizerManager:
     ) -> list[TokenizedGenerateReqInput]:
         """What the scheduler gets for each sample of a prompt."""
         packed = pack_int32(ids)
+        lora_id = own[0].adapter.lora_id if own[0].adapter is not None else 0
         embeds = pack_float32(itertools.chain.from_iterable(prompt.input_embeds)) if prompt.input_embeds else b""
         timeout_s = self.args.request_timeout_s
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
@@ -389,11 +406,12 @@ class TokenizerManager:
                     return_hidden_states=prompt.return_hidden_states,
                     input_embeds=embeds,
                     custom_logit_processor=prompt.custom_logit_processor,
-                    namespace=prompt.namespace,
+                    namespace=adapter_namespace(prompt.namespace, lora_id),
                     priority=obj.priority or 0,
                     group=prompt.rid if len(own) > 1 else "",
                     created_s=sample.created_s,
                     deadline_s=sample.created_s + timeout_s if timeout_s > 0 else 0.0,
+                    lora_id=lora_id,
                 )
             )
         return requests
@@ -462,6 +480,8 @@ class TokenizerManager:
         self._leave_queue(sample)
         if sample.turn is not None:
             self.sessions.give_up(sample.turn)
+        if sample.adapter is not None:
+            self._adapters.release(sample.adapter)
         for name in sample.call.forget_names(sample):
             del self._names[name]
 
@@ -648,6 +668,34 @@ class TokenizerManager:
         """Forget a session. Its running requests go on. Raises NotFoundError."""
         self.sessions.close(session_id)
 
+    def lora_adapters(self) -> list[str]:
+        """Names of the adapters that requests may ask for."""
+        return self._adapters.names
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """See `Adapters.load`."""
+        self._check_control()
+        await self._adapters.load(lora_name, lora_path, pinned)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """See `Adapters.unload`."""
+        self._check_control()
+        await self._adapters.unload(lora_name)
+
+    async def _call_about_lora(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
+        if self.failure is not None:
+            raise ExecutionError(self.failure)
+        # The detokenizer has no part in it.
+        if not self.link.num_up():
+            raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+        return await self._lora_replies.call(lambda i: self._to_scheduler.send(make(i)), LORA_TIMEOUT_S)
+
+    def _on_lora_reply(self, reply: LoraReply) -> None:
+        if reply.id != RESTORED:
+            self._lora_replies.handle(reply)
+        elif self._adapters.lost(reply):
+            self._to_scheduler.send(UnloadLoraReq(RESTORED, reply.lora_id))
+
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""
         self._check_control()
@@ -735,7 +783,7 @@ class TokenizerManager:
             return
         self.link.scheduler_down(rank)
         error = CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
-        for communicator in (self._flushes, self._states, self._healths, self._weights):
+        for communicator in (self._flushes, self._states, self._healths, self._lora_replies, self._weights):
             communicator.fail_all(error)
 
     def restore(self, sender: Sender) -> None:
@@ -757,6 +805,9 @@ class TokenizerManager:
         if rank is None or sender is None:
             self.link.detokenizer_up()
         else:
+            # A load under way has not been sent to this one: it is taken back.
+            self._lora_replies.fail_all(CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S))
+            self._adapters.restore(sender)
             self.link.scheduler_up(rank, source, sender)
 
     def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:
@@ -800,7 +851,7 @@ class TokenizerManager:
         error = ExecutionError(message)
         for state in self._calls:
             state.fail(error)
-        for communicator in (self._flushes, self._states, self._healths, self._weights):
+        for communicator in (self._flushes, self._states, self._healths, self._lora_replies, self._weights):
             communicator.fail_all(error)
         for sample in list(self.rid_to_state.values()):
             if sample.call.abandoned:

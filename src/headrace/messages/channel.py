@@ -38,6 +38,7 @@ from headrace.messages.control import (
     ShutdownReq,
     SourceGone,
 )
+from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply, WeightOpReq
@@ -56,6 +57,9 @@ Message = (
     | InternalStateReply
     | HealthCheckReq
     | HealthCheckReply
+    | LoadLoraReq
+    | UnloadLoraReq
+    | LoraReply
     | SchedulerStats
     | Heartbeat
     | ShutdownReq

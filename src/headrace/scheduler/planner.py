@@ -178,6 +178,7 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
         return_hidden_states=asked.return_hidden_states,
         input_embeds=asked.input_embeds,
         custom_logit_processor=asked.custom_logit_processor,
+        lora_id=asked.lora_id,
     )
 
 

@@ -23,6 +23,7 @@ from headrace.messages.control import (
     SchedulerStats,
     ShutdownReq,
 )
+from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
@@ -31,6 +32,7 @@ from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.lora import LoraLoader
 from headrace.scheduler.request import Req, StopCheckers
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
 from headrace.scheduler.weights import WeightControl
@@ -74,6 +76,7 @@ class Scheduler:
         self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
         self._clock = clock
         self._on_turn = on_turn
+        self._loras = LoraLoader(worker, to_tokenizer)
         self._stopping = False
         self._idle = True
         self._next_stats_s = 0.0
@@ -87,6 +90,7 @@ class Scheduler:
         """Until a ShutdownReq arrives."""
         while not self._stopping:
             self.run_once()
+        self._loras.close()
         self.worker.close()
 
     def run_once(self) -> None:
@@ -107,6 +111,7 @@ class Scheduler:
         if state.in_flight:
             self._leave_idle()
             self._commit_oldest()
+        self._loras.unload_idle(state)
         self._report()
 
     def _commit_oldest(self) -> None:
@@ -177,6 +182,10 @@ class Scheduler:
                     self._to_detokenizer.send(message)
                 else:
                     state.faults.append(message)
+            case LoadLoraReq():
+                self._loras.load(message)
+            case UnloadLoraReq():
+                self._loras.unload(message)
             case ResetReq():
                 commit.reset(state)
                 state.source = message.source
@@ -224,6 +233,8 @@ class Scheduler:
         whole = (len(req.asked.input_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+        if req.asked.lora_id and not self.worker.has_lora(req.asked.lora_id):
+            raise ExecutionError("the request's adapter is not loaded in the engine")
         self._check_allowed(req.asked.sampling)
 
     def _check_allowed(self, sampling: ResolvedSamplingParams) -> None:

@@ -24,6 +24,7 @@ from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
+from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
 from headrace.server.openai.chat import ChatServing, chat_prompt_ids
 from headrace.server.openai.completions import CompletionServing
@@ -42,6 +43,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     """Every route with its access; the busiest first, because they are tried in order."""
     native, control = NativeAPI(context), ControlAPI(context)
     chat, completions = ChatServing(context), CompletionServing(context)
+    loras = LoraAPI(context)
     models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
     get, post = ("GET",), ("POST",)
     # fmt: off
@@ -67,6 +69,8 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", ("GET", "POST"), "admin", control.flush_cache, "Empty the prefix cache"),
+        RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
+        RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
         *WeightsAPI(context).routes(),
     ]

@@ -73,6 +73,18 @@ class RequestFrontend(Protocol):
         """Forget a session. Raises NotFoundError."""
         ...
 
+    def lora_adapters(self) -> list[str]:
+        """Names of the adapters."""
+        ...
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Raises RequestError, CapacityError, ExecutionError."""
+        ...
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Waits for those who use it. Raises NotFoundError, ExecutionError."""
+        ...
+
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache unless requests run."""
         ...
@@ -142,12 +154,17 @@ class ServingContext:
         default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-text")
     )
 
-    def check_model(self, name: str) -> None:
-        """Raises NotFoundError unless `name` is the served model."""
-        if name != self.model.name:
-            shown = name if len(name) <= 100 else name[:100] + "..."
-            message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
-            raise NotFoundError(message, "model", "model_not_found")
+    def adapter_of(self, name: str) -> str | None:
+        """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself. Raises NotFoundError."""
+        if name == self.model.name:
+            return None
+        adapters = self.frontend.lora_adapters()
+        for adapter in (name, name.removeprefix(f"{self.model.name}:")):
+            if adapter in adapters:
+                return adapter
+        shown = name if len(name) <= 100 else name[:100] + "..."
+        message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
+        raise NotFoundError(message, "model", "model_not_found")
 
     def check_text_length(self, param: str, num_chars: int) -> None:
         """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried."""

@@ -19,6 +19,7 @@ from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
 
 _SECRETS = frozenset({"api_key", "admin_api_key"})
+_NAMED_INSTEAD = frozenset({"lora_paths"})
 _PATHS = frozenset({"model_path", "tokenizer_path", "chat_template", "custom_logit_processors"})
 
 
@@ -96,8 +97,9 @@ class ControlAPI:
     async def server_info(self, exchange: Exchange) -> None:
         """Options (without keys, and files by name only), the memory plan, and the state of now."""
         args = {f.name: getattr(self.context.args, f.name) for f in dataclasses.fields(self.context.args)}
-        shown = {name: value for name, value in args.items() if name not in _SECRETS}
+        shown = {name: value for name, value in args.items() if name not in _SECRETS | _NAMED_INSTEAD}
         shown.update({name: _without_folders(args[name]) for name in _PATHS})
+        shown["lora_adapters"] = self.context.frontend.lora_adapters()
         state = await self._state()
         info = {
             name: value

@@ -129,7 +129,7 @@ class OpenAIServingBase(ABC, Generic[R]):
         """Answer one request. Errors name the fields as this API spells them."""
         request = await exchange.read_json(self.decoder)
         try:
-            self.context.check_model(request.model)
+            request = self._with_adapter(request)
             request.check_stream_options()
             self.validate(request)
             generation = await self.convert(request)
@@ -139,6 +139,15 @@ class OpenAIServingBase(ABC, Generic[R]):
                 await self._reply(exchange, generation)
         except RequestError as exc:
             raise self._renamed(exc, request) from None
+
+    def _with_adapter(self, request: R) -> R:
+        """The request with the adapter that its model name means. Raises NotFoundError, and RequestError when lora_path names another one."""
+        adapter = self.context.adapter_of(request.model)
+        if adapter is None:
+            return request
+        if request.lora_path not in (None, adapter):
+            raise RequestError("model and lora_path name two adapters: give one of them", "lora_path")
+        return msgspec.structs.replace(request, lora_path=adapter)
 
     @abstractmethod
     def validate(self, request: R) -> None:
