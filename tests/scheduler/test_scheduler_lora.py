@@ -2,26 +2,9 @@
 
 from fake_worker import Rig
 
-from headrace.errors import ModelError
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 
 PROMPT = [0, 1, 1, 0, 1]
-
-
-class Loras:
-    """What a worker does for adapters. bad: paths that cannot be read."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.loaded: set[int] = set()
-        self.bad: set[str] = set()
-        rig.worker.load_lora = self.load
-        rig.worker.unload_lora = self.loaded.discard
-        rig.worker.has_lora = self.loaded.__contains__
-
-    def load(self, lora_id: int, path: str) -> None:
-        if path in self.bad:
-            raise ModelError("no good")
-        self.loaded.add(lora_id)
 
 
 def replies(rig: Rig) -> list[LoraReply]:
@@ -34,8 +17,7 @@ def replies(rig: Rig) -> list[LoraReply]:
 
 def test_what_is_to_be_there_at_once_is_there_for_the_next_message():
     rig = Rig()
-    loras = Loras(rig)
-    loras.bad = {"/bad"}
+    rig.worker.bad_paths = {"/bad"}
     rig.inbox.send(LoadLoraReq(0, 5, "/good", at_once=True))
     rig.inbox.send(LoadLoraReq(0, 6, "/bad", at_once=True))
     rig.add("good", PROMPT, 4, ignore_eos=True, lora_id=5)
@@ -51,17 +33,16 @@ def test_what_is_to_be_there_at_once_is_there_for_the_next_message():
 
 def test_an_adapter_stays_until_the_last_request_that_uses_it_has_ended():
     rig = Rig()
-    loras = Loras(rig)
     rig.inbox.send(LoadLoraReq(1, 5, "/good", at_once=True))
     rig.add("r", PROMPT, 20, ignore_eos=True, lora_id=5)
     rig.inbox.send(UnloadLoraReq(2, 5))
     for _ in range(5):
         rig.turn()
-        assert 5 in loras.loaded
+        assert 5 in rig.worker.loras
     rig.drain()
     rig.turn()
     rig.scheduler._loras.close()  # what was begun is finished
 
     assert rig.finish["r"].length == 20
-    assert loras.loaded == set()
+    assert rig.worker.loras == set()
     assert replies(rig) == [LoraReply(1, 5), LoraReply(2, 5)]
