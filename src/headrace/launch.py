@@ -541,7 +541,8 @@ async def _serve(
         ready=engine.ready,
         model_type=engine.model.model_type,
     )
-    server = Server(create_app(manager, args, model, engine.metrics, status), args, listening=listening)
+    app = create_app(manager, args, model, engine.metrics, status)
+    server = Server(app, args, listening=listening)
     loop = asyncio.get_running_loop()
     exit_code = 0
     num_signals = 0
@@ -570,6 +571,8 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if app.state.keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, app.state.keys.reload)
     engine.on_death = on_death
     manager.start()
     if stopping.is_set():

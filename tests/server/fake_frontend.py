@@ -77,6 +77,7 @@ class FakeFrontend:
         """Forget everything between tests."""
         self.script = Script()
         self.calls: list[GenerateReqInput] = []
+        self.callers: list[Any] = []
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []
@@ -95,11 +96,13 @@ class FakeFrontend:
         *,
         default_max_new_tokens: int = 128,
         incremental: bool | None = None,
+        caller: Any = None,
     ) -> AsyncGenerator[Any, None]:
         incremental = self.incremental if incremental is None else incremental
         limits = CallLimits(self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256)
         call = split_call(obj, limits)
         self.calls.append(obj)
+        self.callers.append(caller)
         script = self.script
         samples = []
         for prompt in call.prompts:

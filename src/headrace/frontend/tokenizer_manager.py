@@ -23,6 +23,7 @@ from headrace.frontend.communicator import Communicator
 from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sessions import Sessions
+from headrace.frontend.tenants import Caller, QueuePace, Tenant, TenantLimits
 from headrace.log import get_logger
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
@@ -68,7 +69,11 @@ LOGGED_CHARACTERS = 200
 LOGGED_IDS = 50
 DEADLINE_STATUS = 408
 """Status of the scheduler's aborts of requests that ran out of time."""
+QUEUE_TIMEOUT_STATUS = 503
+"""Status of the scheduler's aborts of requests that waited too long."""
 HEALTH_RID_PREFIX = "headrace-health-"
+NOBODY = Caller()
+"""A call from within, or one without a key of its own."""
 
 
 class TokenizerManager:
@@ -107,6 +112,8 @@ class TokenizerManager:
         # Requests without a seed differ from each other, and repeat when a server is started again.
         self._seeds = random.Random(args.random_seed)
         self._num_queued = 0
+        self._pace = QueuePace()
+        self._anybody = Tenant(TenantLimits(name=""))
         self._max_queued = ready.max_running_requests + args.max_queued_requests
         self._accepting = True
         self._idle = asyncio.Event()
@@ -156,6 +163,7 @@ class TokenizerManager:
         *,
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         incremental: bool | None = None,
+        caller: Caller = NOBODY,
     ) -> AsyncGenerator[Any, None]:
         """The answers of one call (SPEC H1).
 
@@ -165,14 +173,15 @@ class TokenizerManager:
 
         default_max_new_tokens: for prompts that do not say; never more than the context has room for.
         incremental: text and ids of a chunk are what is new since the last one; None = as the server was told.
-        Raises, before any output: RequestError, CapacityError (queue full, stopping), ExecutionError (engine gone, or the
+        caller: whose limits count.
+        Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
         """
         self.start()
         self._check_accepting()
         call = split_call(obj, self._limits)
         state = self._register(
-            call, obj, self.args.incremental_streaming_output if incremental is None else incremental
+            call, obj, self.args.incremental_streaming_output if incremental is None else incremental, caller
         )
         try:
             requests = await self._prepare(call, obj, state, default_max_new_tokens)
@@ -196,15 +205,16 @@ class TokenizerManager:
         if not self._accepting:
             raise CapacityError("the server is stopping and takes no new requests", retry_after_s=5.0)
 
-    def _register(self, call: Call, obj: GenerateReqInput, incremental: bool) -> CallState:
+    def _register(self, call: Call, obj: GenerateReqInput, incremental: bool, caller: Caller) -> CallState:
         """Enter every sample into the table before anything is awaited or sent: no output can be missed, no rid taken twice.
 
-        Raises RequestError for a rid in use and CapacityError when the queue is full.
+        Raises RequestError for a rid in use and CapacityError when the queue is full or a limit of the caller's key is reached.
         """
         token_text = self._token_text if obj.return_text_in_logprobs else _no_text
         state = CallState(
             stream=obj.stream, is_list=call.is_list, incremental=incremental and obj.stream, token_text=token_text
         )
+        state.tenant = caller.tenant or self._anybody
         now = self._clock()
         for prompt in call.prompts:
             own = []
@@ -222,16 +232,28 @@ class TokenizerManager:
             shown = taken[0] if taken else call.rid
             raise RequestError(f"rid {shown[:100]!r} is in use by another request", "rid")
         if self._num_queued + len(rids) > self._max_queued:
+            self.metrics.count_rejected("queue_full")
             raise CapacityError(
                 f"the queue is full: {self._num_queued} samples have no token yet, {len(rids)} more were asked for, "
-                f"the limit is {self._max_queued}"
+                f"the limit is {self._max_queued}",
+                self._retry_after_s(now),
             )
+        try:
+            state.tenant.enter(len(rids), now)
+        except CapacityError:
+            self.metrics.count_rejected("key_limit")
+            raise
+        state.created_s = now
         self._num_queued += len(rids)
         self.rid_to_state.update(zip(rids, state.samples, strict=True))
         self._names.update(dict.fromkeys(state.names, state))
         self._calls.add(state)
         self._idle.clear()
         return state
+
+    def _retry_after_s(self, now_s: float) -> float:
+        """When about half of the queue will be gone: early enough to keep the slots full, late enough to find room."""
+        return self._pace.wait_s(max(1, self._num_queued // 2), now_s)
 
     async def _prepare(
         self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
@@ -336,7 +358,8 @@ class TokenizerManager:
         """What the scheduler gets for each sample of a prompt."""
         packed = pack_int32(ids)
         embeds = pack_float32(itertools.chain.from_iterable(prompt.input_embeds)) if prompt.input_embeds else b""
-        timeout_s = self.args.request_timeout_s
+        timeout_s, queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
+        limits = own[0].call.tenant.limits
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
         wants_prompt = logprobs is not None and logprobs.prompt_start < len(ids)
         is_shared = not (self.args.disable_radix_cache or prompt.return_hidden_states or embeds)
@@ -369,6 +392,9 @@ class TokenizerManager:
                     group=prompt.rid if len(own) > 1 else "",
                     created_s=sample.created_s,
                     deadline_s=sample.created_s + timeout_s if timeout_s > 0 else 0.0,
+                    queue_deadline_s=sample.created_s + queue_timeout_s if queue_timeout_s > 0 else 0.0,
+                    tenant=limits.name,
+                    weight=limits.weight,
                 )
             )
         return requests
@@ -420,6 +446,7 @@ class TokenizerManager:
         """The waiter has left: abort what is unfinished. A sample that was sent keeps its rid until its last output has come."""
         state.abandoned = True
         self._calls.discard(state)
+        state.tenant.leave(self._clock() - state.created_s)
         sent = []
         for sample in state.unfinished:
             if self.failure is None and sample.sent_s:
@@ -443,8 +470,11 @@ class TokenizerManager:
 
     def _leave_queue(self, sample: ReqState) -> None:
         """It has its first token, or has ended."""
-        self._num_queued -= sample.queued
-        sample.queued = False
+        if sample.queued:
+            sample.queued = False
+            self._num_queued -= 1
+            sample.call.tenant.leave_queue()
+            self._pace.note(self._clock())
 
     def _note_idle(self) -> None:
         if not self._calls and not self.rid_to_state:
@@ -500,11 +530,22 @@ class TokenizerManager:
         new_tokens = len(sample.output_ids) - had_tokens
         if new_tokens:
             self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
+            sample.call.tenant.use_tokens(new_tokens)
+            if sample.call.stream and sample.num_unread_bytes > self.args.max_stream_buffer_bytes:
+                self._cut_off(sample)
         if row.finish is not None:
             late = row.finish.status_code == DEADLINE_STATUS and sample.output_ids
             # What there is when time is up is an answer, and no error.
             self._end(sample, msgspec.structs.replace(row.finish, status_code=0) if late else row.finish, now_s)
         return new_tokens
+
+    def _cut_off(self, sample: ReqState) -> None:
+        """Its client does not read. What it has left unread stays for it, but no more is made."""
+        if not sample.abort_asked:
+            sample.abort_asked = True
+            limit = self.args.max_stream_buffer_bytes
+            logger.warning("aborted rid %s: its client left more than %d bytes unread", sample.rid, limit)
+            self._to_scheduler.send(AbortReq((sample.rid,), message=f"more than {limit} bytes were left unread"))
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
         if had_tokens:
@@ -519,12 +560,16 @@ class TokenizerManager:
         if sample.first_of_prompt:
             self.metrics.prompt_tokens.inc(sample.num_prompt_tokens)
             self.metrics.cached_tokens.inc(sample.stats.cached_tokens)
+            sample.call.tenant.use_tokens(sample.num_prompt_tokens - sample.stats.cached_tokens)
 
     def _end(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
         """The sample's one end: out of the table, counted, logged, its waiter woken."""
         if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
             self.sessions.finish(sample.turn, sample.output_ids)
         self._forget(sample)
+        if finish.status_code == QUEUE_TIMEOUT_STATUS:
+            self.metrics.count_rejected("queue_timeout")
+            sample.retry_after_s = self._retry_after_s(now_s)
         sample.end(finish, now_s)
         metrics = self.metrics
         metrics.count_end(finish.type)

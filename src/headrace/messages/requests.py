@@ -74,7 +74,8 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     with embeds, input_ids are placeholders and nothing of it enters the prefix cache.
     group: samples of one prompt share it, so that the prompt is prefilled once; empty = alone.
     namespace: requests of different namespaces never share KV. created_s: time.monotonic() at arrival (one clock for all processes of a machine).
-    deadline_s: time.monotonic() after which it is aborted (0 = none).
+    deadline_s: time.monotonic() after which it is aborted (0 = none). queue_deadline_s: the same while it has never run.
+    tenant, weight: whose it is and its share beside other tenants that wait; weight > 0.
     """
 
     rid: str
@@ -90,6 +91,9 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     group: str = ""
     created_s: float = 0.0
     deadline_s: float = 0.0
+    queue_deadline_s: float = 0.0
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class BatchTokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -122,6 +122,7 @@ def _take_row(state: SchedulerState, req: Req, start: int, samples: bool, index:
         assert 0 <= token_id < state.config.vocab_size, (req.rid, token_id)
         req.append(token_id)
         state.counters.generation_tokens += 1
+        state.fair_share.charge_output(req)
         if index in result.logprobs:
             req.pending_logprobs.append(result.logprobs[index])
         req.finish = _finish_reason(state, req, token_id)

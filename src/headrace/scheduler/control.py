@@ -32,9 +32,16 @@ def abort_one(state: SchedulerState, req: Req, message: str, status_code: int) -
 
 
 def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
-    """End requests whose deadline has passed."""
-    late = [req for req in state.by_rid.values() if 0 < req.asked.deadline_s <= now_s]
-    return [abort_one(state, req, "the request took longer than the server allows", 408) for req in late]
+    """End requests whose deadline has passed, and those whose time to wait is over before they ever ran."""
+    live = list(state.by_rid.values())
+    late = [req for req in live if 0 < req.asked.deadline_s <= now_s]
+    stuck = [
+        req for req in live if 0 < req.asked.queue_deadline_s <= now_s and req.cached_tokens < 0 and req not in late
+    ]
+    return [
+        *(abort_one(state, req, "the request took longer than the server allows", 408) for req in late),
+        *(abort_one(state, req, "the request waited longer than the server lets it wait", 503) for req in stuck),
+    ]
 
 
 def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:

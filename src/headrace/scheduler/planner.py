@@ -56,7 +56,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: floa
     if not state.waiting or budget <= 0:
         return
     reserved = sum(_expected_tokens(state, req) for req in state.running)
-    for req in _ordered(state, now_s):
+    for req in state.fair_share.order(_ordered(state, now_s)):
         if budget <= 0 or kv.num_free_seqs == 0 or len(state.running) >= config.max_running:
             break
         if _waits_for_prefix(state, req):
@@ -152,6 +152,7 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
     if req.cached_tokens >= 0:
         return
     req.first_scheduled_s = now_s
+    state.fair_share.charge_prompt(req, req.num_tokens - cached_tokens)
     group = req.asked.group
     # Later samples of a prompt hit what the first one has just computed; the client is told what was cached before.
     req.cached_tokens = state.group_cached.setdefault(group, cached_tokens) if group else cached_tokens

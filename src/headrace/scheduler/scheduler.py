@@ -4,6 +4,7 @@ Runs in one thread of the scheduler process (or of the main process with --singl
 computes one while the other is planned or committed here; with one it is the plain loop. Both give the same tokens.
 """
 
+import math
 import time
 from collections.abc import Callable
 
@@ -184,6 +185,7 @@ class Scheduler:
             self._inject_admission_fault(req)
             if request.sampling.stop or request.sampling.stop_regex:
                 req.stop_checker = self._stop_checkers(request)
+            state.fair_share.arrive(req, state.waiting)
             state.waiting.append(req)
             return
         except HeadraceError as error:
@@ -199,6 +201,8 @@ class Scheduler:
         total = self.state.kv.total_tokens
         if req.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty")
+        if not 0 < req.asked.weight < math.inf:
+            raise RequestError(f"the weight of a tenant must be above 0, got {req.asked.weight}")
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
         if len(self.state.waiting) >= self.config.max_queued:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from headrace.messages.control import FaultReq
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
+from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req
 
@@ -71,5 +72,6 @@ class SchedulerState:
     ended: list[Req] = field(default_factory=list)
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    fair_share: FairShare = field(default_factory=FairShare)
     next_order: int = 0
     next_step: int = 0

@@ -24,6 +24,7 @@ from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
+from headrace.server.keys import ApiKeys
 from headrace.server.native import NativeAPI
 from headrace.server.openai.chat import ChatServing, chat_prompt_ids
 from headrace.server.openai.completions import CompletionServing
@@ -91,12 +92,14 @@ def create_app(
     """The application that serves `model` through `frontend`.
 
     status: shared with who stops the server, to tell it that no new requests are welcome. `app.state.context` is the
-    handlers' context. Raises ConfigError for unknown warm-ups.
+    handlers' context, `app.state.keys` the keys of --api-key-file.
+    Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
     status = status if status is not None else ServerStatus()
     context = ServingContext(frontend, model, args, status, None if args.disable_metrics else metrics)
     warmups = chosen_warmups(args)
     table = route_table(context)
+    keys = ApiKeys(args.api_key_file) if args.api_key_file is not None else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -125,12 +128,13 @@ def create_app(
     )
     app.state.context = context
     app.state.startup_error = None
+    app.state.keys = keys
     for spec in table:
         endpoint = Endpoint(spec.handler, args.max_body_bytes)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
     # The last one added is the outermost: CORS answers preflights without a key, and its headers are on error replies too.
     access = AccessTable((spec.path, spec.access) for spec in table)
-    app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key)
+    app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys)
     app.add_middleware(ErrorBoundary)
     origins = [origin.strip() for origin in args.allow_origins.split(",") if origin.strip()]
     if origins:

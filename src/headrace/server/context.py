@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
+from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
@@ -37,13 +38,18 @@ class RequestFrontend(Protocol):
     """What the server needs of the TokenizerManager."""
 
     def generate_request(
-        self, obj: GenerateReqInput, *, default_max_new_tokens: int = ..., incremental: bool | None = None
+        self,
+        obj: GenerateReqInput,
+        *,
+        default_max_new_tokens: int = ...,
+        incremental: bool | None = None,
+        caller: Caller = ...,
     ) -> AsyncGenerator[Any, None]:
         """Outputs of one call. Without `stream` exactly one item: an Output, or a list of them in prompt-major order.
 
         default_max_new_tokens: where the request does not say; never more than the context has room for.
         incremental: outputs of a stream hold what is new since the last one (the last of a sample: all ids and logprobs); None
-        = as the server was told. Closing the generator early aborts what is unfinished.
+        = as the server was told. caller: whose limits count. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """
         ...

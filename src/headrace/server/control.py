@@ -17,8 +17,18 @@ from headrace.metrics.export import CONTENT_TYPE, render
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
 
-_SECRETS = frozenset({"api_key", "admin_api_key"})
-_PATHS = frozenset({"model_path", "tokenizer_path", "chat_template", "custom_logit_processors"})
+_SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
+_PATHS = frozenset(
+    {
+        "model_path",
+        "tokenizer_path",
+        "chat_template",
+        "custom_logit_processors",
+        "api_key_file",
+        "profile_dir",
+        "crash_dump_dir",
+    }
+)
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
