@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.frontend.chat_templates import ChatTemplate
+    from headrace.frontend.spans import Spans
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.frontend.tokenizers import Tokenizer
     from headrace.metrics.catalog import Metrics
@@ -420,6 +421,7 @@ def launch_engine(
     on_progress: bytes of the checkpoint loaded so far and in all. should_stop: asked while waiting; True gives up.
     meanwhile: called once while the children load.
     """
+    spans = _open_spans(args)
     with contextlib.ExitStack() as resources:
         parts: ChildParts | ThreadParts
         if args.single_process:
@@ -444,6 +446,8 @@ def launch_engine(
         defaults = model.sampling_defaults
         metrics = Metrics(served_name(args))
         watchdog = Watchdog("tokenizer manager", args.soft_watchdog_timeout_s)
+        if spans is not None:
+            resources.callback(spans.close)
         manager = TokenizerManager(
             args,
             ready,
@@ -460,6 +464,7 @@ def launch_engine(
             metrics=metrics,
             to_detokenizer=parts.channels.sender("to_detokenizer"),
             watchdog=watchdog,
+            spans=spans,
         )
         engine = RunningEngine(args, manager, ready, tokenizer, template, model, metrics, parts, resources.pop_all())
 
@@ -470,6 +475,15 @@ def launch_engine(
         manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, died)
         return engine
+
+
+def _open_spans(args: ServerArgs) -> "Spans | None":
+    """Where traces go. Raises ConfigError before anything is loaded."""
+    if args.otlp_traces_endpoint is None:
+        return None
+    from headrace.frontend.spans import Spans, otlp_exporter
+
+    return Spans(served_name(args), otlp_exporter(args.otlp_traces_endpoint))
 
 
 # -- the server

@@ -78,6 +78,7 @@ class FakeFrontend:
         self.script = Script()
         self.calls: list[GenerateReqInput] = []
         self.callers: list[Any] = []
+        self.profiled: list[Any] = []
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []
@@ -221,6 +222,22 @@ class FakeFrontend:
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive
+
+    def timelines(self, rid: str, tenant: str | None = None):
+        if rid != "known":
+            raise NotFoundError("there is no such request", "rid")
+        return [{"rid": rid, "tenant_asked": tenant}]
+
+    async def start_profile(self, output_name, num_steps, activities):
+        self.profiled.append((output_name, num_steps, activities))
+        return "profiling"
+
+    async def stop_profile(self):
+        raise RequestError("no profile is running")
+
+    def configure_logging(self, level, log_requests, log_requests_level):
+        self.logging = (level, log_requests, log_requests_level)
+        return {"level": level}
 
     def counters(self):
         return self.own_counters

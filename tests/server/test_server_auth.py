@@ -16,7 +16,14 @@ from headrace.server.context import ServerStatus
 USER, ADMIN = "user-kéy", "admin-key"
 
 PUBLIC = {"/health", "/ready", "/ping", "/health_generate", "/metrics"}
-ADMIN_ONLY = {"/flush_cache", "/internal_state", "/inject_fault"}
+ADMIN_ONLY = {
+    "/flush_cache",
+    "/internal_state",
+    "/inject_fault",
+    "/start_profile",
+    "/stop_profile",
+    "/configure_logging",
+}
 
 KEYS: dict[str, bytes | None] = {
     "none": None,

@@ -101,7 +101,10 @@ class ServerArgs:
         0.0, _S, "Refuse a request (503) that has waited so long and never ran; 0 = never.", _SECONDS
     )
     max_stream_buffer_bytes: int = _opt(
-        1 << 20, _S, "Abort a stream whose client leaves so much output unread, beyond what the socket holds.", _POSITIVE
+        1 << 20,
+        _S,
+        "Abort a stream whose client leaves so much output unread, beyond what the socket holds.",
+        _POSITIVE,
     )
     max_sessions: int = _opt(1000, _S, "Most sessions that are open at once.", _COUNT)
     max_session_tokens: int = _opt(4_000_000, _S, "Most tokens that all sessions together may hold.", _COUNT)

@@ -104,7 +104,9 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             page_size=config.page_size if attention.paged_kv() is not None else 0,
         )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
-        sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), resources.pop_all())
+        sync_worker = TpModelWorker(
+            ModelRunner(model, attention, table, sampler), resources.pop_all(), args.profile_dir
+        )
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)

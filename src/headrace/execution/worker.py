@@ -10,23 +10,27 @@ from contextlib import ExitStack
 
 from headrace.errors import ExecutionError
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.profiler import StepProfiler
 from headrace.log import get_logger
+from headrace.messages.control import ProfileReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 
 _logger = get_logger(__name__)
 
 
 class TpModelWorker:
-    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`."""
+    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`. profile_dir: see `StepProfiler`."""
 
-    def __init__(self, runner: ModelRunner, resources: ExitStack | None = None) -> None:
+    def __init__(self, runner: ModelRunner, resources: ExitStack | None = None, profile_dir: str | None = None) -> None:
         self.runner = runner
+        self.profiler = StepProfiler(profile_dir)
         self._resources = resources or ExitStack()
         self._done: deque[StepResult | ExecutionError] = deque()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Run the step; its result, or its failure, waits for `collect`."""
-        self._done.append(run_guarded(self.runner, batch))
+        with self.profiler.step(batch.step):
+            self._done.append(run_guarded(self.runner, batch))
 
     def collect(self) -> StepResult:
         """See `Worker.collect`."""
@@ -34,6 +38,10 @@ class TpModelWorker:
         if isinstance(result, ExecutionError):
             raise result
         return result
+
+    def profile(self, request: ProfileReq) -> str:
+        """See `Worker.profile`. In the thread that runs the steps."""
+        return self.profiler.handle(request)
 
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""

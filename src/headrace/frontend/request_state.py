@@ -24,6 +24,7 @@ from headrace.errors import (
 )
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import Tenant, TenantLimits
+from headrace.frontend.timeline import Timeline
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 
@@ -100,6 +101,7 @@ class ReqState:
     leader: "ReqState | None" = None
     logged_prompt: str = ""
     retry_after_s: float = 1.0
+    timeline: Timeline = field(default_factory=lambda: Timeline("", "", "", 0.0, 0.0))
     turn: Turn | None = None
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
@@ -174,6 +176,18 @@ class ReqState:
         self.finish = finish
         self.finished_s = now_s
         self._tell()
+
+    def write_timeline(self) -> None:
+        """Bring `timeline` up to date."""
+        timeline = self.timeline
+        timeline.sent_s = self.sent_s
+        timeline.first_token_s = self.first_token_s
+        timeline.finished_s = self.finished_s
+        timeline.num_prompt_tokens = self.num_prompt_tokens
+        timeline.num_output_tokens = len(self.output_ids)
+        timeline.stats = self.stats
+        timeline.finish = self.finish
+        timeline.prompt = self.logged_prompt
 
     def follow(self, leader: "ReqState") -> None:
         """Show the prompt logprobs of `leader`, which alone asks for them. Before anything is sent."""

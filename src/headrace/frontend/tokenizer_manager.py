@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -20,14 +20,17 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFoundError, RequestError
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
+from headrace.frontend.crash_dump import write_crash_dump
 from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import Caller, QueuePace, Tenant, TenantLimits
-from headrace.log import get_logger
+from headrace.frontend.timeline import Timeline, Timelines
+from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
+    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReply,
     FlushCacheReq,
@@ -37,6 +40,8 @@ from headrace.messages.control import (
     InternalState,
     InternalStateReply,
     InternalStateReq,
+    ProfileReply,
+    ProfileReq,
     ReadyInfo,
     SchedulerStats,
 )
@@ -55,11 +60,22 @@ from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSampl
 
 logger = get_logger(__name__)
 
+
+class SpanSink(Protocol):
+    """Takes what happened to each sample, for traces."""
+
+    def add(self, timeline: Timeline) -> None:
+        """A sample has ended. Must not block."""
+
+
 IsDisconnected = Callable[[], Awaitable[bool]]
 
 DEFAULT_MAX_NEW_TOKENS = 128
+STOPPED = "the server has stopped"
 DISCONNECT_POLL_S = 0.25
 CONTROL_TIMEOUT_S = 10.0
+PROFILE_TIMEOUT_S = 120.0
+"""Writing a long trace takes its time, and no step runs meanwhile."""
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
@@ -81,6 +97,7 @@ class TokenizerManager:
 
     ready: what the scheduler said of the model. to_detokenizer: only for test faults in the detokenizer.
     clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs.
+    spans: is told of every sample that ended. log_requests, log_requests_level: as the options, until `configure_logging`.
     on_broken: set by the owner; called in the event loop when that loop has failed, after every waiter has been answered.
     """
 
@@ -96,6 +113,7 @@ class TokenizerManager:
         metrics: Metrics | None = None,
         to_detokenizer: Sender | None = None,
         watchdog: Watchdog | None = None,
+        spans: SpanSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.args = args
@@ -114,6 +132,11 @@ class TokenizerManager:
         self._num_queued = 0
         self._pace = QueuePace()
         self._anybody = Tenant(TenantLimits(name=""))
+        self._timelines = Timelines(args.timeline_requests)
+        self.spans = spans
+        self._log_level: str = args.log_level
+        self.log_requests = args.log_requests
+        self.log_requests_level: int = args.log_requests_level
         self._max_queued = ready.max_running_requests + args.max_queued_requests
         self._accepting = True
         self._idle = asyncio.Event()
@@ -146,7 +169,9 @@ class TokenizerManager:
         self._flushes = Communicator[FlushCacheReply]("flush_cache")
         self._states = Communicator[InternalStateReply]("internal_state")
         self._healths = Communicator[HealthCheckReply]("health")
+        self._profiles = Communicator[ProfileReply]("profile")
         self._dispatcher = TypeBasedDispatcher()
+        self._dispatcher.register(ProfileReply, self._profiles.handle)
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
@@ -246,6 +271,18 @@ class TokenizerManager:
         state.created_s = now
         self._num_queued += len(rids)
         self.rid_to_state.update(zip(rids, state.samples, strict=True))
+        arrived_unix_s = time.time()
+        for sample in state.samples:
+            sample.timeline = Timeline(
+                sample.rid,
+                sample.shown_id,
+                state.tenant.name,
+                now,
+                arrived_unix_s,
+                traceparent=caller.traceparent,
+                stream=obj.stream,
+            )
+            self._timelines.add(sample.timeline)
         self._names.update(dict.fromkeys(state.names, state))
         self._calls.add(state)
         self._idle.clear()
@@ -366,7 +403,7 @@ class TokenizerManager:
         requests = []
         for j, sample in enumerate(own):
             sample.num_prompt_tokens = len(ids)
-            if self.args.log_requests_level:
+            if self.log_requests_level or self.args.crash_dump_prompts:
                 sample.logged_prompt = _beginning(prompt, ids)
             sample.wants_hidden_states = prompt.return_hidden_states
             if logprobs is not None:
@@ -462,6 +499,8 @@ class TokenizerManager:
         if self.rid_to_state.get(sample.rid) is not sample:
             return
         del self.rid_to_state[sample.rid]
+        sample.write_timeline()
+        self._timelines.finish(sample.rid)
         self._leave_queue(sample)
         if sample.turn is not None:
             self.sessions.give_up(sample.turn)
@@ -566,11 +605,13 @@ class TokenizerManager:
         """The sample's one end: out of the table, counted, logged, its waiter woken."""
         if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
             self.sessions.finish(sample.turn, sample.output_ids)
-        self._forget(sample)
         if finish.status_code == QUEUE_TIMEOUT_STATUS:
             self.metrics.count_rejected("queue_timeout")
             sample.retry_after_s = self._retry_after_s(now_s)
         sample.end(finish, now_s)
+        self._forget(sample)
+        if self.spans is not None:
+            self.spans.add(sample.timeline)
         metrics = self.metrics
         metrics.count_end(finish.type)
         metrics.e2e_latency_s.observe(now_s - sample.created_s)
@@ -580,17 +621,18 @@ class TokenizerManager:
             metrics.queue_time_s.observe(sample.stats.queue_time_s)
         elif finish.type != "abort":
             self._count_prompt(sample)
-        if self.args.log_requests:
+        if self.log_requests:
             self._log(sample)
         self._note_idle()
 
     def _log(self, sample: ReqState) -> None:
         assert sample.finish is not None
         text = ""
-        if self.args.log_requests_level:
+        if self.log_requests_level:
             text = f" prompt={sample.logged_prompt} text={sample.text[:LOGGED_CHARACTERS]!r}"
         logger.info(
-            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs%s",
+            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs "
+            "retractions=%d chunks=%d%s",
             sample.rid,
             sample.finish.type,
             sample.num_prompt_tokens,
@@ -599,6 +641,8 @@ class TokenizerManager:
             sample.stats.queue_time_s,
             max(0.0, sample.first_token_s - sample.created_s),
             sample.finished_s - sample.created_s,
+            sample.stats.num_retractions,
+            sum(event.kind == "chunk" for event in sample.stats.events),
             text,
         )
 
@@ -610,6 +654,20 @@ class TokenizerManager:
         """Seconds since a process was last heard, None when it never was. From any thread."""
         last_s = self._heartbeats.get(process)
         return None if last_s is None else self._clock() - last_s
+
+    def timelines(self, rid: str, tenant: str | None = None) -> list[dict[str, Any]]:
+        """What happened to the sample `rid`, or to all samples of a call that the client knows by it; see `Timeline`.
+
+        tenant: whose they must be; None = anybody's. Raises NotFoundError.
+        """
+        found = [each for each in self._timelines.find(rid) if tenant is None or each.tenant == tenant]
+        if not found:
+            kept = self.args.timeline_requests
+            raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
+        for timeline in found:
+            if (sample := self.rid_to_state.get(timeline.rid)) is not None:
+                sample.write_timeline()
+        return [timeline.describe() for timeline in found]
 
     def counters(self) -> dict[str, int]:
         """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
@@ -667,6 +725,49 @@ class TokenizerManager:
         self._check_control()
         replies = await self._states.call(lambda i: self._to_scheduler.send(InternalStateReq(i)), CONTROL_TIMEOUT_S)
         return replies[0].state
+
+    async def start_profile(
+        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+    ) -> str:
+        """Record the worker's steps to a file below --profile-dir; a line for the operator. Raises RequestError, ExecutionError.
+
+        num_steps: stop by itself after so many; 0 = when told.
+        """
+        return await self._profile(lambda i: ProfileReq(i, True, output_name, num_steps, activities))
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError, ExecutionError."""
+        return await self._profile(lambda i: ProfileReq(i, False))
+
+    async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
+        self._check_control()
+        replies = await self._profiles.call(lambda i: self._to_scheduler.send(make(i)), PROFILE_TIMEOUT_S)
+        if not replies[0].success:
+            raise RequestError(replies[0].message)
+        return replies[0].message
+
+    def configure_logging(
+        self,
+        level: Literal["debug", "info", "warning", "error"] | None = None,
+        log_requests: bool | None = None,
+        log_requests_level: int | None = None,
+    ) -> dict[str, Any]:
+        """Change what is logged, in every process; None = as it is. What now holds.
+
+        Raises RequestError for --log-requests-level without --log-requests.
+        """
+        requests = self.log_requests if log_requests is None else log_requests
+        requests_level = self.log_requests_level if log_requests_level is None else log_requests_level
+        if requests_level and not requests:
+            raise RequestError("log_requests_level 1 says what log_requests writes: turn both on", "log_requests_level")
+        self.log_requests, self.log_requests_level = requests, requests_level
+        if level is not None:
+            self._log_level = level
+            set_level(level)
+            for sender in (self._to_scheduler, self._to_detokenizer):
+                if sender is not None:
+                    sender.send(ConfigureLoggingReq(level))
+        return {"level": self._log_level, "log_requests": requests, "log_requests_level": requests_level}
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
@@ -742,10 +843,14 @@ class TokenizerManager:
         if self.failure is not None:
             return
         self.failure = message
+        if self.args.crash_dump_dir is not None and message != STOPPED:
+            for sample in self.rid_to_state.values():
+                sample.write_timeline()
+            write_crash_dump(self.args.crash_dump_dir, message, self._timelines, self.args.crash_dump_prompts)
         error = ExecutionError(message)
         for state in self._calls:
             state.fail(error)
-        for communicator in (self._flushes, self._states, self._healths):
+        for communicator in (self._flushes, self._states, self._healths, self._profiles):
             communicator.fail_all(error)
         for sample in list(self.rid_to_state.values()):
             if sample.call.abandoned:
@@ -754,7 +859,7 @@ class TokenizerManager:
 
     async def close(self) -> None:
         """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""
-        self.fail_all("the server has stopped")
+        self.fail_all(STOPPED)
         if self._handle_task is not None and not self._handle_task.done():
             self._handle_task.cancel()
             await asyncio.gather(self._handle_task, return_exceptions=True)

@@ -55,16 +55,29 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     context_ids: bytes = b""
 
 
+class SampleEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Something that happened to a sample in the scheduler. at_s: time.monotonic().
+
+    admitted: num_tokens of its prompt were cached. chunk: so many tokens of its prompt (or of what a retraction lost) were planned.
+    retracted: it had so many output tokens.
+    """
+
+    kind: Literal["admitted", "chunk", "retracted"]
+    at_s: float
+    num_tokens: int
+
+
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
-    queue_time_s: from arrival at the scheduler to the first step it took part in.
+    queue_time_s: from arrival at the scheduler to the first step it took part in. events: with the last output only.
     """
 
     prompt_tokens: int
     cached_tokens: int
     num_retractions: int = 0
     queue_time_s: float = 0.0
+    events: tuple[SampleEvent, ...] = ()
 
 
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):

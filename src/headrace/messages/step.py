@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import FaultReq
+from headrace.messages.control import FaultReq, ProfileReq
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.sampling.params import ResolvedSamplingParams
@@ -97,6 +97,9 @@ class Worker(Protocol):
 
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when that whole step failed (its rows gave nothing)."""
+
+    def profile(self, request: ProfileReq) -> str:
+        """Start or stop a profile between two steps; a line for the operator. Raises RequestError."""
 
     def close(self) -> None:
         """Release threads and memory."""

@@ -173,6 +173,7 @@ def _output(req: Req) -> TokenIDOut:
             cached_tokens=max(0, req.cached_tokens),
             num_retractions=req.num_retractions,
             queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
+            events=tuple(req.events) if last else (),
         )
     out = TokenIDOut(
         rid=req.rid,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from headrace.errors import HeadraceError
 from headrace.messages.control import (
     AbortReq,
     FlushCacheReply,
@@ -9,8 +10,11 @@ from headrace.messages.control import (
     HealthCheckReply,
     HealthCheckReq,
     InternalState,
+    ProfileReply,
+    ProfileReq,
 )
 from headrace.messages.outputs import FinishReason, TokenIDOut
+from headrace.messages.step import Worker
 from headrace.scheduler.commit import end
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
@@ -56,6 +60,14 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
 def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:
     """The loop turns."""
     return HealthCheckReply(request.id, bool(state.running))
+
+
+def profile(worker: Worker, request: ProfileReq) -> ProfileReply:
+    """Start or stop a profile, or say why not."""
+    try:
+        return ProfileReply(request.id, True, worker.profile(request))
+    except HeadraceError as error:
+        return ProfileReply(request.id, False, error.message)
 
 
 def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames: int) -> InternalState:

@@ -3,7 +3,8 @@
 The Virtual Token Counter of Sheng et al. 2024, "Fairness in Serving Large Language Models" (arXiv:2401.00588), with weights: each
 tenant has a counter of the service it got (prompt tokens computed, and output tokens, which cost more), divided by its weight;
 the waiting tenant with the smallest counter goes next. A tenant that begins to wait again is lifted to the smallest counter of those
-that wait, or to that of the last one that did, so idle time earns no credit. Within a tenant the queue's policy decides. Work-conserving: nobody's slot stays empty.
+that wait, or to that of the last one that did, so idle time earns no credit. Within a tenant the queue's policy decides. No slot stays
+empty for the sake of a share.
 
 Owns the counters. Pure of the clock; runs in the scheduler's thread.
 """

@@ -18,6 +18,7 @@ MIN_SHARED_TOKENS = 64
 
 def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     """The next step, or None when there is nothing to do (or nothing until a step in flight has been committed)."""
+    state.now_s = now_s
     batch = ScheduleBatch(state.next_step, state.kv.page_size)
     budget = state.config.step_tokens
     pool_is_full = False
@@ -147,6 +148,7 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 
 def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, now_s: float) -> None:
     counters = state.counters
+    req.note("admitted", now_s, cached_tokens)
     counters.prefix_query_tokens += req.num_tokens
     counters.cached_tokens += cached_tokens
     if req.cached_tokens >= 0:
@@ -188,6 +190,8 @@ def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int, 
         if fault.rid == req.rid and samples and fault.at_token == req.num_outputs + req.num_sampling:
             state.faults.remove(fault)
             batch.faults.append(fault)
+    if count > 1 or req.num_scheduled < req.num_prompt_tokens:
+        req.note("chunk", state.now_s, count)
     req.num_scheduled += count
     req.num_sampling += samples
     req.num_in_flight += 1

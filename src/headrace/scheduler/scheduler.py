@@ -10,16 +10,18 @@ from collections.abc import Callable
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
-from headrace.log import get_logger
+from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
+    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReq,
     HealthCheckReq,
     InternalState,
     InternalStateReply,
     InternalStateReq,
+    ProfileReq,
     SchedulerStats,
     ShutdownReq,
 )
@@ -166,6 +168,10 @@ class Scheduler:
                     self._to_detokenizer.send(message)
                 else:
                     state.faults.append(message)
+            case ProfileReq():
+                self._to_tokenizer.send(control.profile(self.worker, message))
+            case ConfigureLoggingReq():
+                set_level(message.level)
             case ShutdownReq():
                 self._stopping = True
             case _:

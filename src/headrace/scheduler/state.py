@@ -58,6 +58,7 @@ class SchedulerState:
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
+    now_s: when the step that is being planned was begun.
     group_cached: samples of one prompt -> tokens that were cached before the first of them.
     """
 
@@ -73,5 +74,6 @@ class SchedulerState:
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     fair_share: FairShare = field(default_factory=FairShare)
+    now_s: float = 0.0
     next_order: int = 0
     next_step: int = 0

@@ -23,6 +23,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody
+from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
 from headrace.server.keys import ApiKeys
 from headrace.server.native import NativeAPI
@@ -43,6 +44,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     native, control = NativeAPI(context), ControlAPI(context)
     chat, completions = ChatServing(context), CompletionServing(context)
     models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
+    diagnostics = DiagnosticsAPI(context)
     get, post = ("GET",), ("POST",)
     # fmt: off
     table = [
@@ -65,8 +67,14 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/get_server_info", get, "user", control.server_info, "Alias of /server_info"),
         RouteSpec("/v1/loads", get, "user", control.loads, "Load of each replica"),
         RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
+        RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", ("GET", "POST"), "admin", control.flush_cache, "Empty the prefix cache"),
+        RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),
+        RouteSpec("/stop_profile", post, "admin", diagnostics.stop_profile, "Write the recorded steps"),
+        RouteSpec(
+            "/configure_logging", post, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody
+        ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
     ]
     # fmt: on

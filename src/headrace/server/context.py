@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, NotFoundError, RequestError
@@ -78,6 +78,29 @@ class RequestFrontend(Protocol):
 
     async def health(self, generate: bool = False) -> bool:
         """The engine is alive; with `generate`, it has also just made a token."""
+        ...
+
+    def timelines(self, rid: str, tenant: str | None = None) -> list[dict[str, Any]]:
+        """What happened to a request's samples; tenant: whose they must be, None = anybody's. Raises NotFoundError."""
+        ...
+
+    async def start_profile(
+        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
+    ) -> str:
+        """Record the worker's steps. Raises RequestError."""
+        ...
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        ...
+
+    def configure_logging(
+        self,
+        level: Literal["debug", "info", "warning", "error"] | None,
+        log_requests: bool | None,
+        log_requests_level: int | None,
+    ) -> dict[str, Any]:
+        """Change what is logged; what now holds. Raises RequestError."""
         ...
 
     def counters(self) -> dict[str, int]:

@@ -149,7 +149,9 @@ class ControlAPI:
     async def metrics(self, exchange: Exchange) -> None:
         """The Prometheus text."""
         assert self.context.metrics is not None, "the route exists only with metrics"
-        await send_response(exchange.send, 200, render(self.context.metrics), CONTENT_TYPE.encode())
+        await send_response(
+            exchange.send, 200, render(self.context.metrics, self.context.args.metrics_compat), CONTENT_TYPE.encode()
+        )
 
     async def inject_fault(self, exchange: Exchange) -> None:
         """Test hook; the route exists only under --enable-fault-injection."""
