@@ -21,10 +21,10 @@ import aiohttp
 import peer_headrace
 import peer_llama_cpp
 import peer_openvino
+from peer_process import HERE, MODELS, PRECISIONS, Precision, ServerCommand, ServerProcess, free_port
 from ratios import Rate, draw, rate_key, ratio_table, ratios
 from reference_texts import NUM_TOKENS
 from rich.console import Console
-from server_process import HERE, MODELS, PRECISIONS, Precision, ServerCommand, ServerProcess, free_port
 
 from headrace.benchmark.results import Result, document, print_results, write_json
 from headrace.benchmark.serving import LoadOptions, measure

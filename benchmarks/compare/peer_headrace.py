@@ -1,6 +1,6 @@
 """Headrace's own server, from the checkout's .venv."""
 
-from server_process import ROOT, Precision, ServerCommand, run_alone
+from peer_process import ROOT, Precision, ServerCommand, run_alone
 
 QUANTIZATION = {"16": "none", "8": "int8", "4": "int4"}
 _LABELS = {"16": "bf16", "8": "int8", "4": "int4"}

@@ -1,6 +1,6 @@
 """llama.cpp's server, as benchmarks/compare/setup built it."""
 
-from server_process import MODELS, PEERS_VENV, Precision, ServerCommand, num_cores, run_alone
+from peer_process import MODELS, PEERS_VENV, Precision, ServerCommand, num_cores, run_alone
 
 FORMATS = {"16": "f16", "8": "q8_0", "4": "q4_0"}
 _SLOTS = 32

@@ -1,6 +1,6 @@
 """OpenVINO GenAI's continuous batching behind the small server in openvino_completions.py."""
 
-from server_process import HERE, MODELS, PEERS_VENV, Precision, ServerCommand, run_alone
+from peer_process import HERE, MODELS, PEERS_VENV, Precision, ServerCommand, run_alone
 
 FORMATS = {"16": "fp16", "8": "int8", "4": "int4"}
 

@@ -1,5 +1,6 @@
 #include "decoder.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
@@ -24,6 +25,27 @@ void linear(const DecoderLinear& w, const float* x, float* y, int64_t rows) {
     return;
   }
   kernels().linear({x, w.k, w.weight, w.weight_is_bf16, w.bias, y, w.n, rows, w.n, w.k, false});
+}
+
+// Tells the pool that `w` is what the linear after the next reads.
+void expect(const DecoderLinear& w) {
+  const int64_t groups = (w.k + kQuantGroup - 1) / kQuantGroup, k_padded = groups * kQuantGroup;
+  int64_t bytes = w.n * w.k * (w.weight_is_bf16 ? 2 : 4);
+  switch (w.scheme) {
+    case static_cast<int>(QuantScheme::kInt8):
+      bytes = w.n * groups * (kQuantGroup + 2);
+      break;
+    case static_cast<int>(QuantScheme::kInt8Fast):
+      bytes = w.n * k_padded;
+      break;
+    case static_cast<int>(QuantScheme::kInt4):
+      bytes = w.n * groups * (kQuantGroup / 2 + 2);
+      break;
+    case static_cast<int>(QuantScheme::kInt4Min):
+      bytes = w.n * groups * (kQuantGroup / 2 + 4);
+      break;
+  }
+  expect_reads(w.weight, bytes);
 }
 
 void check_range(const char* what, const int32_t* values, int64_t count, int64_t lowest, int64_t limit) {
@@ -59,7 +81,28 @@ class Plans {
   std::vector<std::pair<int64_t, AttentionPlan>> plans_;
 };
 
+// Gives the time since the last lap to a phase. Some 25 ns a lap, eight or so laps a layer: too little to switch off.
+class LapClock {
+ public:
+  explicit LapClock(std::array<double, kNumPhases>& seconds) : seconds_(seconds), last_(Clock::now()) {}
+  void lap(Phase phase) {
+    const Clock::time_point now = Clock::now();
+    seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::array<double, kNumPhases>& seconds_;
+  Clock::time_point last_;
+};
+
 }  // namespace
+
+std::array<double, kNumPhases> Decoder::phase_seconds() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(phase_seconds_, {});
+}
 
 void Decoder::Free::operator()(float* memory) const { std::free(memory); }
 
@@ -142,31 +185,46 @@ void Decoder::forward(const DecoderStep& step) {
   };
   const int64_t heads_grain = 8192 / qkv_size > 1 ? 8192 / qkv_size : 1;
   const float* added = nullptr;
+  LapClock clock(phase_seconds_);
   for (const DecoderLayer& layer : layers_) {
     if (added == nullptr) {
       norm(step.hidden, nullptr, layer.attention_norm, b.normed);
     } else {
       norm(added, step.hidden, layer.attention_norm, b.normed);
     }
+    clock.lap(Phase::kNorm);
+    expect(layer.out);
     linear(layer.qkv, b.normed, b.qkv, tokens);
+    clock.lap(Phase::kQkv);
     parallel_for(tokens, heads_grain, [&](int64_t begin, int64_t end) { finish_heads(layer, begin, end); });
+    clock.lap(Phase::kHeads);
     const AttentionArgs args = attention_args(layer);
     const AttentionPlan& plan = plans.of(args);
     k.attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
+    clock.lap(Phase::kAttention);
+    expect(layer.gate_up);
     linear(layer.out, b.attended, b.added, tokens);
+    clock.lap(Phase::kOut);
     if (layer.after_attention != nullptr) norm(b.added, nullptr, layer.after_attention, b.added);
     norm(b.added, step.hidden, layer.mlp_norm, b.normed);
+    clock.lap(Phase::kNorm);
     for (int64_t begin = 0; begin < tokens; begin += kMlpTokens) {
       const int64_t count = tokens - begin < kMlpTokens ? tokens - begin : kMlpTokens;
+      expect(layer.down);
       linear(layer.gate_up, b.normed + begin * s.hidden_size, b.gate_up, count);
+      clock.lap(Phase::kGateUp);
       const GatedArgs gated = {b.gate_up, 2 * s.intermediate_size, b.activated, count, s.intermediate_size};
       s.gelu ? k.gelu_tanh_mul(gated) : k.silu_mul(gated);
+      clock.lap(Phase::kActivation);
+      begin + count < tokens ? expect(layer.gate_up) : &layer != &layers_.back() ? expect((&layer + 1)->qkv) : expect_reads(nullptr, 0);
       linear(layer.down, b.activated, b.added + begin * s.hidden_size, count);
+      clock.lap(Phase::kDown);
     }
     if (layer.after_mlp != nullptr) norm(b.added, nullptr, layer.after_mlp, b.added);
     added = b.added;
   }
   norm(added, step.hidden, final_norm_, step.out);
+  clock.lap(Phase::kNorm);
 }
 
 }  // namespace headrace

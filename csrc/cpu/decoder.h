@@ -1,6 +1,7 @@
 // All layers of a decoder in one call: what it owns is the order of the ops and the buffers between them. Every op is the kernel
 // that a call of its own would run, so both ways give the same bits.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -46,6 +47,10 @@ struct DecoderShape {
   int64_t num_pages;
 };
 
+// Parts of a step, for `Decoder::phase_seconds`.
+enum class Phase : int { kNorm, kQkv, kHeads, kAttention, kOut, kGateUp, kActivation, kDown };
+constexpr int kNumPhases = 8;
+
 // hidden [tokens, hidden_size]: what the first layer takes; overwritten with the residual stream. out [tokens, hidden_size]: after
 // the final norm. The rest as in paged_attention and write_kv.
 struct DecoderStep {
@@ -70,6 +75,9 @@ class Decoder {
   // One call at a time; a second one waits.
   void forward(const DecoderStep& step);
 
+  // Seconds spent in each Phase, a barrier's wait included, since the last call of this.
+  std::array<double, kNumPhases> phase_seconds();
+
  private:
   struct Buffers {
     float *normed, *qkv, *attended, *gate_up, *activated, *added;
@@ -86,6 +94,7 @@ class Decoder {
   };
   std::unique_ptr<float[], Free> memory_;
   int64_t memory_floats_ = 0;
+  std::array<double, kNumPhases> phase_seconds_ = {};
 };
 
 }  // namespace headrace

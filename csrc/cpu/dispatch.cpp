@@ -3,38 +3,58 @@
 #include <atomic>
 #include <stdexcept>
 
+// The instruction sets of this build, best first: HEADRACE_VARIANT(name, what it needs). A name is that of a headrace_variant() in
+// CMakeLists.txt. HEADRACE_NEEDS(feature) takes the names of __builtin_cpu_supports, which also asks the operating system.
+#if defined(__x86_64__)
+#define HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("sse4.2") HEADRACE_NEEDS("avx2") HEADRACE_NEEDS("fma") HEADRACE_NEEDS("f16c")
+#define HEADRACE_NEEDS_AVX512                                                                                       \
+  HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("avx512f") HEADRACE_NEEDS("avx512bw") HEADRACE_NEEDS("avx512dq") HEADRACE_NEEDS("avx512vl")
+#define HEADRACE_VARIANTS                                                     \
+  HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_AVX512 HEADRACE_NEEDS("avx512vnni")) \
+  HEADRACE_VARIANT(avx512, HEADRACE_NEEDS_AVX512)                             \
+  HEADRACE_VARIANT(avx2, HEADRACE_NEEDS_AVX2)                                 \
+  HEADRACE_VARIANT(baseline, HEADRACE_NEEDS("sse4.2"))
+#define HEADRACE_NEEDS(feature) \
+  if (!__builtin_cpu_supports(feature)) missing += (missing.empty() ? "" : ", ") + std::string(feature);
+#else
+#define HEADRACE_VARIANTS HEADRACE_VARIANT(baseline, )
+#endif
+
 namespace headrace {
 
-namespace baseline {
-const KernelTable& table();
-}
-#if defined(__x86_64__)
-namespace avx2 {
-const KernelTable& table();
-}
-namespace avx512 {
-const KernelTable& table();
-}
-namespace avx512vnni {
-const KernelTable& table();
-}
-#endif
+#define HEADRACE_VARIANT(name, needs) \
+  namespace name {                    \
+  const KernelTable& table();         \
+  }
+HEADRACE_VARIANTS
+#undef HEADRACE_VARIANT
 
 namespace {
 
-const KernelTable* find(const std::string& isa) {
-#if defined(__x86_64__)
-  if (isa == "avx512vnni") return &avx512vnni::table();
-  if (isa == "avx512") return &avx512::table();
-  if (isa == "avx2") return &avx2::table();
-#endif
-  if (isa == "baseline") return &baseline::table();
+struct Variant {
+  const char* name;
+  const KernelTable& (*table)();
+  std::string (*missing)();  // "" when this machine has what it needs
+};
+
+#define HEADRACE_VARIANT(name, needs) \
+  {#name, &name::table, [] {          \
+     std::string missing;             \
+     needs return missing;            \
+   }},
+const Variant kVariants[] = {HEADRACE_VARIANTS};
+#undef HEADRACE_VARIANT
+
+const Variant* find(const std::string& isa) {
+  for (const Variant& variant : kVariants) {
+    if (isa == variant.name) return &variant;
+  }
   return nullptr;
 }
 
 const KernelTable* best() {
-  for (const std::string& isa : compiled_isas()) {
-    if (why_not_isa(isa).empty()) return find(isa);
+  for (const Variant& variant : kVariants) {
+    if (variant.missing().empty()) return &variant.table();
   }
   throw std::runtime_error(why_not_isa("baseline"));
 }
@@ -44,48 +64,26 @@ std::atomic<const KernelTable*> g_selected{nullptr};
 }  // namespace
 
 std::vector<std::string> compiled_isas() {
-#if defined(__x86_64__)
-  return {"avx512vnni", "avx512", "avx2", "baseline"};
-#else
-  return {"baseline"};
-#endif
+  std::vector<std::string> names;
+  for (const Variant& variant : kVariants) names.emplace_back(variant.name);
+  return names;
 }
 
 std::string why_not_isa(const std::string& isa) {
-  if (find(isa) == nullptr) {
+  const Variant* const variant = find(isa);
+  if (variant == nullptr) {
     std::string known;
     for (const std::string& name : compiled_isas()) known += (known.empty() ? "" : ", ") + name;
     return "unknown instruction set '" + isa + "': this build has " + known;
   }
-#if defined(__x86_64__)
-  // These builtins also ask XGETBV whether the operating system saves the wide registers.
-  __builtin_cpu_init();
-  std::string missing;
-  auto require = [&](bool supported, const char* feature) {
-    if (!supported) missing += (missing.empty() ? "" : ", ") + std::string(feature);
-  };
-  require(__builtin_cpu_supports("sse4.2"), "sse4.2");
-  if (isa != "baseline") {
-    require(__builtin_cpu_supports("avx2"), "avx2");
-    require(__builtin_cpu_supports("fma"), "fma");
-    require(__builtin_cpu_supports("f16c"), "f16c");
-  }
-  if (isa == "avx512" || isa == "avx512vnni") {
-    require(__builtin_cpu_supports("avx512f"), "avx512f");
-    require(__builtin_cpu_supports("avx512bw"), "avx512bw");
-    require(__builtin_cpu_supports("avx512dq"), "avx512dq");
-    require(__builtin_cpu_supports("avx512vl"), "avx512vl");
-  }
-  if (isa == "avx512vnni") require(__builtin_cpu_supports("avx512vnni"), "avx512vnni");
-  if (!missing.empty()) return "this processor lacks " + missing + ", which '" + isa + "' needs";
-#endif
-  return "";
+  const std::string missing = variant->missing();
+  return missing.empty() ? "" : "this processor lacks " + missing + ", which '" + isa + "' needs";
 }
 
 void select_isa(const std::string& isa) {
   const std::string reason = why_not_isa(isa);
   if (!reason.empty()) throw std::invalid_argument(reason);
-  g_selected.store(find(isa));
+  g_selected.store(&find(isa)->table());
 }
 
 const KernelTable& kernels() {

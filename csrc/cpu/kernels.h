@@ -16,10 +16,15 @@ void silu_mul(const GatedArgs&);
 void gelu_tanh_mul(const GatedArgs&);
 void embedding(const EmbeddingArgs&);
 void argmax(const ArgmaxArgs&);
+void layer_norm(const LayerNormArgs&);
+void draw(const DrawArgs&);
+void exp_sums(const ExpSumsArgs&);
+void moe(const MoeArgs&);
 void quantize_rows(const QuantizeArgs&);
 void linear_quantized(const QuantizedLinearArgs&);
 float probe_read(const void* memory, int64_t bytes);
-float probe_fma(int64_t rounds);
+double probe_fma(int64_t rounds);
+double probe_dot(int64_t rounds);
 const KernelTable& table();
 
 }  // namespace HEADRACE_ISA

@@ -15,7 +15,7 @@ constexpr int64_t kColumns = kPackedColumns;
 constexpr int64_t kDepthBlock = 256;  // an unpacked panel of 256 x 32 floats stays in the first-level cache
 constexpr int64_t kRowBlock = 192;    // rows that share an unpacked panel
 constexpr int64_t kPackedTiles = 5;      // up to so many tiles unpacking once does not pay
-constexpr int64_t kAheadBytes = 4096;  // weights are asked for this far ahead of their use, when they come from memory
+constexpr int64_t kAheadBytes = 8192;  // weights are asked for this far ahead of their use, when they come from memory
 
 HEADRACE_INLINE void load_columns(const bf16* w, vf& low, vf& high) { load_interleaved(w, low, high); }
 HEADRACE_INLINE void load_columns(const float* w, vf& low, vf& high) {
@@ -143,14 +143,17 @@ HEADRACE_INLINE void for_row_tiles(int64_t rows, Body body) {
   }
 }
 
-// A few tiles of rows of one block: the later ones find its weights in cache, still packed.
+// A few tiles of rows of one block: the later ones find its weights in cache, still packed. Each asks for its share of the next
+// block, so that memory works all the time.
 template <class T>
 void some_rows(const float* x, int64_t x_stride, int64_t rows, const T* weight, int64_t depth, const Target& whole) {
+  const int64_t num_tiles = ceil_div(rows, kTileRows), row_bytes = kColumns * static_cast<int64_t>(sizeof(T));
+  const char* const next = reinterpret_cast<const char*>(weight) + depth * row_bytes;
   for_row_tiles(rows, [&](int64_t t, int64_t row, int64_t count) {
-    const Ahead nothing = {reinterpret_cast<const char*>(weight), 0};
+    const Ahead ahead = {next + depth * row_bytes * t / num_tiles, row_bytes / num_tiles};
     Target target = whole;
     target.y = whole.y + row * whole.y_stride;
-    few_rows<T>(x + row * x_stride, x_stride, count, weight, 0, 1, depth, target, t == 0 ? nullptr : &nothing);
+    few_rows<T>(x + row * x_stride, x_stride, count, weight, 0, 1, depth, target, &ahead);
   });
 }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kColumns = kPackedColumns;
 constexpr int64_t kGroup = kQuantGroup;
 constexpr int64_t kRowBlock = 192;  // rows that go through a block of weights while these are in cache
-constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kAheadBytes = 8192;
 constexpr int kUnitsOfBlock = static_cast<int>(kColumns) / kLanes;  // a unit is kLanes columns
 #if defined(__AVX512F__)
 constexpr int kTile = 6;       // rows: x 2 units x 2 accumulators fit 32 registers
@@ -22,6 +22,19 @@ constexpr int kWholeUnits = 4;  // units of a tile without group scales
 constexpr int kTile = 2;
 constexpr int kWholeUnits = 2;
 #endif
+
+// Where to prefetch while a tile computes: record g of the tile goes with address + g * record_step, and so on for the parts of it.
+// One tile over the weights asks for what it needs a little later. Several tiles over the same weights ask for the next block instead,
+// each for its share, so that memory works all the time.
+struct Ahead {
+  const uint8_t* address;
+  int64_t record_step, line_step;  // bytes for a record, for a cache line of it
+
+  HEADRACE_INLINE Ahead of(const uint8_t* weight, int64_t block_bytes, int64_t record_bytes, int64_t tile, int64_t num_tiles) {
+    if (num_tiles == 1) return {weight + kAheadBytes, record_bytes, 64};
+    return {weight + block_bytes + block_bytes * tile / num_tiles, record_bytes / num_tiles, 64 / num_tiles};
+  }
+};
 
 // R rows x C units of results, whose first column is `column`.
 template <int R, int C>
@@ -53,24 +66,48 @@ constexpr int64_t kCodeBytes = kScheme == QuantScheme::kInt8 ? kGroup * kColumns
 template <QuantScheme kScheme>
 constexpr int64_t kRecordBytes = kCodeBytes<kScheme> + kColumns * (kScheme == QuantScheme::kInt4Min ? 4 : 2);
 
-// Integer sums of one group: R rows x C units, codes of the first unit at `codes`; prefetches `ahead` of them.
-template <QuantScheme kScheme, int R, int C>
-HEADRACE_INLINE void group_sums(const uint8_t* codes, int64_t ahead, const int8_t* x, int64_t x_stride, vi (&sum)[R][C]) {
-  if constexpr (kScheme == QuantScheme::kInt8) {
+constexpr int64_t kUnpackedGroup = kGroup * kColumns;  // bytes of a group of 4-bit codes that were unpacked, one a byte
+constexpr int64_t kUnpackTiles = 3;                    // from so many tiles of rows on unpacking once pays
+
+// The weights of a block, and (not null) its 4-bit codes unpacked, in the order of 8-bit ones.
+struct GroupBlock {
+  const uint8_t* records;
+  const uint8_t* unpacked;
+  int64_t column;  // of y
+};
+
+// Integer sums of one group: R rows x C units, codes of the first unit at `codes`, unpacked if kUnpacked. Prefetches from `ahead`.
+template <QuantScheme kScheme, bool kUnpacked, int R, int C>
+HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int64_t line_step, const int8_t* x, int64_t x_stride,
+                                vi (&sum)[R][C]) {
+  if constexpr (kScheme == QuantScheme::kInt8 || kUnpacked) {
     HEADRACE_UNROLL for (int step = 0; step < kGroup / 4; ++step) {
-      prefetch(codes + step * kColumns * 4 + ahead);
-      if (C * kLanes * 4 > 64) prefetch(codes + step * kColumns * 4 + 64 + ahead);
-      Bytes weights[C];
-      HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_weights(codes + step * kColumns * 4 + c * kLanes * 4);
-      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-        const vi values = splat_bytes(x + r * x_stride + step * 4);
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot(sum[r][c], weights[c], values);
+      if (kScheme == QuantScheme::kInt8 || step % 2 == 0) {  // 4-bit codes are half as many lines
+        const int line = kScheme == QuantScheme::kInt8 ? 2 * step : step;
+        prefetch(ahead + line * line_step);
+        if (C * kLanes * 4 > 64) prefetch(ahead + (line + 1) * line_step);
+      }
+      const uint8_t* const place = codes + step * kColumns * 4;
+      if constexpr (kScheme == QuantScheme::kInt8) {
+        Bytes weights[C];
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_weights(place + c * kLanes * 4);
+        HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+          const vi values = splat_bytes(x + r * x_stride + step * 4);
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot(sum[r][c], weights[c], values);
+        }
+      } else {
+        vi weights[C];
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_bytes(place + c * kLanes * 4);
+        HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+          const vi values = splat_bytes(x + r * x_stride + step * 4);
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_nibbles(sum[r][c], weights[c], values);
+        }
       }
     }
   } else {
     HEADRACE_UNROLL for (int step = 0; step < kGroup / 8; ++step) {
-      prefetch(codes + step * kColumns * 4 + ahead);
-      if (C * kLanes * 4 > 64) prefetch(codes + step * kColumns * 4 + 64 + ahead);
+      prefetch(ahead + 2 * step * line_step);
+      if (C * kLanes * 4 > 64) prefetch(ahead + (2 * step + 1) * line_step);
       vi low[C], high[C];
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
         const vi both = load_bytes(codes + step * kColumns * 4 + c * kLanes * 4);
@@ -88,30 +125,32 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, int64_t ahead, const int8_
   }
 }
 
-template <QuantScheme kScheme, int R, int C>
-void group_tile(const QuantizedLinearArgs& a, int64_t row, const uint8_t* weight, int64_t unit, int64_t column, int64_t ahead) {
+template <QuantScheme kScheme, bool kUnpacked, int R, int C>
+void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& block, int64_t unit, const Ahead& ahead) {
   const int64_t groups = a.k_padded / kGroup;
   const int8_t* const x = a.x.values + row * a.x.values_stride;
   const float* const x_scales = a.x.scales + row * groups;
   const int32_t* const x_sums = a.x.negative_sums + row * groups;
+  const float* const x_scaled_sums = a.x.scaled_sums + row * groups;
   vf result[R][C];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) result[r][c] = splat(0.0f);
   }
   for (int64_t g = 0; g < groups; ++g) {
-    const uint8_t* const record = weight + g * kRecordBytes<kScheme>;
+    const uint8_t* const record = block.records + g * kRecordBytes<kScheme>;
     vi sum[R][C];
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      const int32_t negative_sum = x_sums[r * groups + g];
-      const vi start = kScheme == QuantScheme::kInt8   ? start_of_bytes(negative_sum)
-                       : kScheme == QuantScheme::kInt4 ? shift_left<3>(splat_int(negative_sum))
-                                                       : splat_int(0);
+      vi start = splat_int(0);
+      if constexpr (kScheme == QuantScheme::kInt8) start = start_of_bytes(x_sums[r * groups + g]);
+      if constexpr (kScheme == QuantScheme::kInt4) start = shift_left<3>(splat_int(x_sums[r * groups + g]));
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
     }
-    group_sums<kScheme, R, C>(record + unit * kLanes * 4, ahead, x + g * kGroup, a.x.values_stride, sum);
+    const uint8_t* const codes = (kUnpacked ? block.unpacked + g * kUnpackedGroup : record) + unit * kLanes * 4;
+    const uint8_t* const later = ahead.address + g * ahead.record_step + unit * kLanes * 4;
+    group_sums<kScheme, kUnpacked, R, C>(codes, later, ahead.line_step, x + g * kGroup, a.x.values_stride, sum);
+    prefetch(later + kCodeBytes<kScheme> / 64 * ahead.line_step);
+    if (kScheme == QuantScheme::kInt4Min) prefetch(later + (kCodeBytes<kScheme> / 64 + 1) * ahead.line_step);
     const uint16_t* const halves = reinterpret_cast<const uint16_t*>(record + kCodeBytes<kScheme>) + unit * kLanes;
-    prefetch(record + kCodeBytes<kScheme> + ahead);
-    if (kScheme == QuantScheme::kInt4Min) prefetch(record + kCodeBytes<kScheme> + 64 + ahead);
     vf scale[C], minimum[C];
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
       scale[c] = load_half(halves + c * kLanes);
@@ -122,31 +161,51 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const uint8_t* weight
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
         result[r][c] = fma(to_float(sum[r][c]), mul(scale[c], x_scale), result[r][c]);
         if constexpr (kScheme == QuantScheme::kInt4Min) {
-          const vf scaled_sum = mul(x_scale, to_float(splat_int(x_sums[r * groups + g])));
-          result[r][c] = fma(minimum[c], scaled_sum, result[r][c]);
+          result[r][c] = fma(minimum[c], splat(x_scaled_sums[r * groups + g]), result[r][c]);
         }
       }
     }
   }
-  finish<R, C>(a, row, column, result);
+  finish<R, C>(a, row, block.column + unit * kLanes, result);
 }
 
-template <QuantScheme kScheme>
-void group_rows(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_t* weight, int64_t column,
-                int64_t ahead) {
+template <QuantScheme kScheme, bool kUnpacked>
+void group_rows(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const GroupBlock& block, const Ahead& ahead) {
   for (int unit = 0; unit < kUnitsOfBlock; unit += 2) {
-#define HEADRACE_TILE(R)                                                                             \
-  case R:                                                                                            \
-    if constexpr (R <= kTile) group_tile<kScheme, R, 2>(a, row, weight, unit, column + unit * kLanes, ahead); \
+#define HEADRACE_TILE(R)                                                                               \
+  case R:                                                                                              \
+    if constexpr (R <= kTile) group_tile<kScheme, kUnpacked, R, 2>(a, row, block, unit, ahead);          \
     break;
     switch (rows) { HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6) }
 #undef HEADRACE_TILE
   }
 }
 
+template <QuantScheme kScheme>
+void unpack_block(const uint8_t* records, int64_t groups, uint8_t* unpacked) {
+  constexpr int64_t kVector = kLanes * 4;
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint8_t* const codes = records + g * kRecordBytes<kScheme>;
+    uint8_t* const to = unpacked + g * kUnpackedGroup;
+    for (int64_t step = 0; step < kGroup / 8; ++step) {
+      HEADRACE_UNROLL for (int64_t i = 0; i < kColumns * 4; i += kVector) {
+        const vi both = load_bytes(codes + step * kColumns * 4 + i);
+        store_bytes(to + 2 * step * kColumns * 4 + i, low_nibbles(both));
+        store_bytes(to + (2 * step + 1) * kColumns * 4 + i, high_nibbles(both));
+      }
+    }
+  }
+}
+
+// As Ahead, for each unit of a tile from its own codes: `step` bytes for each four elements of k.
+struct WholeAhead {
+  int64_t offset, step;
+};
+
 // One scale a row and a column: R rows x C units, which may reach into the next block.
 template <int R, int C>
-void whole_tile(const QuantizedLinearArgs& a, int64_t row, const uint8_t* weight, int64_t unit, int64_t column, int64_t ahead) {
+void whole_tile(const QuantizedLinearArgs& a, int64_t row, const uint8_t* weight, int64_t unit, int64_t column,
+                const WholeAhead& ahead) {
   const int8_t* const x = a.x.values + row * a.x.values_stride;
   const uint8_t* codes[C];
   HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
@@ -162,7 +221,7 @@ void whole_tile(const QuantizedLinearArgs& a, int64_t row, const uint8_t* weight
       Bytes weights[C];
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
         const uint8_t* const place = codes[c] + (k + step * 4) * kColumns;
-        prefetch(place + ahead);
+        prefetch(codes[c] + ahead.offset + (k / 4 + step) * ahead.step);
         weights[c] = load_weights(place);
       }
       HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
@@ -181,7 +240,7 @@ void whole_tile(const QuantizedLinearArgs& a, int64_t row, const uint8_t* weight
 
 template <int C>
 HEADRACE_INLINE void whole_rows(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_t* weight, int64_t unit,
-                                int64_t column, int64_t ahead) {
+                                int64_t column, const WholeAhead& ahead) {
 #define HEADRACE_TILE(R)                                                                 \
   case R:                                                                                \
     if constexpr (R <= kTile) whole_tile<R, C>(a, row, weight, unit, column + unit * kLanes, ahead); \
@@ -190,38 +249,53 @@ HEADRACE_INLINE void whole_rows(const QuantizedLinearArgs& a, int64_t row, int64
 #undef HEADRACE_TILE
 }
 
-// Rows cut into even tiles: body(first row, rows, ahead). The first tile asks memory for the weights that come next; the others find
-// theirs in cache.
+// Rows cut into even tiles: body(first row, rows, tile, number of tiles).
 template <class Body>
 HEADRACE_INLINE void for_row_tiles(int64_t row, int64_t rows, Body body) {
   const int64_t num_tiles = ceil_div(rows, kTile), base = rows / num_tiles, longer = rows % num_tiles;
   for (int64_t t = 0; t < num_tiles; ++t) {
     const int64_t count = base + (t < longer ? 1 : 0);
-    body(row, count, t == 0 ? kAheadBytes : 0);
+    body(row, count, t, num_tiles);
     row += count;
   }
 }
 
 template <QuantScheme kScheme>
 void group_blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  const int64_t block_bytes = a.k_padded / kGroup * kRecordBytes<kScheme>;
-  for (int64_t block = begin; block < end; ++block) {
-    for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t ahead) {
-      group_rows<kScheme>(a, first, count, a.weight + block * block_bytes, block * kColumns, ahead);
+  const int64_t groups = a.k_padded / kGroup, block_bytes = groups * kRecordBytes<kScheme>;
+  uint8_t* unpacked = nullptr;
+  if (kScheme != QuantScheme::kInt8 && rows > (kUnpackTiles - 1) * kTile) {
+    unpacked = static_cast<uint8_t*>(thread_scratch(static_cast<size_t>(groups * kUnpackedGroup), Scratch::kWeights));
+  }
+  for (int64_t index = begin; index < end; ++index) {
+    const GroupBlock block = {a.weight + index * block_bytes, unpacked, index * kColumns};
+    if constexpr (kScheme != QuantScheme::kInt8) {
+      if (unpacked != nullptr) unpack_block<kScheme>(block.records, groups, unpacked);
+    }
+    for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
+      const Ahead ahead = Ahead::of(block.records, block_bytes, kRecordBytes<kScheme>, tile, num_tiles);
+      if constexpr (kScheme != QuantScheme::kInt8) {
+        if (unpacked != nullptr) return group_rows<kScheme, true>(a, first, count, block, ahead);
+      }
+      group_rows<kScheme, false>(a, first, count, block, ahead);
     });
   }
 }
 
 void whole_blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  const uint8_t* const weight = a.weight + begin * kColumns * a.k_padded;
+  const int64_t block_bytes = kColumns * a.k_padded;
+  const uint8_t* const weight = a.weight + begin * block_bytes;
   const int64_t units = (end - begin) * kUnitsOfBlock, column = begin * kColumns;
   for (int64_t unit = 0; unit < units;) {
     const bool wide = unit + kWholeUnits <= units;
-    for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t ahead) {
+    const int64_t taken = wide ? kWholeUnits : 2;
+    for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
+      const int64_t next = ceil_div(taken, kUnitsOfBlock) * block_bytes;
+      const WholeAhead ahead = {num_tiles == 1 ? kAheadBytes : next + block_bytes * tile / num_tiles, kColumns * 4 / num_tiles};
       wide ? whole_rows<kWholeUnits>(a, first, count, weight, unit, column, ahead)
            : whole_rows<2>(a, first, count, weight, unit, column, ahead);
     });
-    unit += wide ? kWholeUnits : 2;
+    unit += taken;
   }
 }
 

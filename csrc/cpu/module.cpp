@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "attention_plan.h"
 #include "decoder.h"
@@ -53,8 +54,9 @@ void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, A
 
 void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, Address negative_sums, int64_t rows, int64_t k,
                    bool by_group) {
-  kernels().quantize_rows(
-      {at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums), rows, k, by_group});
+  std::vector<float> scaled_sums(static_cast<size_t>(rows * (by_group ? (k + kQuantGroup - 1) / kQuantGroup : 1)));
+  kernels().quantize_rows({at<float>(x), x_stride, at<int8_t>(values), at<float>(scales), at<int32_t>(negative_sums),
+                           scaled_sums.data(), rows, k, by_group});
 }
 
 void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,
@@ -120,6 +122,29 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
   kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
 }
 
+void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address out, int64_t rows,
+                int64_t size, float eps) {
+  kernels().layer_norm(
+      {at<float>(x), x_stride, at<float>(residual), at<float>(weight), at<float>(bias), at<float>(out), rows, size, eps});
+}
+
+void draw(Address x, int64_t x_stride, Address temperature, Address top_k, Address top_p, Address min_weight, Address u,
+          Address out, int64_t rows, int64_t size) {
+  kernels().draw({at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k), at<double>(top_p),
+                  at<int64_t>(min_weight), at<double>(u), at<int64_t>(out), rows, size});
+}
+
+void exp_sums(Address x, int64_t x_stride, Address peaks, Address sums, int64_t rows, int64_t size) {
+  kernels().exp_sums({at<float>(x), x_stride, at<float>(peaks), at<int64_t>(sums), rows, size});
+}
+
+void moe(Address x, int64_t x_stride, Address ids, Address shares, Address experts, Address out, int64_t rows, int64_t top_k,
+         int64_t num_experts, int64_t hidden_size, int64_t intermediate_size, bool gelu) {
+  check_indices("moe: expert", at<int64_t>(ids), rows * top_k, 0, num_experts);
+  kernels().moe({at<float>(x), x_stride, at<int64_t>(ids), at<float>(shares), at<ExpertWeight>(experts), at<float>(out), rows,
+                 top_k, num_experts, hidden_size, intermediate_size, gelu});
+}
+
 // A decoder without layers; they are added in order.
 void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size, int64_t num_q_heads, int64_t num_kv_heads,
                   int64_t head_dim, float eps, bool gelu, int kv_type, int64_t num_pages, Address final_norm) {
@@ -151,9 +176,17 @@ void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t toke
                    at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs});
 }
 
+// In the order of Phase.
+std::vector<double> decoder_phase_seconds(Decoder& decoder) {
+  const auto seconds = decoder.phase_seconds();
+  return {seconds.begin(), seconds.end()};
+}
+
 float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at<void>(memory), bytes); }
 
-float probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
+double probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
+
+double probe_dot(int64_t rounds) { return kernels().probe_dot(rounds); }
 
 }  // namespace
 
@@ -171,12 +204,18 @@ NB_MODULE(_native, m) {
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
+  m.def("layer_norm", &layer_norm, unlocked);
+  m.def("draw", &draw, unlocked);
+  m.def("exp_sums", &exp_sums, unlocked);
+  m.def("moe", &moe, unlocked);
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)
-      .def("forward", &decoder_forward, unlocked);
+      .def("forward", &decoder_forward, unlocked)
+      .def("phase_seconds", &decoder_phase_seconds);
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
+  m.def("probe_dot", &probe_dot, unlocked);
   m.def("compiled_isas", &compiled_isas);
   m.def("why_not_isa", &why_not_isa);
   m.def("select_isa", &select_isa);

@@ -26,14 +26,15 @@ struct LinearArgs {
   bool accumulate;
 };
 
-// x[rows, k] as signed bytes [rows][k rounded up to 32], scaled by group of 32 (by_group) or by row: scales and negative_sums
-// (minus the sum of a group's or row's values) are [rows][groups] or [rows].
+// x[rows, k] as signed bytes [rows][k rounded up to 32], scaled by group of 32 (by_group) or by row: scales, negative_sums
+// (minus the sum of a group's or row's values) and scaled_sums (scale * negative_sum) are [rows][groups] or [rows].
 struct QuantizeArgs {
   const float* x;
   int64_t x_stride;
   int8_t* values;
   float* scales;
   int32_t* negative_sums;
+  float* scaled_sums;
   int64_t rows, k;
   bool by_group;
 };
@@ -50,6 +51,7 @@ struct QuantizedRows {
   int64_t values_stride;
   const float* scales;
   const int32_t* negative_sums;
+  const float* scaled_sums;
 };
 
 // y[rows, n] = x @ weight^T * column_scales (+ bias) (+ y when accumulate). column_scales and bias have n rounded up to 32 elements.
@@ -155,6 +157,18 @@ struct RotaryArgs {
   int64_t tokens, num_heads, head_dim, rotary_dim;
 };
 
+// residual as in NormArgs: out = (x - mean) / sqrt(variance + eps) * weight (+ bias).
+struct LayerNormArgs {
+  const float* x;
+  int64_t x_stride;
+  float* residual;
+  const float* weight;
+  const float* bias;
+  float* out;
+  int64_t rows, size;
+  float eps;
+};
+
 // x [rows, 2 * size] -> out [rows, size]: activation(x[:, :size]) * x[:, size:]
 struct GatedArgs {
   const float* x;
@@ -181,6 +195,48 @@ struct ArgmaxArgs {
   int64_t rows, size;
 };
 
+// Greedy where temperature is 0, not wanted (out = -1) where it is negative. top_k 0 and top_p 1: off. min_weight: see drawing.py.
+// out is -1, too, when a row holds a NaN or no finite largest logit.
+struct DrawArgs {
+  const float* x;
+  int64_t x_stride;
+  const float* temperature;
+  const int64_t* top_k;
+  const double* top_p;
+  const int64_t* min_weight;
+  const double* u;
+  int64_t* out;
+  int64_t rows, size;
+};
+
+// Largest logit of each row and the sum of all weights at temperature 1; peaks is NaN when the row holds a NaN.
+struct ExpSumsArgs {
+  const float* x;
+  int64_t x_stride;
+  float* peaks;
+  int64_t* sums;
+  int64_t rows, size;
+};
+
+// A packed weight of an expert: format is a QuantScheme or one of these. Addresses as integers: Python makes the table.
+constexpr int64_t kExpertFloat = -2, kExpertBf16 = -1;
+struct ExpertWeight {
+  int64_t data, block_bytes, format, column_scales, bias;  // block_bytes: of 32 columns
+};
+
+// out[row] = sum over ranks of shares[row][rank] * down(act(gate) * up) of expert ids[row][rank], gate and up of x[row].
+// experts: [num_experts][2], gate and up stacked [2 * intermediate_size, hidden_size], then down [hidden_size, intermediate_size].
+struct MoeArgs {
+  const float* x;
+  int64_t x_stride;
+  const int64_t* ids;
+  const float* shares;
+  const ExpertWeight* experts;
+  float* out;
+  int64_t rows, top_k, num_experts, hidden_size, intermediate_size;
+  bool gelu;
+};
+
 struct KernelTable {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -194,10 +250,15 @@ struct KernelTable {
   void (*gelu_tanh_mul)(const GatedArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*layer_norm)(const LayerNormArgs&);
+  void (*draw)(const DrawArgs&);
+  void (*exp_sums)(const ExpSumsArgs&);
+  void (*moe)(const MoeArgs&);
   void (*quantize_rows)(const QuantizeArgs&);
   void (*linear_quantized)(const QuantizedLinearArgs&);
   float (*probe_read)(const void* memory, int64_t bytes);
-  float (*probe_fma)(int64_t rounds);
+  double (*probe_fma)(int64_t rounds);
+  double (*probe_dot)(int64_t rounds);
 };
 
 }  // namespace headrace

@@ -1,6 +1,6 @@
-// What the machine can do at best: how fast memory is read, how many multiply-adds a second. For benchmarks, not for models.
+// What the machine can do at best: how fast memory is read, how many multiply-adds of floats and of bytes a second. For benchmarks, not for models.
 #include "kernels.h"
-#include "simd.h"
+#include "simd_int.h"
 #include "threads.h"
 
 namespace headrace {
@@ -8,6 +8,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 1 << 16;  // bytes of one claim
+constexpr int64_t kRounds = 4096;    // of one claim
 constexpr int kChains = 12;          // independent sums: latency times throughput of a multiply-add, and some more
 
 float read_block(const float* x, int64_t floats) {
@@ -40,8 +41,7 @@ float probe_read(const void* memory, int64_t bytes) {
 }
 
 // rounds x kChains x kLanes multiply-adds, by all threads; returns how many floating-point operations that were.
-float probe_fma(int64_t rounds) {
-  constexpr int64_t kRounds = 4096;
+double probe_fma(int64_t rounds) {
   const int64_t blocks = ceil_div(rounds, kRounds);
   float seen = 0.0f;
   parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
@@ -56,7 +56,34 @@ float probe_fma(int64_t rounds) {
     store(lanes, sum[0]);
     if (lanes[0] > 1e30f) __atomic_store(&seen, &lanes[0], __ATOMIC_RELAXED);
   });
-  return seen + 2.0f * kChains * kLanes * kRounds * static_cast<float>(blocks);
+  return static_cast<double>(seen) + 2.0 * kChains * kLanes * kRounds * static_cast<double>(blocks);
+}
+
+// The same for dot products of bytes, as the quantised linears use them: four multiply-adds a lane. The operands come from memory that
+// might change, so no product is computed once and added often.
+double probe_dot(int64_t rounds) {
+  constexpr int kWeights = 4, kValues = kChains / kWeights;
+  const int64_t blocks = ceil_div(rounds, kRounds);
+  int32_t seen = 0;
+  parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) uint8_t codes[kWeights * kLanes * 4] = {};
+    int8_t bytes[kValues * 4] = {};
+    asm volatile("" : : "r"(codes), "r"(bytes) : "memory");
+    vi x[kValues], sum[kChains];
+    HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) x[v] = splat_bytes(bytes + v * 4);
+    HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = splat_int(c);
+    for (int64_t i = 0; i < (end - begin) * kRounds; ++i) {
+      asm volatile("" : : "r"(codes) : "memory");
+      HEADRACE_UNROLL for (int w = 0; w < kWeights; ++w) {
+        const vi weights = load_bytes(codes + w * kLanes * 4);
+        HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) dot_nibbles(sum[w * kValues + v], weights, x[v]);
+      }
+    }
+    HEADRACE_UNROLL for (int c = 1; c < kChains; ++c) sum[0] = add_int(sum[0], sum[c]);
+    const int32_t total = reduce_add_int(sum[0]);
+    if (total < 0) __atomic_store(&seen, &total, __ATOMIC_RELAXED);
+  });
+  return static_cast<double>(seen) + 2.0 * 4 * kChains * kLanes * kRounds * static_cast<double>(blocks);
 }
 
 }  // namespace HEADRACE_ISA

@@ -57,9 +57,11 @@ void quantize_by_group(const QuantizeArgs& q, int64_t row) {
   int8_t* const values = q.values + row * groups * kGroup;
   for_groups(q.x + row * q.x_stride, q.k, [&](int64_t begin, const float* x) {
     const float magnitude = as_float(reduce_max_int(largest(x)));
-    q.scales[row * groups + begin / kGroup] = magnitude / 127.0f;
-    q.negative_sums[row * groups + begin / kGroup] =
-        -reduce_add_int(quantize_group(x, inverse_of(magnitude), values + begin));
+    const int32_t negative_sum = -reduce_add_int(quantize_group(x, inverse_of(magnitude), values + begin));
+    const int64_t place = row * groups + begin / kGroup;
+    q.scales[place] = magnitude / 127.0f;
+    q.negative_sums[place] = negative_sum;
+    q.scaled_sums[place] = q.scales[place] * static_cast<float>(negative_sum);
   });
 }
 
@@ -74,6 +76,7 @@ void quantize_whole(const QuantizeArgs& q, int64_t row) {
   });
   q.scales[row] = magnitude / 127.0f;
   q.negative_sums[row] = -reduce_add_int(sum);
+  q.scaled_sums[row] = q.scales[row] * static_cast<float>(q.negative_sums[row]);
 }
 
 }  // namespace

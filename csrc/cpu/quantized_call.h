@@ -12,11 +12,12 @@ static inline void run_linear_quantized(const float* x, int64_t x_stride, QuantS
   const int64_t groups = (k + kQuantGroup - 1) / kQuantGroup, k_padded = groups * kQuantGroup;
   const int64_t num_scales = rows * (by_group ? groups : 1);
   // k_padded is a multiple of 32, so the scales behind the values are aligned.
-  int8_t* const values = static_cast<int8_t*>(thread_scratch(static_cast<size_t>(rows * k_padded + num_scales * 8)));
+  int8_t* const values = static_cast<int8_t*>(thread_scratch(static_cast<size_t>(rows * k_padded + num_scales * 12)));
   float* const scales = reinterpret_cast<float*>(values + rows * k_padded);
   int32_t* const sums = reinterpret_cast<int32_t*>(scales + num_scales);
-  kernels().quantize_rows({x, x_stride, values, scales, sums, rows, k, by_group});
-  kernels().linear_quantized({{values, k_padded, scales, sums}, scheme, static_cast<const uint8_t*>(weight), column_scales, bias,
+  float* const scaled_sums = reinterpret_cast<float*>(sums + num_scales);
+  kernels().quantize_rows({x, x_stride, values, scales, sums, scaled_sums, rows, k, by_group});
+  kernels().linear_quantized({{values, k_padded, scales, sums, scaled_sums}, scheme, static_cast<const uint8_t*>(weight), column_scales, bias,
                               y, y_stride, rows, n, k_padded, accumulate});
 }
 

@@ -14,6 +14,7 @@ using vi = __m512i;
 
 HEADRACE_INLINE vi splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 HEADRACE_INLINE vi load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+HEADRACE_INLINE void store_bytes(void* p, vi a) { _mm512_storeu_si512(p, a); }
 HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, 4);
@@ -80,6 +81,7 @@ using vi = __m256i;
 
 HEADRACE_INLINE vi splat_int(int32_t x) { return _mm256_set1_epi32(x); }
 HEADRACE_INLINE vi load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+HEADRACE_INLINE void store_bytes(void* p, vi a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
 HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, 4);
@@ -134,6 +136,7 @@ using vi = __m128i;
 
 HEADRACE_INLINE vi splat_int(int32_t x) { return _mm_set1_epi32(x); }
 HEADRACE_INLINE vi load_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+HEADRACE_INLINE void store_bytes(void* p, vi a) { _mm_storeu_si128(static_cast<__m128i*>(p), a); }
 HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
   int32_t four;
   memcpy(&four, p, 4);
@@ -204,6 +207,10 @@ HEADRACE_INLINE vi load_bytes(const void* p) {
   const uint8_t* const bytes = static_cast<const uint8_t*>(p);
   HEADRACE_INT_LANES(static_cast<int32_t>(bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 |
                                           static_cast<uint32_t>(bytes[4 * i + 3]) << 24));
+}
+HEADRACE_INLINE void store_bytes(void* p, vi a) {
+  uint8_t* const bytes = static_cast<uint8_t*>(p);
+  for (int i = 0; i < 16; ++i) bytes[i] = byte_of(a, i);
 }
 HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
   const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(p);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -31,13 +32,14 @@ void cpu_relax() {
 #endif
 }
 
-// Spins until ready() or until kSpin has passed; returns what ready() last said.
-template <class Ready>
-bool spin_until(Ready ready) {
+// Spins until ready() or until kSpin has passed, with idle() between the looks; returns what ready() last said.
+template <class Ready, class Idle>
+bool spin_until(Ready ready, Idle idle) {
   const auto limit = std::chrono::steady_clock::now() + kSpin;
   do {
     for (int i = 0; i < 16; ++i) {
       if (ready()) return true;
+      idle();
       cpu_relax();
     }
   } while (std::chrono::steady_clock::now() < limit);
@@ -46,8 +48,8 @@ bool spin_until(Ready ready) {
 
 class Pool {
  public:
-  explicit Pool(int num_threads) : size_(num_threads) {
-    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { worker_main(); });
+  explicit Pool(int num_threads) : size_(num_threads), shares_(new Share[static_cast<size_t>(num_threads)]) {
+    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { worker_main(i); });
   }
 
   // Ends the workers; the object stays, for callers that still hold its address. The caller holds the pool and keeps it.
@@ -66,91 +68,150 @@ class Pool {
 
   // The caller holds the pool.
   void run(int64_t n, int64_t grain, RangeFn fn, void* context) {
+    if (grain < 1) grain = 1;
+    if ((n + grain - 1) / grain > kMaxUnits) grain = (n + kMaxUnits - 1) / kMaxUnits;
+    const int64_t units = (n + grain - 1) / grain;
     // Close the finished job before its fields change: a late worker that still reads it could otherwise take the new limit for
     // the old one and claim a block that is not there. The fields are released after the closing, and read before the claim.
-    const uint64_t generation = state_.load(std::memory_order_relaxed) >> 32;
-    state_.store(generation << 32 | kClosed, std::memory_order_seq_cst);
+    const uint32_t before = generation_.load(std::memory_order_relaxed), next = (before + 1) & kMaxGeneration;
+    for (int i = 0; i < size_; ++i) shares_[i].state.store(pack(before, 0, 0), std::memory_order_seq_cst);
     fn_.store(fn, std::memory_order_release);
     context_.store(context, std::memory_order_release);
-    n_.store(static_cast<uint32_t>(n), std::memory_order_release);
-    grain_.store(static_cast<uint32_t>(grain), std::memory_order_release);
+    n_.store(n, std::memory_order_release);
+    grain_.store(grain, std::memory_order_release);
     done_.store(0, std::memory_order_release);
-    const uint32_t next = static_cast<uint32_t>(generation) + 1;
-    state_.store(static_cast<uint64_t>(next) << 32, std::memory_order_seq_cst);
+    for (int i = 0; i < size_; ++i) {
+      shares_[i].state.store(pack(next, units * i / size_, units * (i + 1) / size_), std::memory_order_seq_cst);
+    }
+    generation_.store(next, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
     }
     t_in_body = true;
-    work(next);
+    work(next, 0);
     t_in_body = false;
     wait_until_done(n);
   }
 
- private:
-  uint32_t generation() const { return static_cast<uint32_t>(state_.load(std::memory_order_seq_cst) >> 32); }
+  // See expect_reads.
+  void expect(const void* memory, int64_t bytes) {
+    next_bytes_.store(bytes, std::memory_order_relaxed);
+    next_memory_.store(static_cast<const char*>(memory), std::memory_order_release);
+  }
 
-  void worker_main() {
+ private:
+  // A thread's part of the job in units of the grain: its owner takes from the front, so that it reads one stretch of memory, the
+  // others from the back once they have done their own.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> state{0};  // generation << 40 | begin << 20 | end
+  };
+  static constexpr int kUnitBits = 20;
+  static constexpr int64_t kMaxUnits = (int64_t{1} << kUnitBits) - 1;
+  static constexpr uint32_t kMaxGeneration = (1u << 24) - 1;
+
+  static uint64_t pack(uint32_t generation, int64_t begin, int64_t end) {
+    return static_cast<uint64_t>(generation) << (2 * kUnitBits) | static_cast<uint64_t>(begin) << kUnitBits |
+           static_cast<uint64_t>(end);
+  }
+
+  // What a waiting thread may fetch: the start of its share of the memory that the caller expects to be read next.
+  class Fetcher {
+   public:
+    Fetcher(const Pool& pool, int index) : pool_(pool), index_(index) {}
+    void step() {
+      const char* const memory = pool_.next_memory_.load(std::memory_order_acquire);
+      const int64_t bytes = pool_.next_bytes_.load(std::memory_order_relaxed);
+      if (memory != memory_) {
+        memory_ = memory;
+        at_ = bytes * index_ / pool_.size_;
+        end_ = bytes * (index_ + 1) / pool_.size_;
+        if (end_ > at_ + kFetchBytes) end_ = at_ + kFetchBytes;
+      }
+      for (int i = 0; i < 8 && at_ < end_; ++i, at_ += 64) __builtin_prefetch(memory_ + at_, 0, 2);
+    }
+
+   private:
+    static constexpr int64_t kFetchBytes = 256 << 10;  // a part of the second-level cache
+    const Pool& pool_;
+    const int index_;
+    const char* memory_ = nullptr;
+    int64_t at_ = 0, end_ = 0;
+  };
+
+  void worker_main(int index) {
     t_in_body = true;
     uint32_t seen = 0;
-    auto has_news = [&] { return generation() != seen || stop_.load(); };
+    Fetcher fetcher(*this, index);
+    auto has_news = [&] { return generation_.load(std::memory_order_seq_cst) != seen || stop_.load(); };
     while (true) {
-      if (!spin_until(has_news)) {
+      if (!spin_until(has_news, [&] { fetcher.step(); })) {
         std::unique_lock<std::mutex> lock(mutex_);
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
         wake_.wait(lock, has_news);
         sleepers_.fetch_sub(1, std::memory_order_seq_cst);
       }
       if (stop_.load()) return;
-      seen = generation();
-      work(seen);
+      seen = generation_.load(std::memory_order_seq_cst);
+      work(seen, index);
     }
   }
 
-  // Claims ranges of job `generation` until none is left. A claim compares generation and next block: it succeeds only if the job
-  // whose fields were read is still the open one.
-  void work(uint32_t generation) {
-    uint64_t state = state_.load(std::memory_order_acquire);
-    while (static_cast<uint32_t>(state >> 32) == generation) {
-      const int64_t begin = static_cast<uint32_t>(state);
+  // Claims of job `generation` until none is left: of the thread's own share, then of the others'.
+  void work(uint32_t generation, int index) {
+    for (int i = 0; i < size_; ++i) {
+      while (claim(generation, (index + i) % size_, i == 0)) {
+      }
+    }
+  }
+
+  // Claims and runs a part of a share; false when it is empty. A claim compares generation, begin and end: it succeeds only if the
+  // job whose fields were read is still the open one.
+  bool claim(uint32_t generation, int share, bool own) {
+    std::atomic<uint64_t>& state = shares_[share].state;
+    uint64_t seen = state.load(std::memory_order_acquire);
+    while (static_cast<uint32_t>(seen >> (2 * kUnitBits)) == generation) {
+      const int64_t begin = static_cast<int64_t>(seen >> kUnitBits) & kMaxUnits, end = static_cast<int64_t>(seen) & kMaxUnits;
+      if (begin >= end) return false;
       const RangeFn fn = fn_.load(std::memory_order_acquire);
       void* const context = context_.load(std::memory_order_acquire);
       const int64_t n = n_.load(std::memory_order_acquire), grain = grain_.load(std::memory_order_acquire);
-      if (begin >= n) return;
-      // Large claims first, small ones at the end to balance: a share of what is left, in whole grains.
-      int64_t take = (n - begin) / (3 * size_) / grain * grain;
-      if (take < grain) take = grain;
-      if (take > n - begin) take = n - begin;
-      if (!state_.compare_exchange_weak(state, state + static_cast<uint64_t>(take), std::memory_order_acq_rel,
-                                        std::memory_order_acquire)) {
-        continue;
-      }
-      fn(context, begin, begin + take);
-      if (done_.fetch_add(take, std::memory_order_seq_cst) + take == n && caller_sleeps_.load(std::memory_order_seq_cst)) {
+      // Large claims first, small ones at the end to balance.
+      const int64_t take = (end - begin + 3) / 4;
+      const int64_t first = own ? begin : end - take;
+      const uint64_t rest = own ? pack(generation, begin + take, end) : pack(generation, begin, end - take);
+      if (!state.compare_exchange_weak(seen, rest, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      const int64_t from = first * grain, to = (first + take) * grain < n ? (first + take) * grain : n;
+      fn(context, from, to);
+      if (done_.fetch_add(to - from, std::memory_order_seq_cst) + to - from == n &&
+          caller_sleeps_.load(std::memory_order_seq_cst)) {
         std::lock_guard<std::mutex> lock(mutex_);
         finished_.notify_one();
       }
-      state = state_.load(std::memory_order_acquire);
+      return true;
     }
+    return false;
   }
 
   void wait_until_done(int64_t n) {
     auto is_done = [&] { return done_.load(std::memory_order_seq_cst) == n; };
-    if (spin_until(is_done)) return;
+    if (spin_until(is_done, [&] { fetcher_.step(); })) return;
     std::unique_lock<std::mutex> lock(mutex_);
     caller_sleeps_.store(true, std::memory_order_seq_cst);
     finished_.wait(lock, is_done);
     caller_sleeps_.store(false, std::memory_order_seq_cst);
   }
 
-  static constexpr uint64_t kClosed = 0xffffffffu;  // as next block: beyond every job
-
   const int size_;  // workers and the caller
-  alignas(64) std::atomic<uint64_t> state_{0};  // generation << 32 | next block
+  const std::unique_ptr<Share[]> shares_;
+  Fetcher fetcher_{*this, 0};  // the caller's
+  alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<RangeFn> fn_{nullptr};
   std::atomic<void*> context_{nullptr};
-  std::atomic<uint32_t> n_{0}, grain_{1};
+  std::atomic<int64_t> n_{0}, grain_{1};
+  std::atomic<const char*> next_memory_{nullptr};
+  std::atomic<int64_t> next_bytes_{0};
   std::atomic<bool> busy_{false}, stop_{false}, caller_sleeps_{false};
   std::atomic<int> sleepers_{0};
   std::mutex mutex_;
@@ -195,6 +256,10 @@ void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* context) {
   p->release();
 }
 
+void expect_reads(const void* memory, int64_t bytes) {
+  if (t_held != nullptr) t_held->expect(memory, bytes);
+}
+
 PoolSession::PoolSession() : holds_(false) {
   if (t_held != nullptr || t_in_body || g_num_threads.load(std::memory_order_relaxed) == 1) return;
   Pool* const p = pool();
@@ -221,13 +286,14 @@ void set_num_threads(int n) {
 
 int num_threads() { return g_num_threads.load(); }
 
-void* thread_scratch(size_t bytes) {
+void* thread_scratch(size_t bytes, Scratch purpose) {
   struct Buffer {
     void* data = nullptr;
     size_t size = 0;
     ~Buffer() { std::free(data); }
   };
-  static thread_local Buffer buffer;
+  static thread_local Buffer buffers[2];
+  Buffer& buffer = buffers[static_cast<int>(purpose)];
   if (buffer.size < bytes) {
     std::free(buffer.data);
     buffer.size = (bytes + 4095) / 4096 * 4096;

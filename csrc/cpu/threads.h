@@ -1,7 +1,7 @@
 // The thread pool of the kernels: what it owns is who runs which block, never how a block is computed.
 //
-// Blocks are claimed one after another from an atomic counter, so a thread that the machine takes away costs one block, not
-// a barrier. Workers spin briefly for the next job, then sleep. The calling thread always takes part, and a caller that finds
+// Each thread has a contiguous share of the blocks and claims it in parts, from the front; who is done takes from the back of the
+// others' shares, so a thread that the machine takes away costs one part, not a barrier. Workers spin briefly for the next job, then sleep. The calling thread always takes part, and a caller that finds
 // the pool busy runs its job alone, as does a job started inside a job. The pool is created at first use and again after a fork.
 #pragma once
 #include <cstddef>
@@ -28,12 +28,17 @@ class PoolSession {
   bool holds_;
 };
 
+// Says what the job after the next one reads in order: threads that wait for others meanwhile bring the start of their shares into
+// cache. A hint, for the thread that holds the pool; null takes it back.
+void expect_reads(const void* memory, int64_t bytes);
+
 // Threads that work on a job, the caller included; n >= 1.
 void set_num_threads(int n);
 int num_threads();
 
-// Memory of the calling thread, 64-byte aligned, kept between calls: only one user at a time.
-void* thread_scratch(size_t bytes);
+// Memory of the calling thread, page-aligned, kept between calls: one for each purpose, only one user of each at a time.
+enum class Scratch : int { kGeneral, kWeights };
+void* thread_scratch(size_t bytes, Scratch purpose = Scratch::kGeneral);
 
 // parallel_ranges for a callable body(begin, end).
 template <class Body>

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -27,12 +27,14 @@ Kind = Literal["scheduler", "detokenizer"]
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a child is given. parent_pid: see `lifeline`."""
+    """What a child is given. parent_pid: see `lifeline`. rank, source: of a scheduler, see `run_scheduler`."""
 
     args: ServerArgs
     ports: Ports
     report_fd: int
     parent_pid: int
+    rank: int = 0
+    source: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -58,17 +60,40 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Report = Progress | Ready | Failed
 
 
-class ChildProcess:
-    """A started child. `name` is its kind, for messages to people."""
+def process_name(kind: Kind, args: ServerArgs, rank: int) -> str:
+    """What a child is called in messages, heartbeats and metrics."""
+    return f"{kind} {rank}" if kind == "scheduler" and args.dp_size > 1 else kind
 
-    def __init__(self, kind: Kind, args: ServerArgs, ports: Ports) -> None:
-        self.name = kind
+
+def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, rank: int) -> dict[str, str] | None:
+    """A replica sees one GPU: its own of those that we may use. None: as ours."""
+    if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
+        return None
+    visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not visible:
+        return {**own, "CUDA_VISIBLE_DEVICES": str(rank)}
+    # Beyond the last one it sees none, and `of_all_replicas` refuses.
+    return {**own, "CUDA_VISIBLE_DEVICES": visible[rank] if rank < len(visible) else ""}
+
+
+class ChildProcess:
+    """A started child. `name` is its kind, with its number when there are several, for messages to people.
+
+    rank, source: of a scheduler, see `run_scheduler`.
+    """
+
+    def __init__(self, kind: Kind, args: ServerArgs, ports: Ports, rank: int = 0, source: int = 0) -> None:
+        self.name = process_name(kind, args, rank)
+        self.kind = kind
+        self.rank = rank
+        self.source = source
         self._reports_fd, report_fd = os.pipe()
-        bootstrap = Bootstrap(args, ports, report_fd, os.getpid())
+        bootstrap = Bootstrap(args, ports, report_fd, os.getpid(), rank, source)
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "headrace.child", kind],
             stdin=subprocess.PIPE,
             pass_fds=(report_fd,),
+            env=environment(os.environ, kind, args, rank),
         )
         os.close(report_fd)
         assert self._popen.stdin is not None
@@ -204,9 +229,18 @@ def main() -> None:
     log.configure(bootstrap.args.log_level, kind)
     reporter = Reporter(bootstrap.report_fd)
     channels = ZmqChannels(bootstrap.ports)
-    run = {"scheduler": run_scheduler, "detokenizer": run_detokenizer}[kind]
     try:
-        run(bootstrap.args, channels, reporter.ready, reporter.progress)
+        if kind == "scheduler":
+            run_scheduler(
+                bootstrap.args,
+                channels,
+                reporter.ready,
+                reporter.progress,
+                rank=bootstrap.rank,
+                source=bootstrap.source,
+            )
+        else:
+            run_detokenizer(bootstrap.args, channels, reporter.ready, reporter.progress)
     except HeadraceError as error:
         reporter.failed(error)
         sys.exit(2)

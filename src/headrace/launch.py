@@ -8,6 +8,7 @@ its own parts, and each process imports only what it runs. torch is needed in `r
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
@@ -22,10 +23,12 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.checkpoint.names import resolve_model
-from headrace.child import ChildProcess
+from headrace.child import ChildProcess, process_name
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend import lifeline
+from headrace.frontend.data_parallel_controller import FanOutSender, of_all_replicas
+from headrace.frontend.recovery import Recovery, RestartBudget
 from headrace.frontend.supervisor import Supervisor
 from headrace.messages.channel import Channels, IpcDir, LocalChannels, Ports, Sender, ZmqChannels
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
@@ -111,10 +114,13 @@ def run_scheduler(
     on_ready: OnReady,
     on_progress: OnProgress,
     on_stall: Callable[[], None] = _die_of_watchdog,
+    rank: int = 0,
+    source: int = 0,
 ) -> None:
     """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`.
 
-    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s.
+    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. rank: of --dp-size. source: signs the outputs
+    of this life, see `BatchTokenIDOut`.
     """
     from headrace.cache.allocator import PageAllocator
     from headrace.cache.chunk_cache import ChunkCache
@@ -123,7 +129,8 @@ def run_scheduler(
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.scheduler import Scheduler
 
-    receiver = channels.receiver("to_scheduler")
+    receiver = channels.receiver("to_scheduler", rank)
+    args = share_of_machine(args)
     to_tokenizer = channels.sender("to_tokenizer")
     model = read_model_config(args)
     tokenizer = _SoonTokenizer(args)
@@ -132,7 +139,7 @@ def run_scheduler(
     allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
     watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
     scheduler = Scheduler(
-        scheduler_config(args, model, ready),
+        scheduler_config(args, model, ready, rank),
         KVManager(allocator, cache, ready.max_running_requests),
         worker,
         receiver,
@@ -140,16 +147,31 @@ def run_scheduler(
         to_tokenizer,
         lambda request: _stop_checker(tokenizer.get(), request),
         on_turn=watchdog.feed,
+        source=source,
     )
     watchdog.start()
     on_ready(ready)
     tokenizer.start()
-    with _heartbeats(to_tokenizer, "scheduler", enabled=not args.single_process):
+    with _heartbeats(to_tokenizer, process_name("scheduler", args, rank), enabled=not args.single_process):
         scheduler.run()
     watchdog.stop()
 
 
-def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo) -> "SchedulerConfig":
+def share_of_machine(args: ServerArgs) -> ServerArgs:
+    """A replica's part: cores and host memory are divided by --dp-size. A GPU, which each has one of, is not."""
+    if args.dp_size == 1:
+        return args
+    import torch
+
+    from headrace.kernels.cpu.threads import default_num_threads
+
+    num_threads = max(1, (args.num_threads or default_num_threads()) // args.dp_size)
+    on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    fraction = args.mem_fraction_static if on_gpu else args.mem_fraction_static / args.dp_size
+    return dataclasses.replace(args, num_threads=num_threads, mem_fraction_static=fraction)
+
+
+def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, rank: int = 0) -> "SchedulerConfig":
     """The scheduler's limits."""
     from headrace.scheduler.state import SchedulerConfig
 
@@ -169,6 +191,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo) -
         conservativeness=args.schedule_conservativeness,
         decode_log_interval=args.decode_log_interval,
         accept_faults=args.enable_fault_injection,
+        dp_rank=rank,
     )
 
 
@@ -181,7 +204,7 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_
     manager = DetokenizerManager(
         open_tokenizer(args),
         channels.sender("to_tokenizer"),
-        channels.sender("to_scheduler"),
+        FanOutSender([channels.sender("to_scheduler", rank) for rank in range(args.dp_size)]),
         enable_faults=args.enable_fault_injection,
         watchdog=watchdog,
     )
@@ -251,41 +274,65 @@ def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[N
 class Parts:
     """The scheduler and the detokenizer of a running engine, as children or as threads."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, num_schedulers: int = 1) -> None:
         self.channels = channels
-        self._to_scheduler = channels.sender("to_scheduler")
+        self._to_schedulers = FanOutSender([channels.sender("to_scheduler", rank) for rank in range(num_schedulers)])
         self._to_detokenizer = channels.sender("to_detokenizer")
 
     def ask_to_leave(self) -> None:
-        """Both loops end after the message they are at."""
-        self._to_scheduler.send(ShutdownReq())
+        """The loops end after the message they are at."""
+        self._to_schedulers.send(ShutdownReq())
         self._to_detokenizer.send(ShutdownReq())
 
 
 class ChildParts(Parts):
-    """Child processes, watched by a thread."""
+    """Child processes, watched by a thread, and started again when they die."""
 
     def __init__(self, args: ServerArgs, ports: Ports) -> None:
-        super().__init__(ZmqChannels(ports))
-        # The scheduler imports torch and loads the weights: it goes first.
-        self.children = [ChildProcess("scheduler", args, ports), ChildProcess("detokenizer", args, ports)]
-        self._supervisor: Supervisor | None = None
+        super().__init__(ZmqChannels(ports), args.dp_size)
+        self._args = args
+        self._ports = ports
+        # The schedulers import torch and load the weights: they go first.
+        self.children = [
+            *(ChildProcess("scheduler", args, ports, rank, source=rank) for rank in range(args.dp_size)),
+            ChildProcess("detokenizer", args, ports),
+        ]
+        self._supervisor: Supervisor[ChildProcess] | None = None
+        self._recovery: Recovery[ChildProcess] | None = None
         self._stopped = False
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
-        """Until both can serve. Raises why one cannot; then none is left."""
+        """Until all can serve. Raises why one cannot; then none is left."""
         try:
-            info = self.children[0].wait_ready(on_progress, should_stop)
-            self.children[1].wait_ready(should_stop=should_stop)
+            infos = [child.wait_ready(on_progress, should_stop) for child in self.children]
+            return of_all_replicas([info for info in infos if info is not None])
         except BaseException:
             self.kill()
             raise
-        assert info is not None
-        return info
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
-        """Call `on_death(message)` from a thread when a child dies before `stop`."""
-        self._supervisor = Supervisor(self.children, on_death, manager.heartbeat_age_s)
+        """Start children that die again and tell `manager`; call `on_death(message)` from a thread when that is not to be."""
+        # What fitted into memory when all was new is what clients have been told of.
+        args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens)
+
+        def respawn(dead: ChildProcess) -> ChildProcess:
+            return ChildProcess(dead.kind, args, self._ports, dead.rank, manager.link.new_source())
+
+        def on_down(dead: ChildProcess) -> None:
+            manager.part_down(dead.name, dead.rank if dead.kind == "scheduler" else None)
+
+        def on_up(child: ChildProcess) -> None:
+            if child.kind == "scheduler":
+                sender = self.channels.sender("to_scheduler", child.rank)
+                manager.part_up(child.name, child.rank, child.source, sender)
+            else:
+                manager.part_up(child.name)
+
+        budget = RestartBudget(0 if self._args.disable_recovery else self._args.max_restarts)
+        self._recovery = Recovery(
+            self.children, budget, respawn, on_down, on_up, on_death, self._args.watchdog_timeout_s
+        )
+        self._supervisor = Supervisor(self.children, on_death, manager.heartbeat_age_s, self._recovery.recover)
         self._supervisor.start()
 
     def stop(self) -> None:
@@ -295,6 +342,8 @@ class ChildParts(Parts):
         self._stopped = True
         if self._supervisor is not None:
             self._supervisor.stop()
+        if self._recovery is not None:
+            self._recovery.stop()
         self.ask_to_leave()
         deadline = time.monotonic() + STOP_CHILD_S
         for child in self.children:
@@ -463,6 +512,7 @@ def launch_engine(
             ),
             metrics=metrics,
             to_detokenizer=parts.channels.sender("to_detokenizer"),
+            more_schedulers=[parts.channels.sender("to_scheduler", rank) for rank in range(1, args.dp_size)],
             watchdog=watchdog,
             spans=spans,
         )

@@ -18,8 +18,8 @@ import compare
 import peer_headrace
 import peer_llama_cpp
 import peer_openvino
+from peer_process import ServerCommand, ServerProcess, free_port
 from ratios import Rate, draw, ratio_table, ratios
-from server_process import ServerCommand, ServerProcess, free_port
 
 
 class WordTokenizer:

@@ -14,6 +14,7 @@ from headrace.benchmark.timing import timing
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.kernels import cpu
+from headrace.kernels.decoder import PHASES
 from headrace.kernels.probe import MachineLimits
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason=cpu.why_not() or "-")
@@ -70,6 +71,19 @@ def test_steps_are_timed_by_shape_and_written(dummy: ServerArgs, quiet: Console,
     assert any(decision.startswith("fused decoder: yes") for decision in content["model"]["decisions"])
 
 
+def test_parts_of_a_step_and_busy_neighbours_are_shown(dummy: ServerArgs, tmp_path: Path):
+    console, output = Console(file=io.StringIO(), width=200), tmp_path / "step.json"
+
+    run_step(dummy, StepOptions((2,), (16,), (), repeat=2, phases=True, busy_neighbours=1, output=output), console)
+
+    (row,) = json.loads(output.read_text())["results"]
+    assert list(row["phases"]) == [*PHASES, "lm_head"]
+    assert 0 < sum(row["phases"].values()) < row["total"]["p90_s"] * 2
+    assert row["busy_total"]["repetitions"] == 2
+    assert "speed beside 1 busy" in console.file.getvalue()
+    assert "gate_up" in console.file.getvalue()
+
+
 def test_a_step_without_rows_is_refused(dummy: ServerArgs, quiet: Console):
     with pytest.raises(ConfigError, match="at least one batch"):
         run_step(dummy, StepOptions((), (16,), ()), quiet)
@@ -96,10 +110,11 @@ def test_an_unknown_shape_or_op_is_refused(options: KernelOptions, quiet: Consol
 
 
 def test_the_limit_is_the_longer_of_reading_and_computing():
-    limits = MachineLimits(10.0, 100.0).best(MachineLimits(20.0, 50.0))
+    limits = MachineLimits(10.0, 100.0, 400.0).best(MachineLimits(20.0, 50.0, 200.0))
 
     assert limits.shortest_s(40, 100) == 2.0
     assert limits.shortest_s(40, 400) == 4.0
+    assert limits.shortest_s(40, 100, 800) == 3.0
 
 
 def test_timings_are_ordered():

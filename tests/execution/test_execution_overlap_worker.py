@@ -13,6 +13,7 @@ from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.worker import TpModelWorker
 from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.weights import WeightExecutor
 
 
 def plan(step: int) -> ModelWorkerBatch:
@@ -21,7 +22,7 @@ def plan(step: int) -> ModelWorkerBatch:
 
 
 def client_of(run: Any) -> TpModelWorkerClient:
-    return TpModelWorkerClient(TpModelWorker(cast(ModelRunner, SimpleNamespace(run=run))))
+    return TpModelWorkerClient(TpModelWorker(cast(ModelRunner, SimpleNamespace(run=run)), cast(WeightExecutor, None)))
 
 
 def test_a_result_is_handed_over_while_the_next_step_computes_and_not_before():

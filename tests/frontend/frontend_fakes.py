@@ -97,7 +97,7 @@ class FakeEngine:
     """The scheduler's side of the channels. Outputs pass through the real DetokenizerManager.
 
     requests: what arrived, by rid. aborts: AbortReqs that arrived. busy: answer to health checks. answers: False = silence to
-    control requests. Live samples are those without an end; an abort ends them, as the scheduler does.
+    control requests. source: signs the outputs. Live samples are those without an end; an abort ends them, as the scheduler does.
     """
 
     def __init__(self, channels, tokenizer):
@@ -111,6 +111,7 @@ class FakeEngine:
         self.busy = False
         self.answers = True
         self.aborts_end = True
+        self.source = 0
 
     def pump(self):
         """Handle every message that has arrived."""
@@ -170,7 +171,7 @@ class FakeEngine:
         self.send(self.row(rid, text, finish, ids, **more))
 
     def send(self, *rows):
-        out = self.detokenizer.handle(BatchTokenIDOut(rows))
+        out = self.detokenizer.handle(BatchTokenIDOut(rows, self.source))
         self.outbox.send(out)
 
     async def until(self, condition):

@@ -9,7 +9,7 @@ from frontend_fakes import READY, turns
 from headrace.errors import CapacityError
 from headrace.frontend.tenants import Bucket, Caller, QueuePace, Tenant, TenantLimits
 from headrace.frontend.tokenizer_manager import NOBODY
-from headrace.messages.outputs import FinishReason
+from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason
 from headrace.metrics.export import render
 
 STOP = FinishReason("stop", matched=256)
@@ -155,7 +155,7 @@ async def test_what_waited_too_long_is_an_overload_with_a_time_to_come_back(make
     sent = frontend.engine.requests["r"]
     assert sent.queue_deadline_s == pytest.approx(sent.created_s + 5.0)
     assert sent.deadline_s == 0.0
-    frontend.engine.emit("r", finish=FinishReason("abort", message="waited", status_code=503))
+    frontend.engine.emit("r", finish=FinishReason("abort", message=WAITED_TOO_LONG, status_code=503))
 
     with pytest.raises(CapacityError, match="waited") as caught:
         await task

@@ -17,7 +17,6 @@ NOT_YET = {
     "audio_data": "x",
     "video_data": "x",
     "lora_path": "x",
-    "routed_dp_rank": 0,
     "bootstrap_host": "h",
     "bootstrap_port": 1,
     "bootstrap_room": 1,
@@ -150,7 +149,15 @@ CARRIED = {
     "extra_key": (["k", None], "namespace", ['["k", ""]', '["k", ""]', "", ""]),
     "cache_salt": ("s", "namespace", ['["", "s"]'] * 4),
 }
-SEEN_ELSEWHERE = {"text", "input_ids", "input_embeds", "sampling_params", "return_text_in_logprobs", "session_params"}
+SEEN_ELSEWHERE = {
+    "routed_dp_rank",
+    "text",
+    "input_ids",
+    "input_embeds",
+    "sampling_params",
+    "return_text_in_logprobs",
+    "session_params",
+}
 
 
 def test_every_field_of_a_call_is_carried_or_refused():

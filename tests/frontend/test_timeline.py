@@ -128,7 +128,7 @@ async def test_logging_changes_while_running(make_frontend, caplog):
     lines = [r.getMessage() for r in caplog.records if "finished rid=" in r.getMessage()]
     assert len(lines) == 1
     assert "rid=told" in lines[0]
-    assert "retractions=0 chunks=0" in lines[0]
+    assert "retractions=0 replays=0 chunks=0" in lines[0]
     assert "secret" not in lines[0]
     with pytest.raises(RequestError, match="turn both on"):
         frontend.manager.configure_logging(log_requests=False, log_requests_level=1)

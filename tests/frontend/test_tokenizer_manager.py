@@ -860,10 +860,10 @@ async def test_metrics_follow_the_requests_and_the_scheduler(make_frontend):
         "queue_time_seconds_sum{L} 0.25",
         "retracted_requests_total{L} 3.0",
         "prefix_query_tokens_total{L} 20.0",
-        "gen_throughput{L} 12.5",
-        "kv_available_tokens{L} 4000.0",
-        "kv_evictable_tokens{L} 90.0",
-        "cache_hit_rate{L} 0.25",
+        'gen_throughput{dp_rank="0",L} 12.5',
+        'kv_available_tokens{dp_rank="0",L} 4000.0',
+        'kv_evictable_tokens{dp_rank="0",L} 90.0',
+        'cache_hit_rate{dp_rank="0",L} 0.25',
     ):
         assert "headrace:" + line.replace("L", 'model_name="tiny"', 1) in text, line
 

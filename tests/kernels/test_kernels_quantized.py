@@ -139,6 +139,7 @@ def test_quantised_rows_are_the_nearest_of_254_steps(implementation, by_group):
     assert torch.equal(values[4], torch.zeros(77, dtype=torch.int8))
     assert ((values * step - x).abs() <= 0.5001 * step).all()
     assert torch.equal(kernels.quantize_rows(x[3:4], by_group=by_group)[0], values[3:4])
+    assert kernels.quantize_rows(x[:0], by_group=by_group)[0].shape == (0, 77)
 
 
 def test_instruction_sets_quantise_to_equal_bits(native):

@@ -36,6 +36,35 @@ def test_a_normalised_row_does_not_depend_on_its_batch(implementation):
         assert torch.equal(kernels.rms_norm(x[row : row + 1], weight, 1e-6)[0], whole[row])
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_layer_norm_matches_float64(implementation, size):
+    weight, bias = torch.randn(size), torch.randn(size)
+    for rows in ROWS:
+        x, residual = torch.randn(rows, size) + 30.0, torch.randn(rows, size)
+        summed = residual + x
+
+        plain = kernels.layer_norm(x, weight, None, 1e-5)
+        fused = kernels.layer_norm(x, weight, bias, 1e-5, residual)
+
+        for got, source, shift in ((plain, x, 0.0), (fused, summed, bias.double())):
+            wide = source.double()
+            centred = wide - wide.mean(-1, keepdim=True)
+            scale = (centred.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+            want = centred * scale * weight.double() + shift
+            # The mean of values around 30 is known to some units in the last place of 30, in steps of what the values differ by.
+            unit = 30.0 * RELATIVE * scale * weight.abs() + RELATIVE * want.abs() + RELATIVE
+            assert ((got - want).abs() <= unit).all()
+        assert torch.equal(residual, summed)
+
+
+def test_a_layer_normalised_row_does_not_depend_on_its_batch(implementation):
+    wide, weight = torch.randn(100, 700), torch.randn(577)
+    x = wide[:, 50:627]
+    whole = kernels.layer_norm(x, weight, weight, 1e-6)
+    for row in (0, 1, 50, 99):
+        assert torch.equal(kernels.layer_norm(x[row : row + 1], weight, weight, 1e-6)[0], whole[row])
+
+
 @pytest.mark.parametrize("rotary_dim", [2, 20, 32, 40, 80, 96])
 def test_rotary_turns_halves_and_leaves_the_rest(implementation, rotary_dim):
     half = rotary_dim // 2

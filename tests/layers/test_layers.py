@@ -16,7 +16,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe import SparseMoe
-from headrace.layers.norm import RMSNorm
+from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.rotary import inverse_frequencies
 from headrace.layers.weight import Placement
 
@@ -86,6 +86,19 @@ def test_a_norm_with_residual_adds_first_and_keeps_the_sum():
     assert torch.equal(residual, total)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_norm_is_the_one_of_torch(bias: bool):
+    norm = LayerNorm(24, 1e-5, HALF, bias=bias)
+    given = fill(norm, "norm")
+    x, residual = torch.randn(3, 24), torch.randn(3, 24)
+    want = torch.nn.functional.layer_norm(x + residual, (24,), given["norm.weight"], given.get("norm.bias"))
+
+    torch.testing.assert_close(norm(x, residual), want, atol=TOLERANCE, rtol=TOLERANCE)
+    assert {weight.name: weight.read().tolist() for weight in norm.weights("norm")} == {
+        name: tensor.tolist() for name, tensor in given.items()
+    }
+
+
 def test_a_tied_embedding_loads_the_output_projection():
     head = Linear(16, {"lm_head": 50}, PLACEMENT)
     embedding = Embedding(50, 16, PLACEMENT, scale=2.0, tied=head)
@@ -148,6 +161,39 @@ def test_experts_add_up_by_their_shares_and_rows_stay_apart(norm_topk_prob: bool
             want += share / total * (torch.nn.functional.silu(x[row] @ gate.T) * (x[row] @ up.T) @ down.T)
         torch.testing.assert_close(got[row], want, atol=1e-4, rtol=1e-4)
         assert torch.equal(moe(x[row : row + 1])[0], got[row])
+
+
+def test_experts_that_are_loaded_again_are_used_from_then_on():
+    config = MoeConfig(num_experts=3, num_experts_per_tok=2, intermediate_size=24)
+    loaded_twice, loaded_once = SparseMoe(16, config, "silu", PLACEMENT), SparseMoe(16, config, "silu", PLACEMENT)
+    x = torch.randn(4, 16)
+    fill(loaded_twice)
+    before = loaded_twice(x)
+
+    fill(loaded_twice, seed=1)
+    fill(loaded_once, seed=1)
+
+    assert torch.equal(loaded_twice(x), loaded_once(x))
+    assert not torch.equal(loaded_twice(x), before)
+
+
+def test_observers_of_experts_see_the_rows_that_are_routed_to_them():
+    config = MoeConfig(num_experts=3, num_experts_per_tok=1, intermediate_size=24)
+    moe = SparseMoe(16, config, "silu", PLACEMENT)
+    given = fill(moe)
+    x = torch.randn(9, 16)
+    want = moe(x)
+    seen: dict[str, torch.Tensor] = {}
+    for weight in moe.weights(""):
+        if weight.name in (".experts.1.up_proj.weight", ".experts.1.down_proj.weight"):
+            assert weight.layer is not None
+            weight.layer.observer = lambda rows, name=weight.name: seen.update({name: rows.clone()})
+
+    assert torch.equal(moe(x), want)
+
+    chosen = (x @ given[".gate.weight"].T).argmax(1) == 1
+    assert torch.equal(seen[".experts.1.up_proj.weight"], x[chosen])
+    assert seen[".experts.1.down_proj.weight"].shape == (int(chosen.sum()), 24)
 
 
 ROPES: dict[str, dict[str, Any]] = {

@@ -115,6 +115,21 @@ def test_routers_stay_float():
     assert weights["mlp.experts.0.down_proj.weight"].load_quantized is not None
 
 
+@pytest.mark.parametrize("scheme", list(ERRORS))
+def test_quantised_experts_are_close_to_the_float_ones(scheme):
+    moe = MoeConfig(num_experts=6, num_experts_per_tok=2, intermediate_size=64, norm_topk_prob=True)
+    exact = SparseMoe(96, moe, "silu", placement("none", torch.float32))
+    rounded = SparseMoe(96, moe, "silu", placement(scheme))
+    for seed, (weight, other) in enumerate(zip(exact.weights("mlp"), rounded.weights("mlp"), strict=True)):
+        # A router of integers is the same in bfloat16.
+        given = normal(*weight.shape, seed=seed) / 8 if "experts" in weight.name else normal(*weight.shape).round()
+        weight.load(given)
+        other.load(given)
+    x = normal(20, 96, seed=99)
+    want = exact(x)
+    assert (rounded(x) - want).norm() / want.norm() < 2.5 * ERRORS[scheme]
+
+
 def test_error_feedback_beats_rounding_on_correlated_inputs():
     mixing = normal(16, 128)
     x = normal(600, 16, seed=1) @ mixing + 0.1 * normal(600, 128, seed=2)

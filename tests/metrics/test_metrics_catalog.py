@@ -51,8 +51,10 @@ def test_gauges_are_the_schedulers_last_state():
     metrics = Metrics("tiny")
     metrics.set_scheduler_state(state(num_running=8))
     metrics.set_scheduler_state(state())
+    metrics.set_scheduler_state(state(num_running=5, dp_rank=1))
 
     got = values(metrics)
+    assert got[("num_running_reqs", "1")] == 5
 
     want = {
         "num_running_reqs": 2,
@@ -63,7 +65,21 @@ def test_gauges_are_the_schedulers_last_state():
         "kv_evictable_tokens": 350,
         "cache_hit_rate": 0.25,
     }
-    assert {name: got[(name,)] for name in want} == want
+    assert {name: got[(name, "0")] for name in want} == want
+
+
+def test_counters_of_replicas_add_up_each_from_its_own():
+    metrics = Metrics("tiny")
+    for rank, retracted in ((0, 4), (1, 10), (0, 5), (1, 12)):
+        metrics.set_scheduler_state(state(num_retracted=retracted, dp_rank=rank))
+    metrics.count_restart("scheduler 1")
+    metrics.replayed_requests.inc(3)
+
+    got = values(metrics)
+
+    assert got[("retracted_requests_total",)] == 5 + 12
+    assert got[("restarts_total", "scheduler 1")] == 1
+    assert got[("replayed_requests_total",)] == 3
 
 
 def test_counters_of_the_scheduler_add_up_also_when_it_was_started_again():

@@ -23,6 +23,7 @@ def busy_metrics():
     metrics.set_scheduler_state(STATE)
     metrics.count_end("stop")
     metrics.count_rejected("queue_full")
+    metrics.count_restart("scheduler")
     metrics.prompt_tokens.inc(5)
     metrics.time_to_first_token_s.observe(0.07)
     metrics.inter_token_latency_s.add(0.004, 3)

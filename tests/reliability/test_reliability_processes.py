@@ -42,24 +42,27 @@ def assert_nothing_is_left(server: Server) -> None:
 @pytest.mark.parametrize(
     "victim, number", [("scheduler", signal.SIGKILL), ("scheduler", signal.SIGABRT), ("detokenizer", signal.SIGKILL)]
 )
-def test_a_child_that_dies_is_an_error_to_every_waiter_and_the_end(fresh: Server, victim: str, number: signal.Signals):
-    fresh.wait_started()
-    with fresh.client() as client:
-        streams = eight_in_flight(fresh, client, LONG_STEP_S)
-        child = next(process for process in fresh.children if victim in process.cmdline())
+def test_without_recovery_a_child_that_dies_is_an_error_to_every_waiter_and_the_end(
+    tiny_model: Path, victim: str, number: signal.Signals
+):
+    with Server(tiny_model, ("--disable-recovery",)) as fresh:
+        fresh.wait_started()
+        with fresh.client() as client:
+            streams = eight_in_flight(fresh, client, LONG_STEP_S)
+            child = next(process for process in fresh.children if victim in process.cmdline())
 
-        child.send_signal(number)
-        died_s = time.monotonic()
-        for stream in streams:
-            stream.join()
-        answered_s = time.monotonic() - died_s
+            child.send_signal(number)
+            died_s = time.monotonic()
+            for stream in streams:
+                stream.join()
+            answered_s = time.monotonic() - died_s
 
-    # 3 s are promised; the tenfold is for a busy machine, and still shorter than any timeout of ours.
-    assert answered_s < 30
-    assert all(stream.has_error for stream in streams), [stream.payloads for stream in streams]
-    assert fresh.wait() == 1
-    assert_nothing_is_left(fresh)
-    assert "Traceback" not in fresh.log(), fresh.log()
+        # 3 s are promised; the tenfold is for a busy machine, and still shorter than any timeout of ours.
+        assert answered_s < 30
+        assert all(stream.has_error for stream in streams), [stream.payloads for stream in streams]
+        assert fresh.wait() == 1
+        assert_nothing_is_left(fresh)
+        assert "Traceback" not in fresh.log(), fresh.log()
 
 
 def test_children_do_not_outlive_their_parent(fresh: Server):

@@ -16,6 +16,7 @@ from headrace.errors import ExecutionError
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
 from headrace.messages.requests import LogprobSpec, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.weights import InitGroup, Prepared, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.scheduler import Scheduler
@@ -34,8 +35,10 @@ def next_token(history: int, eos_every: int) -> int:
     return EOS if (history // 7) % eos_every == 0 else 0
 
 
-def expected_outputs(prompt: list[int], max_new_tokens: int, eos_every: int, ignore_eos: bool = False) -> list[int]:
-    history = 0
+def expected_outputs(
+    prompt: list[int], max_new_tokens: int, eos_every: int, ignore_eos: bool = False, version: int = 0
+) -> list[int]:
+    history = version
     for token in prompt:
         history = history_hash(history, token)
     made: list[int] = []
@@ -45,6 +48,46 @@ def expected_outputs(prompt: list[int], max_new_tokens: int, eos_every: int, ign
             break
         history = history_hash(history, made[-1])
     return made
+
+
+class FakeWeights:
+    """A WeightExecutor. The model's weights are a number, which is part of every history, so that KV of other weights is found at once.
+
+    Jobs wait for `finish`. bad: they fail.
+    """
+
+    def __init__(self, worker: "FakeWorker") -> None:
+        self.worker = worker
+        self.jobs: list[FakeJob] = []
+
+    def start(self, operation: WorkerOperation) -> "FakeJob":
+        assert isinstance(operation, InitGroup) or not self.worker.queue, "an operation meets a step"
+        assert all(job.is_done for job in self.jobs), "two operations at once"
+        self.jobs.append(FakeJob(self.worker, operation))
+        return self.jobs[-1]
+
+    def finish(self, bad: bool = False) -> None:
+        for job in self.jobs:
+            if not job.is_done:
+                job.is_done, job.bad = True, bad
+
+
+class FakeJob:
+    def __init__(self, worker: "FakeWorker", operation: WorkerOperation) -> None:
+        self.worker, self.operation = worker, operation
+        self.is_done = self.bad = False
+
+    def result(self) -> Prepared:
+        assert self.is_done
+        if self.bad:
+            raise ExecutionError("a bad update")
+        if isinstance(self.operation, UpdateFromDisk):
+            return Prepared("updated", self.install, changes_weights=True)
+        return Prepared("done")
+
+    def install(self) -> None:
+        assert not self.worker.queue, "the weights change under a step"
+        self.worker.version = int(self.operation.model_path)
 
 
 class FakeWorker:
@@ -65,6 +108,8 @@ class FakeWorker:
         self.num_computed = 0
         self.num_prefill_rows = 0
         self.closed = False
+        self.version = 0
+        self.weights = FakeWeights(self)
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         self.queue.append(batch)
@@ -100,7 +145,7 @@ class FakeWorker:
             tokens, slots = self.tokens[seq], self.slots[seq]
             assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
             assert start + count <= len(tokens), "computes a token that is not known"
-            history = 0
+            history = self.version
             for position in range(start):
                 history = history_hash(history, tokens[position])
                 assert self.kv[slots[position]] == history, "the KV of an earlier position is not this sequence's"

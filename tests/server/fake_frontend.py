@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -21,6 +22,7 @@ from headrace.frontend.prompts import CallLimits, split_call
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
+from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.sampling.params import GenerationDefaults
 from headrace.server.app import create_app
@@ -65,6 +67,22 @@ class Script:
     padding_bytes: int = 0
 
 
+class FakeWeights:
+    """Answers as the WeightControl does, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.version = "default"
+        self.operations: list[WeightOperation] = []
+        self.file = b""
+        self.reply = WeightOpReply(1, True, "done", "default")
+
+    async def operate(self, operation: WeightOperation) -> WeightOpReply:
+        self.operations.append(operation)
+        if isinstance(operation, UpdateFromTensors):
+            self.file = Path(operation.file).read_bytes()  # noqa: ASYNC240, it is memory
+        return self.reply
+
+
 class FakeFrontend:
     """Answers as the TokenizerManager does."""
 
@@ -88,6 +106,7 @@ class FakeFrontend:
         self.alive = True
         self.flush = FlushCacheReply(1, True, "flushed")
         self.num_active = 0
+        self.weights = FakeWeights()
         self.own_counters = {"num_unknown_outputs": 0}
 
     async def generate_request(
@@ -219,6 +238,9 @@ class FakeFrontend:
     async def internal_state(self) -> InternalState:
         pool = PoolState(1024, 512, 256, 256, 64, 64, True)
         return InternalState(pool, 1, 2, 0, 3, 0, 0, 4, 50, 60, 10, 40, 20, 0, 0, 12.5, 0.5, 7)
+
+    async def internal_states(self) -> list[InternalState]:
+        return [await self.internal_state()]
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive

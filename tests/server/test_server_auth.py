@@ -23,6 +23,17 @@ ADMIN_ONLY = {
     "/start_profile",
     "/stop_profile",
     "/configure_logging",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/destroy_weights_update_group",
+    "/get_weights_by_name",
+    "/update_weight_version",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
 }
 
 KEYS: dict[str, bytes | None] = {

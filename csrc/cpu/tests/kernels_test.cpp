@@ -150,9 +150,10 @@ void linears() {
       same_for_any_threads("quantise rows" + shape({s.rows, s.k, by_group}), [&] {
         const int64_t num_scales = s.rows * (by_group ? groups : 1);
         const Buffer<int8_t> values(s.rows * k_padded);
-        const Buffer<float> row_scales(num_scales);
+        const Buffer<float> row_scales(num_scales), scaled_sums(num_scales);
         const Buffer<int32_t> sums(num_scales);
-        kernels().quantize_rows({x.get(), x_stride, values.get(), row_scales.get(), sums.get(), s.rows, s.k, by_group});
+        kernels().quantize_rows({x.get(), x_stride, values.get(), row_scales.get(), sums.get(), scaled_sums.get(), s.rows,
+                                 s.k, by_group});
         return values.bytes();
       });
     }
@@ -231,7 +232,7 @@ void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, b
   }
   const int64_t elements = num_pages * num_kv_heads * kPageSize * head_dim, width = num_kv_heads * head_dim;
   const Buffer<uint8_t> k_cache(elements * (is_bf16 ? 2 : 4)), v_cache(elements * (is_bf16 ? 2 : 4));
-  const KvCache cache = {k_cache.get(), v_cache.get(), is_bf16, num_kv_heads, head_dim};
+  const KvCache cache = {k_cache.get(), v_cache.get(), is_bf16 ? KvType::kBf16 : KvType::kFloat, num_kv_heads, head_dim};
   const Buffer<float> k = floats(tokens * width), v = floats(tokens * width), q = floats(rows_total * num_q_heads * head_dim);
   const std::string what = shape({head_dim, num_kv_heads, num_q_heads, is_bf16, window});
   same_for_any_threads("write and gather kv" + what, [&] {

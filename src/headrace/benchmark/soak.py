@@ -7,6 +7,7 @@ a process, the clients are tasks of one event loop here.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -27,7 +28,7 @@ from headrace.benchmark.sse import DONE, EventParser
 from headrace.errors import ExecutionError
 from headrace.frontend.runtime import Runtime
 
-KINDS = (("chat", 60), ("completion", 20), ("disconnect", 10), ("bad", 5), ("samples", 5))
+KINDS: tuple[tuple[str, int], ...] = (("chat", 60), ("completion", 20), ("disconnect", 10), ("bad", 5), ("samples", 5))
 """What clients do, in percent."""
 
 LIMITS: dict[str, Any] = {"max_running_requests": 8, "max_queued_requests": 64, "chunked_prefill_size": 128}
@@ -35,12 +36,16 @@ MAX_TURNS = 6
 WARM_UP_SHARE = 0.2
 """Memory is judged after this share of the time; before, caches and arenas fill."""
 JUDGED_MINUTES = 30.0
-"""The slope of memory and the throughput of the last part are judged from so long a run on; shorter ones only report them."""
+"""The slope of memory and the throughput of the last part are judged from so long a run on, without kills; others only report them."""
 MAX_SLOPE_MB_PER_HOUR = 1.0
 MIN_LAST_TO_FIRST = 0.95
 SETTLE_S = 20.0
+RECOVER_S = 120.0
+"""A killed scheduler has to be back within so long."""
+MAX_RESTARTS = 1_000_000
 REQUEST_TIMEOUT_S = 120.0
 MB = 1 << 20
+MAX_PROBLEMS = 50
 _WORDS = [
     "river",
     "stone",
@@ -55,7 +60,7 @@ _WORDS = [
     "thunder",
     "market",
 ]
-_BAD = (
+_BAD: tuple[dict[str, Any], ...] = (
     {"messages": []},
     {"messages": [{"role": "user", "content": "x"}], "temperature": -1},
     {"messages": [{"role": "user", "content": "x"}], "n": "2"},
@@ -75,16 +80,21 @@ class Sample:
 
 @dataclass(slots=True)
 class Soak:
-    """What is counted while it runs. problems: what was not as it must be, at most MAX_PROBLEMS of them."""
+    """What is counted while it runs. problems: what was not as it must be, at most MAX_PROBLEMS of them.
+
+    num_accepted: samples that the server took, whatever became of them.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     num_tokens: int = 0
+    num_accepted: int = 0
+    num_kills: int = 0
 
     def check(self, holds: bool, problem: str) -> None:
         """Remember what does not hold."""
-        if not holds and len(self.problems) < 50:
+        if not holds and len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
 
 
@@ -97,8 +107,7 @@ class Client:
 
     async def act(self) -> None:
         """One request of a kind drawn from the mix."""
-        names, weights = zip(*KINDS, strict=True)
-        kind = self._rng.choices(names, weights)[0]
+        kind = self._rng.choices([name for name, _ in KINDS], [weight for _, weight in KINDS])[0]
         try:
             shed = await {
                 "chat": self._chat,
@@ -115,10 +124,11 @@ class Client:
     def _text(self, num_words: int) -> str:
         return " ".join(self._rng.choices(_WORDS, k=num_words))
 
-    def _refused(self, kind: str, status: int) -> bool:
+    def _refused(self, kind: str, status: int, num_samples: int = 1) -> bool:
         """Whether there was no room, which is no fault; any other refusal is noted."""
         if status in (429, 503):
             return True
+        self._soak.num_accepted += num_samples
         self._soak.check(status == 200, f"{kind}: status {status}")
         return False
 
@@ -177,7 +187,7 @@ class Client:
         params = {"max_new_tokens": 8, "n": 2, "temperature": 0.8}
         body = {"text": self._text(20), "sampling_params": params, "return_logprob": True}
         async with self._session.post("/generate", json=body) as reply:
-            if self._refused("samples", reply.status):
+            if self._refused("samples", reply.status, 2):
                 return True
             answers = await reply.json()
         if reply.status == 200:
@@ -210,6 +220,8 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
     from headrace.launch import served_name  # as the server names itself
 
     arguments = {**LIMITS, **options.server}
+    if options.kill_every_s:
+        arguments["max_restarts"] = MAX_RESTARTS
     with Runtime(model_path=options.model, log_level="warning", **arguments) as runtime:
         from headrace.config.server_args import ServerArgs
 
@@ -219,16 +231,22 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
         async with aiohttp.ClientSession(runtime.url, timeout=timeout, connector=connector) as session:
             run = Soak()
             golden = await _canary(session)
-            processes = _processes(runtime.pid)
+            ended_before = await _num_ended(session)
+            num_processes = len(_processes(runtime.pid))
             begin_s = time.monotonic()
             end_s = begin_s + 60 * options.minutes
             rng = random.Random(options.seed)
             clients = [Client(run, session, name, random.Random(rng.random())) for _ in range(options.clients)]
-            await asyncio.gather(
-                _watch(run, processes, begin_s, end_s), *(_repeat(client, end_s) for client in clients)
-            )
+            helpers = [_watch(run, runtime.pid, begin_s, end_s)]
+            if options.kill_every_s:
+                helpers.append(_kill(run, runtime.pid, options.kill_every_s, end_s))
+            await asyncio.gather(*helpers, *(_repeat(client, end_s) for client in clients))
             duration_s = time.monotonic() - begin_s
-            state = await _look_after(run, session, golden, processes, _processes(runtime.pid))
+            state = await _look_after(run, session, golden)
+            num_ended = await _num_ended(session) - ended_before - 1  # the last canary
+            run.check(num_ended == run.num_accepted, f"{run.num_accepted} samples were taken, {num_ended} have ended")
+            now = len(_processes(runtime.pid))
+            run.check(now == num_processes, f"there are {now} processes, there were {num_processes}")
     return _report(options, run, duration_s, state)
 
 
@@ -237,26 +255,34 @@ async def _repeat(client: Client, end_s: float) -> None:
         await client.act()
 
 
-async def _watch(run: Soak, processes: list[psutil.Process], begin_s: float, end_s: float) -> None:
+async def _kill(run: Soak, pid: int, every_s: float, end_s: float) -> None:
+    """kill -9 of a scheduler every so often; not while one is being started."""
+    while time.monotonic() + every_s < end_s:
+        await asyncio.sleep(every_s)
+        schedulers = [process for process in _processes(pid) if "scheduler" in process.cmdline()]
+        if schedulers:
+            schedulers[run.num_kills % len(schedulers)].kill()
+            run.num_kills += 1
+
+
+async def _watch(run: Soak, pid: int, begin_s: float, end_s: float) -> None:
     """Samples of memory, a hundred in all, and not more than one a second."""
     step_s = max(1.0, (end_s - begin_s) / 100)
     while (now_s := time.monotonic()) < end_s:
-        rss = sum(process.memory_info().rss for process in processes if process.is_running())
+        rss = 0
+        for process in _processes(pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rss += process.memory_info().rss
         run.samples.append(Sample(now_s - begin_s, rss, run.num_tokens))
         await asyncio.sleep(min(step_s, max(0.0, end_s - time.monotonic())))
 
 
-async def _look_after(
-    run: Soak,
-    session: aiohttp.ClientSession,
-    golden: object,
-    before: list[psutil.Process],
-    after: list[psutil.Process],
-) -> dict[str, Any]:
+async def _look_after(run: Soak, session: aiohttp.ClientSession, golden: object) -> dict[str, Any]:
     """What must hold when nobody asks for anything any more."""
-    run.check([each.pid for each in before] == [each.pid for each in after], "a process was replaced")
-    async with session.get("/health") as reply:
-        run.check(reply.status == 200, f"health: {reply.status}")
+    recovered_s = time.monotonic() + (RECOVER_S if run.num_kills else 0.0)
+    while (status := await _health(session)) != 200 and time.monotonic() < recovered_s:  # noqa: ASYNC110  another process
+        await asyncio.sleep(0.1)
+    run.check(status == 200, f"health: {status}")
     deadline_s = time.monotonic() + SETTLE_S
     while (state := await _state(session))["num_running"] + state["num_waiting"] and time.monotonic() < deadline_s:  # noqa: ASYNC110  another process
         await asyncio.sleep(0.1)
@@ -268,6 +294,10 @@ async def _look_after(
     run.check(await _canary(session) == golden, "the canary's text has changed")
     async with session.post("/flush_cache") as reply:
         run.check(reply.status == 200, f"flush: {reply.status}")
+    frontend = (await _state(session))["frontend"]
+    restarts = frontend["num_restarts"]
+    run.check(restarts == run.num_kills, f"{restarts} restarts after {run.num_kills} kills")
+    run.check(frontend["num_held"] == 0, f"{frontend['num_held']} samples are held")
     pool = (await _state(session))["pool"]
     run.check(pool["free_tokens"] == pool["total_tokens"], f"KV is missing after a flush: {pool}")
     return state
@@ -277,6 +307,18 @@ async def _state(session: aiohttp.ClientSession) -> dict[str, Any]:
     async with session.get("/internal_state") as reply:
         state: dict[str, Any] = await reply.json()
         return state
+
+
+async def _health(session: aiohttp.ClientSession) -> int:
+    async with session.get("/health") as reply:
+        return reply.status
+
+
+async def _num_ended(session: aiohttp.ClientSession) -> int:
+    """Samples that have ended, whatever way, as /metrics counts them."""
+    async with session.get("/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    return round(sum(float(line.split()[-1]) for line in lines if line.startswith("headrace:requests_total{")))
 
 
 async def _canary(session: aiohttp.ClientSession) -> object:
@@ -325,7 +367,8 @@ def _rate(part: list[Sample]) -> float:
 def _report(options: argparse.Namespace, run: Soak, duration_s: float, state: dict[str, Any]) -> dict[str, Any]:
     slope = slope_per_hour(run.samples) / MB
     first, last = first_and_last(run.samples)
-    if options.minutes >= JUDGED_MINUTES:
+    judged = options.minutes >= JUDGED_MINUTES and not run.num_kills
+    if judged:
         run.check(slope <= MAX_SLOPE_MB_PER_HOUR, f"memory grows by {slope:.1f} MB per hour")
         run.check(
             last >= MIN_LAST_TO_FIRST * first, f"throughput fell from {first:.1f} to {last:.1f} tokens per second"
@@ -346,8 +389,10 @@ def _report(options: argparse.Namespace, run: Soak, duration_s: float, state: di
         "rss_mb_first": round(run.samples[0].rss_bytes / MB, 1),
         "rss_mb_last": round(run.samples[-1].rss_bytes / MB, 1),
         "rss_slope_mb_per_hour": round(slope, 1),
-        "slope_and_throughput_judged": options.minutes >= JUDGED_MINUTES,
+        "slope_and_throughput_judged": judged,
         "num_retracted": state["num_retracted"],
+        "num_kills": run.num_kills,
+        "num_replayed": state["frontend"]["num_replayed"],
         "problems": run.problems,
         "samples": [asdict(each) for each in run.samples],
     }
@@ -373,6 +418,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=12, help="at once (default 12)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-total-tokens", type=int, default=4096, help="of the KV pool (default 4096: it fills)")
+    parser.add_argument(
+        "--kill-every-s", type=float, default=0.0, help="kill -9 of the scheduler so often (default 0: never)"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON report, such as benchmarks/results")
     options = parser.parse_args(argv)
     options.server = {"max_total_tokens": options.max_total_tokens}

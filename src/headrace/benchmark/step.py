@@ -5,10 +5,16 @@ a busy moment of the machine meets all of them. Runs in the main process.
 """
 
 import dataclasses
+import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,6 +35,7 @@ from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.layers.weight import Weight
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import ModelWorkerBatch, NewSequence
+from headrace.models.decoder import DecoderLM
 from headrace.models.spec import CausalLM
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -40,12 +47,15 @@ _PAGE = 16
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """What to time. batches x contexts: decode steps of so many rows over so many cached tokens. prefills: prompt tokens of a step
-    that computes one whole prompt. repeat: steps of each shape."""
+    that computes one whole prompt. repeat: steps of each shape. phases: print the parts of a step. busy_neighbours: measure again beside so
+    many processes that never rest."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     contexts: tuple[int, ...] = (256,)
     prefills: tuple[int, ...] = (512,)
     repeat: int = 20
+    phases: bool = False
+    busy_neighbours: int = 0
     output: Path | None = None
 
 
@@ -65,19 +75,28 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """total: the runner's whole step. model: embedding, layers and logits in it. host: the rest of it."""
+    """total: the runner's whole step. model: embedding, layers and logits in it. host: the rest of it. phases: medians of the parts of the
+    model in seconds, where the fused decoder runs it."""
 
     total: Timing
     model: Timing
     host: Timing
+    phases: dict[str, float]
 
 
 def run_step(server_args: ServerArgs, options: StepOptions, console: Console) -> dict[str, Any]:
     """Build the runner, measure, print, write; the results document. Raises ConfigError or ModelError."""
     shapes = [Shape(batch, context, 1) for context in options.contexts for batch in options.batches]
     shapes += [Shape(1, 0, tokens) for tokens in options.prefills]
-    if not shapes or options.repeat < 1 or min(min(s.batch, s.context + s.new_tokens) for s in shapes) < 1:
-        raise ConfigError("give at least one batch and context, or one prefill, all positive, and --repeat 1 or more")
+    if (
+        not shapes
+        or options.repeat < 1
+        or options.busy_neighbours < 0
+        or min(min(s.batch, s.context + s.new_tokens) for s in shapes) < 1
+    ):
+        raise ConfigError(
+            "give at least one batch and context, or one prefill, all positive, --repeat 1 or more and --busy-neighbours 0 or more"
+        )
     needed = max(shape.context + shape.new_tokens for shape in shapes) + options.repeat + _WARM_UP + _PAGE
     room = -(-needed // _PAGE) * _PAGE
     rows = max(shape.batch for shape in shapes)
@@ -97,9 +116,13 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         bench = _StepBench(worker.runner, info, room)
         times = bench.measure(shapes, options.repeat)
         limits = before.best(machine_limits())
+        busy = {}
+        if options.busy_neighbours:
+            with _neighbours(options.busy_neighbours):
+                busy = bench.measure(shapes, options.repeat)
+        work = _Work.of(args, info, bench.model)
     finally:
         worker.close()
-    work = _Work.of(args, info)
     results = [
         {
             **asdict(shape),
@@ -107,6 +130,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
             **asdict(times[shape]),
             "tokens_per_s": shape.batch * shape.new_tokens / times[shape].total.median_s,
             "limit_s": work.limit_s(shape, limits),
+            **({"busy_total": asdict(busy[shape].total)} if busy else {}),
         }
         for shape in shapes
     ]
@@ -121,10 +145,13 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
             "decisions": info.decisions,
         },
         "limits": asdict(limits),
+        "busy_neighbours": options.busy_neighbours,
     }
     content = timing_document("step", subject, results)
     console.print(f"{server_args.model_path}: {info.dtype} weights, {info.kv_cache_dtype} KV, {fused}", highlight=False)
     print_steps(console, content)
+    if options.phases:
+        print_phases(console, content)
     if options.output is not None:
         write_json(options.output, content)
     return content
@@ -134,11 +161,13 @@ def print_steps(console: Console, content: dict[str, Any]) -> None:
     """The document's results as a table."""
     limits = content["limits"]
     table = Table(
-        title=f"Steps (ms, median; limit by {limits['read_bytes_per_s'] / 1e9:.1f} GB/s and "
-        f"{limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s of this machine)",
+        title=f"Steps (ms, median; limit by {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"{limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s and {limits['dot_ops_per_s'] / 1e9:.0f} int8 GOP/s of this machine)",
         title_justify="left",
     )
-    for name in ("step", "rows", "cached", "new", "ms", "best", "host", "tok/s", "limit", "share"):
+    busy = content["busy_neighbours"]
+    columns = ["step", "rows", "cached", "new", "ms", "best", "host", "tok/s", "limit", "share"]
+    for name in columns + ([f"speed beside {busy} busy"] if busy else []):
         table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
     for row in content["results"]:
         total = row["total"]
@@ -153,8 +182,38 @@ def print_steps(console: Console, content: dict[str, Any]) -> None:
             f"{row['tokens_per_s']:.0f}",
             f"{row['limit_s'] * 1e3:.2f}",
             f"{row['limit_s'] / total['median_s']:.0%}",
+            *([f"{total['median_s'] / row['busy_total']['median_s']:.0%}"] if busy else []),
         )
     console.print(table)
+
+
+def print_phases(console: Console, content: dict[str, Any]) -> None:
+    """The parts of each step as a table; nothing when the layers ran op by op."""
+    results = [row for row in content["results"] if row["phases"]]
+    if not results:
+        console.print("no phases: the fused decoder does not run this model", highlight=False)
+        return
+    table = Table(title="Parts of a step (ms, median)", title_justify="left")
+    for name in ("step", "rows", "new", *results[0]["phases"], "host"):
+        table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
+    for row in results:
+        parts = [*row["phases"].values(), row["host"]["median_s"]]
+        table.add_row(row["kind"], str(row["batch"]), str(row["new_tokens"]), *(f"{part * 1e3:.2f}" for part in parts))
+    console.print(table)
+
+
+@contextmanager
+def _neighbours(count: int) -> Iterator[None]:
+    """`count` processes that compute without rest; they end with the block, or with this process."""
+    code = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100000))"
+    command = [sys.executable, "-c", code, str(os.getpid())]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 class _StepBench:
@@ -164,6 +223,7 @@ class _StepBench:
         self._runner = runner
         self._room = room
         self._vocab_size = info.vocab_size
+        self.model = runner.model
         self._model = _TimedModel(runner.model)
         self._num_steps = 0
         runner.model = self._model
@@ -175,11 +235,12 @@ class _StepBench:
         """Times of each shape, the shapes in turns."""
         total: dict[Shape, list[float]] = {shape: [] for shape in shapes}
         model: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+        phases: dict[Shape, list[dict[str, float]]] = {shape: [] for shape in shapes}
         plans = {shape: self._plans(shape) for shape in shapes}
         for turn in range(_WARM_UP + repeat):
             for shape in shapes:
                 plan = next(plans[shape])
-                self._model.seconds = 0.0
+                self._model.reset()
                 begin = time.perf_counter()
                 result = self._runner.run(plan)
                 elapsed = time.perf_counter() - begin
@@ -187,11 +248,13 @@ class _StepBench:
                 if turn >= _WARM_UP:
                     total[shape].append(elapsed)
                     model[shape].append(self._model.seconds)
+                    phases[shape].append(self._model.phase_seconds())
         return {
             shape: StepTimes(
                 timing(total[shape]),
                 timing(model[shape]),
                 timing([t - m for t, m in zip(total[shape], model[shape], strict=True)]),
+                {name: median(step[name] for step in phases[shape]) for name in phases[shape][0]},
             )
             for shape in shapes
         }
@@ -244,7 +307,17 @@ class _TimedModel:
 
     def __init__(self, model: CausalLM) -> None:
         self._inner = model
-        self.seconds = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self.seconds = self._logits_s = 0.0
+        self.phase_seconds()
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of the parts of this step, the output projection among them; empty unless the fused decoder runs."""
+        phases = self._inner.phase_seconds() if isinstance(self._inner, DecoderLM) else {}
+        return {**phases, "lm_head": self._logits_s} if phases else {}
 
     def weights(self) -> Iterator[Weight]:
         """The model's."""
@@ -272,7 +345,8 @@ class _TimedModel:
         """The model's, timed."""
         begin = time.perf_counter()
         out = self._inner.logits(hidden)
-        self.seconds += time.perf_counter() - begin
+        self._logits_s = time.perf_counter() - begin
+        self.seconds += self._logits_s
         return out
 
 
@@ -282,23 +356,26 @@ class _Work:
 
     layer_parameters: int
     head_parameters: int
-    parameter_bytes: int
+    quantized: bool
+    num_bytes: int
     kv_bytes_per_token: int
     attention_flops_per_key: int
 
     @classmethod
-    def of(cls, args: ServerArgs, info: ReadyInfo) -> "_Work":
-        """Counted from the config: a lookup reads one row of the embedding, a product the whole weight."""
+    def of(cls, args: ServerArgs, info: ReadyInfo, model: CausalLM) -> "_Work":
+        """Counted from config and weights: a lookup reads one row of the embedding, a product the whole weight."""
         config = override_model(open_model(args).config, args.json_model_override_args)
-        itemsize = torch.finfo(getattr(torch, info.dtype)).bits // 8
-        head = config.vocab_size * config.hidden_size
+        vocabulary = (config.vocab_size, config.hidden_size)
+        weights = list(model.weights())
+        matrices = [weight.shape for weight in weights if len(weight.shape) > 1 and weight.shape != vocabulary]
         # A tied table that is not quantised is the projection's own weight.
         shared = config.tie_word_embeddings and args.quantization == "none" and config.quantization is None
-        embeddings = head if shared else head * 2
+        lookup_bytes = 0 if shared else math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
         return cls(
-            layer_parameters=info.weight_bytes // itemsize - embeddings,
-            head_parameters=head,
-            parameter_bytes=itemsize,
+            layer_parameters=sum(math.prod(shape) for shape in matrices),
+            head_parameters=math.prod(vocabulary),
+            quantized=any(weight.load_quantized is not None for weight in weights),
+            num_bytes=info.weight_bytes - lookup_bytes,
             kv_bytes_per_token=info.kv_bytes // info.max_total_tokens,
             attention_flops_per_key=4 * config.num_layers * config.num_q_heads * config.head_dim,
         )
@@ -306,7 +383,9 @@ class _Work:
     def limit_s(self, shape: Shape, limits: MachineLimits) -> float:
         """The shortest that a step of this shape can take."""
         tokens, keys = shape.batch * shape.new_tokens, shape.context + (shape.new_tokens + 1) / 2
-        num_bytes = (self.layer_parameters + self.head_parameters) * self.parameter_bytes
-        num_bytes += int(shape.batch * shape.context * self.kv_bytes_per_token)
-        flops = 2 * (self.layer_parameters * tokens + self.head_parameters * shape.batch)
-        return limits.shortest_s(num_bytes, flops + tokens * keys * self.attention_flops_per_key)
+        num_bytes = self.num_bytes + shape.batch * shape.context * self.kv_bytes_per_token
+        products = 2.0 * (self.layer_parameters * tokens + self.head_parameters * shape.batch)
+        attention = tokens * keys * self.attention_flops_per_key
+        if self.quantized:
+            return limits.shortest_s(num_bytes, attention, products)
+        return limits.shortest_s(num_bytes, products + attention)

@@ -357,6 +357,10 @@ def bench_step(
         str, typer.Option(help="Prompt tokens of a prefill step, comma-separated; empty: none.")
     ] = "512",
     repeat: Annotated[int, typer.Option(help="Steps of each shape.")] = 20,
+    phases: Annotated[bool, typer.Option("--phases", help="Print the parts of a step as well.")] = False,
+    busy_neighbours: Annotated[
+        int, typer.Option(help="Measure again beside so many processes of full load.", metavar="N")
+    ] = 0,
     output: _Output = None,
     *,
     server_args: ServerArgs,
@@ -366,7 +370,8 @@ def bench_step(
 
     options = StepOptions(
         batches=_counts("--batch", batch), contexts=_counts("--context", context),
-        prefills=_counts("--prefill", prefill), repeat=repeat, output=output,
+        prefills=_counts("--prefill", prefill), repeat=repeat, phases=phases,
+        busy_neighbours=busy_neighbours, output=output,
     )  # fmt: skip
     run_step(with_model(server_args, model), options, Console())
 

@@ -85,6 +85,18 @@ class ServerArgs:
     warmups: str = _opt("", _S, "Comma-separated warm-up routines to run before ready: generate, chat.")
     skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
     single_process: bool = _opt(False, _S, "Scheduler and detokenizer as threads of the main process.")
+    dp_size: int = _opt(
+        1, _S, "Replicas of the model on this machine; they share its cores and memory.", Bounds(least=1, most=64)
+    )
+    load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _opt(
+        "round_robin",
+        _S,
+        "With --dp-size: who gets a request: each in turn, fewest requests, fewest tokens, or who knows its prefix.",
+    )
+    disable_recovery: bool = _opt(
+        False, _S, "Do not start a dead scheduler or detokenizer again: answer every waiter with an error and leave."
+    )
+    max_restarts: int = _opt(5, _S, "Leave when more than so many restarts are needed within ten minutes.", _COUNT)
     max_n: int = _opt(64, _S, "Most samples of one prompt.", _POSITIVE)
     max_batch_prompts: int = _opt(1024, _S, "Most prompts of one request.", _POSITIVE)
     max_body_bytes: int = _opt(32 << 20, _S, "Largest request body.", _POSITIVE)
@@ -204,6 +216,8 @@ class ServerArgs:
             _check(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
+        if self.dp_size > 1 and self.single_process:
+            raise ConfigError("--dp-size needs processes: it does not go with --single-process")
         if self.page_size not in (None, 1, 16):
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
         if self.crash_dump_prompts and self.crash_dump_dir is None:

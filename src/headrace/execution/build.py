@@ -6,7 +6,8 @@ Owns the order of start-up in the process that computes, and `ReadyInfo`. Runs o
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from headrace.execution.memory import available_bytes, give_back_free_memory, kv
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
 from headrace.execution.weight_cache import Progress, open_cache
 from headrace.execution.worker import TpModelWorker
 from headrace.kernels import cpu as native_cpu
@@ -104,8 +106,15 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             page_size=config.page_size if attention.paged_kv() is not None else 0,
         )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
+
+        def load(model_path: str, load_format: LoadFormat) -> CausalLM:
+            other = open_model(replace(args, model_path=model_path, load_format=load_format))
+            check_same_model(model_config, override_model(other.config, args.json_model_override_args))
+            return load_model(other, spec, placement, config=model_config)
+
+        weights = ModelWeights(model, attention, pool, partial(spec.rename, model_config), spec.ignored, load)
         sync_worker = TpModelWorker(
-            ModelRunner(model, attention, table, sampler), resources.pop_all(), args.profile_dir
+            ModelRunner(model, attention, table, sampler), weights, resources.pop_all(), args.profile_dir
         )
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:

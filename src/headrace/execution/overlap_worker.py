@@ -24,6 +24,7 @@ class TpModelWorkerClient:
 
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
+        self.weights = worker.weights
         self._todo: queue.SimpleQueue[ModelWorkerBatch | ProfileReq | None] = queue.SimpleQueue()
         self._profiled: queue.SimpleQueue[str | HeadraceError] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()

@@ -76,8 +76,11 @@ class WeightCache:
 
     def write(self, weights: Iterable[Weight]) -> None:
         """Write what the layers keep; log why when that fails."""
+        self._write({name: keeper.kept() for name, keeper in _keepers(weights).items()})
+
+    def _write(self, kept: dict[str, Kept]) -> None:
         begin = time.perf_counter()
-        layers = {name: _stored(keeper.kept()) for name, keeper in _keepers(weights).items()}
+        layers = {name: _stored(one) for name, one in kept.items()}
         try:
             path = files.write(self._identity, self._model, self._precision, layers)
         except WeightCacheError as error:
@@ -87,8 +90,12 @@ class WeightCache:
         _logger.info("kept %.0f MiB of packed weights for the next start (%.1f s)", size, time.perf_counter() - begin)
 
     def write_in_background(self, weights: Iterable[Weight]) -> Callable[[], None]:
-        """`write` in a thread; call what is returned to wait for its end."""
-        thread = threading.Thread(target=self.write, args=(list(weights),), name="weight cache")
+        """`write` in a thread; call what is returned to wait for its end.
+
+        What is kept is taken now: the weights may be replaced before the thread comes to them.
+        """
+        kept = {name: keeper.kept() for name, keeper in _keepers(weights).items()}
+        thread = threading.Thread(target=self._write, args=(kept,), name="weight cache")
         thread.start()
         return thread.join
 

@@ -14,6 +14,7 @@ from headrace.execution.profiler import StepProfiler
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.weights import WeightExecutor
 
 _logger = get_logger(__name__)
 
@@ -21,8 +22,15 @@ _logger = get_logger(__name__)
 class TpModelWorker:
     """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`. profile_dir: see `StepProfiler`."""
 
-    def __init__(self, runner: ModelRunner, resources: ExitStack | None = None, profile_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        weights: WeightExecutor,
+        resources: ExitStack | None = None,
+        profile_dir: str | None = None,
+    ) -> None:
         self.runner = runner
+        self.weights = weights
         self.profiler = StepProfiler(profile_dir)
         self._resources = resources or ExitStack()
         self._done: deque[StepResult | ExecutionError] = deque()

@@ -33,9 +33,9 @@ class _Waiting(Generic[R]):
 
 
 class Communicator(Generic[R]):
-    """Asks `fan_out` processes (the send function reaches them all) and gathers their replies."""
+    """Asks `fan_out()` processes (the send function reaches them all) and gathers their replies."""
 
-    def __init__(self, name: str, fan_out: int = 1) -> None:
+    def __init__(self, name: str, fan_out: Callable[[], int] = lambda: 1) -> None:
         self._name = name
         self._fan_out = fan_out
         self._ids = itertools.count(1)
@@ -47,7 +47,7 @@ class Communicator(Generic[R]):
         Raises ExecutionError when they do not all come within `timeout_s` seconds, or `fail_all`'s error.
         """
         request_id = next(self._ids)
-        waiting = _Waiting[R](asyncio.get_running_loop().create_future(), self._fan_out)
+        waiting = _Waiting[R](asyncio.get_running_loop().create_future(), self._fan_out())
         self._waiting[request_id] = waiting
         try:
             send(request_id)

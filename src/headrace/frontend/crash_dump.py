@@ -1,12 +1,13 @@
 """What the last requests were when a part of the engine died, as a file for whoever looks into it.
 
-Owns the file. Prompts are in it only when the operator asked for them. Called by the tokenizer manager, once, in its event loop.
+Owns the file. Prompts are in it only when the operator asked for them. Called by the tokenizer manager, in its event loop, for each death.
 """
 
 import json
 import os
 import time
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 
 import headrace
@@ -23,7 +24,8 @@ def write_crash_dump(folder: str, message: str, requests: Iterable[Timeline], pr
     """
     described = [each.describe() | ({"prompt": each.prompt} if prompts else {}) for each in requests]
     content = {"version": headrace.__version__, "time": time.time(), "message": message, "requests": described}
-    path = Path(folder) / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+    now = datetime.now()
+    path = Path(folder) / f"crash-{now:%Y%m%d-%H%M%S-%f}-{os.getpid()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

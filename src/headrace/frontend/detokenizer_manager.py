@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
-from headrace.messages.control import AbortReq, ConfigureLoggingReq, FaultReq, Heartbeat, ShutdownReq
+from headrace.messages.control import AbortReq, ConfigureLoggingReq, FaultReq, Heartbeat, ShutdownReq, SourceGone
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, DecodeOptions, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import unpack_int32
 from headrace.metrics.watchdog import Watchdog
@@ -31,13 +31,14 @@ RECEIVE_WAIT_S = 0.5
 class _Sample:
     """Decoding state of a live sample. It is bounded: a few bytes, and text shorter than the longest stop string.
 
-    hold_back: None when there is no stop string to trim. failed: its decoding broke and its end was reported; what the scheduler
-    still sends of it is dropped.
+    hold_back: None when there is no stop string to trim. source: who speaks of it. failed: its decoding broke and its end was
+    reported; what the scheduler still sends of it is dropped.
     """
 
     options: DecodeOptions
     decoder: IncrementalDecoder
     hold_back: HoldBack | None
+    source: int
     failed: bool = False
 
 
@@ -62,6 +63,7 @@ class DetokenizerManager:
         self._watchdog = watchdog or Watchdog("detokenizer", 0.0)
         self._sleep = sleep
         self._samples: dict[str, _Sample] = {}
+        self._gone: set[int] = set()
         self._faults: list[FaultReq] = []
 
     @property
@@ -82,6 +84,8 @@ class DetokenizerManager:
                 match message:
                     case BatchTokenIDOut():
                         self._to_tokenizer.send(self.handle(message))
+                    case SourceGone():
+                        self.forget(message.source)
                     case FaultReq():
                         self.add_fault(message)
                     case ConfigureLoggingReq():
@@ -98,17 +102,22 @@ class DetokenizerManager:
     def handle(self, batch: BatchTokenIDOut) -> BatchStrOut:
         """Text of every row. A row that cannot be decoded ends its sample with an abort; the scheduler is told to stop it."""
         rows = []
-        for row in batch.rows:
+        for row in batch.rows if batch.source not in self._gone else ():
             try:
-                out = self._handle_row(row)
+                out = self._handle_row(row, batch.source)
             except Exception:
                 logger.exception("detokenizing rid %s failed", row.rid)
                 out = self._fail(row)
             if out is not None:
                 rows.append(out)
-            if row.finish is not None:
-                self._samples.pop(row.rid, None)
-        return BatchStrOut(tuple(rows))
+            if row.finish is not None and (sample := self._samples.get(row.rid)) and sample.source == batch.source:
+                del self._samples[row.rid]
+        return BatchStrOut(tuple(rows), batch.source)
+
+    def forget(self, source: int) -> None:
+        """Nothing more comes of the samples that `source` spoke of; some of them go on elsewhere. What it still says is dropped."""
+        self._gone.add(source)
+        self._samples = {rid: sample for rid, sample in self._samples.items() if sample.source != source}
 
     def add_fault(self, fault: FaultReq) -> None:
         """Test hook; ignored, with a warning, unless faults are enabled."""
@@ -117,11 +126,13 @@ class DetokenizerManager:
         else:
             logger.warning("refused a fault request: fault injection is not enabled here")
 
-    def _handle_row(self, row: TokenIDOut) -> StrOut | None:
+    def _handle_row(self, row: TokenIDOut, source: int) -> StrOut | None:
         sample = self._samples.get(row.rid)
-        if row.options is not None:
-            sample = self._samples[row.rid] = self._new_sample(row.options)
-        if sample is None:
+        if row.options is not None and (
+            sample is None or sample.source == source or sample.options.attempt < row.options.attempt
+        ):
+            sample = self._samples[row.rid] = self._new_sample(row.options, source)
+        if sample is None or sample.source != source:
             self.num_unknown_outputs += 1
             return None
         if sample.failed:
@@ -147,7 +158,7 @@ class DetokenizerManager:
             hidden_states=row.hidden_states,
         )
 
-    def _new_sample(self, options: DecodeOptions) -> _Sample:
+    def _new_sample(self, options: DecodeOptions, source: int) -> _Sample:
         decoder = IncrementalDecoder(
             self._tokenizer,
             skip_special_tokens=options.skip_special_tokens,
@@ -155,7 +166,12 @@ class DetokenizerManager:
             context_ids=unpack_int32(options.context_ids),
         )
         trims = bool(options.stop) and not options.no_stop_trim
-        return _Sample(options, decoder, HoldBack(options.stop) if trims else None)
+        hold_back = HoldBack(options.stop) if trims else None
+        # What has been delivered is a function of the ids: it is made once more, for the state that it leaves, and dropped.
+        delivered = decoder.extend(unpack_int32(options.output_ids))
+        if hold_back is not None:
+            hold_back.push(delivered)
+        return _Sample(options, decoder, hold_back, source)
 
     def _fail(self, row: TokenIDOut) -> StrOut | None:
         """The end of a sample that cannot be decoded."""

@@ -7,7 +7,7 @@ put together: the composition root does. Its methods may be called from any thre
 import asyncio
 import atexit
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, fields
 from types import TracebackType
@@ -18,8 +18,11 @@ import msgspec
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
 from headrace.frontend.tokenizer_manager import TokenizerManager
+from headrace.frontend.weight_control import TensorFile
+from headrace.frontend.weight_operations import WeightOperations
 from headrace.messages.control import FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
+from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 
 T = TypeVar("T")
 
@@ -56,8 +59,8 @@ class RunningEngine(Protocol):
         """End the other parts. Idempotent."""
 
 
-class Engine:
-    """A loaded model. A context manager; `shutdown` is also called at exit.
+class Engine(WeightOperations):
+    """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`.
 
     server_args: fields of `ServerArgs`. Raises ConfigError or ModelError when the engine cannot start.
     """
@@ -173,14 +176,25 @@ class Engine:
         return self._wait(self._submit(self._manager.internal_state()))
 
     def get_server_info(self) -> dict[str, Any]:
-        """Options (without keys), what the scheduler said of the model, and its state."""
+        """Options (without keys), what the scheduler said of the model, and the state of each replica."""
         options = {name: value for name, value in asdict(self._manager.args).items() if name not in SECRETS}
         ready: dict[str, Any] = msgspec.to_builtins(self._running.ready)
-        return {**options, **ready, "internal_states": [msgspec.to_builtins(self.internal_state())]}
+        states = self._wait(self._submit(self._manager.internal_states()))
+        return {**options, **ready, "internal_states": msgspec.to_builtins(states)}
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine lives; with `generate`, whether it makes a token."""
         return self._wait(self._submit(self._manager.health(generate)))
+
+    def _operate(self, operation: WeightOperation) -> WeightOpReply:
+        return self._wait(self._submit(self._manager.weights.operate(operation)))
+
+    def _update_from_tensors(
+        self, parts: Iterable[bytes | memoryview], abort_all_requests: bool, weight_version: str | None
+    ) -> WeightOpReply:
+        with TensorFile() as file:
+            file.write(parts)
+            return self._operate(UpdateFromTensors(file.path, abort_all_requests, weight_version))
 
     # -- the end
 

@@ -30,7 +30,6 @@ _NOT_YET: tuple[tuple[str, str], ...] = (
     ("audio_data", "audio input"),
     ("video_data", "video input"),
     ("lora_path", "adapters"),
-    ("routed_dp_rank", "choosing a replica"),
     ("bootstrap_host", "disaggregated prefill"),
     ("bootstrap_port", "disaggregated prefill"),
     ("bootstrap_room", "disaggregated prefill"),
@@ -42,6 +41,7 @@ class CallLimits:
     """What a call is checked against.
 
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy looks at priorities.
+    num_replicas: of --dp-size.
     """
 
     vocab_size: int
@@ -51,6 +51,7 @@ class CallLimits:
     max_samples: int
     processors: frozenset[str] = frozenset()
     uses_priority: bool = False
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,11 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     for name, what in _NOT_YET:
         if getattr(obj, name) is not None:
             raise RequestError(f"{name}: {what} is not supported yet", name)
+    rank = obj.routed_dp_rank
+    if rank is not None and not 0 <= rank < limits.num_replicas:
+        raise RequestError(
+            f"routed_dp_rank is {rank}, but the replicas are numbered 0 to {limits.num_replicas - 1}", "routed_dp_rank"
+        )
     if obj.priority and not limits.uses_priority:
         raise RequestError("priority needs a server started with --schedule-policy priority", "priority")
     texts, ids, embeds, is_batch = _inputs(obj)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headrace.errors import (
     CapacityError,
     ExecutionError,
@@ -24,15 +26,13 @@ from headrace.errors import (
 )
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import Tenant, TenantLimits
-from headrace.frontend.timeline import Timeline
+from headrace.frontend.timeline import Note, Timeline
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import unpack_float32, unpack_int32
+from headrace.messages.requests import TokenizedGenerateReqInput
 
 UNREAD_CHECK_TOKENS = 64
 """With fewer tokens unread, their text is not looked at: that would cost every token something."""
-
-WEIGHT_VERSION = "default"
-"""Label of the weights being served, until they can be replaced at run time."""
 
 LogprobItem = tuple[float | None, int, str | None]
 """(logprob or None, token id, text or None)."""
@@ -84,6 +84,8 @@ class ReqState:
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
     the leader end before its first token, there are none. logged_prompt: for the log. turn: its place in a session.
+    request: as it was first sent. rank: the replica that has it, -1 = none. routed_rank: the only one that may. num_sends, num_deaths,
+    num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
     """
 
     rid: str
@@ -109,6 +111,12 @@ class ReqState:
     wants_hidden_states: bool = False
     queued: bool = True
     abort_asked: bool = False
+    request: TokenizedGenerateReqInput | None = None
+    rank: int = -1
+    routed_rank: int | None = None
+    num_sends: int = 0
+    num_deaths: int = 0
+    num_outputs_at_death: int = 0
     finish: FinishReason | None = None
     stats: SampleStats = field(default_factory=lambda: SampleStats(0, 0))
     output_ids: list[int] = field(default_factory=list)
@@ -150,7 +158,7 @@ class ReqState:
     def apply(self, row: StrOut, now_s: float, hidden_size: int) -> None:
         """Accumulate an output; its finish reason is for `end`. Raises ValueError for arrays that do not fit together."""
         if row.stats is not None:
-            self.stats = row.stats
+            self.stats = row.stats if self.num_sends <= 1 else self._same_prefill(row.stats)
         ids = unpack_int32(row.ids)
         if ids:
             self.first_token_s = self.first_token_s or now_s
@@ -171,6 +179,13 @@ class ReqState:
         if row.finish is None:
             self._tell()
 
+    def _same_prefill(self, stats: SampleStats) -> SampleStats:
+        """Statistics of a later attempt: how the prompt was met is a matter of the attempt that gave the first output."""
+        if not self._is_heard:
+            return stats
+        first = self.stats
+        return msgspec.structs.replace(stats, cached_tokens=first.cached_tokens, queue_time_s=first.queue_time_s)
+
     def end(self, finish: FinishReason, now_s: float) -> None:
         """Set the finish reason and wake the waiter."""
         self.finish = finish
@@ -185,9 +200,15 @@ class ReqState:
         timeline.finished_s = self.finished_s
         timeline.num_prompt_tokens = self.num_prompt_tokens
         timeline.num_output_tokens = len(self.output_ids)
+        timeline.num_replays = max(0, self.num_sends - 1)
         timeline.stats = self.stats
         timeline.finish = self.finish
         timeline.prompt = self.logged_prompt
+
+    def note(self, kind: Note, now_s: float) -> None:
+        """Remember in `timeline` what happened to it outside the scheduler."""
+        self.timeline.num_output_tokens = len(self.output_ids)
+        self.timeline.note(kind, now_s)
 
     def follow(self, leader: "ReqState") -> None:
         """Show the prompt logprobs of `leader`, which alone asks for them. Before anything is sent."""
@@ -235,7 +256,7 @@ class ReqState:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": len(self.output_ids),
             "cached_tokens": min(self.stats.cached_tokens, self.num_prompt_tokens),
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self.stats.weight_version,
             "num_retractions": self.stats.num_retractions,
             "e2e_latency": self.finished_s - self.created_s if done else None,
             "queue_time": self.stats.queue_time_s,

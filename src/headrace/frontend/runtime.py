@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from dataclasses import fields
@@ -23,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import (
@@ -35,6 +37,20 @@ from headrace.errors import (
     RequestError,
 )
 from headrace.frontend import lifeline
+from headrace.frontend.weight_operations import TRUNCATE_SIZE, WeightOperations
+from headrace.messages.weights import (
+    ContinueGeneration,
+    DestroyGroup,
+    InitGroup,
+    PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    WeightOperation,
+    WeightOpReply,
+)
 
 FIRST_PORT, LAST_PORT = 10000, 40000
 READY_POLL_S = 0.1
@@ -42,11 +58,25 @@ STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 16 << 20
 """Longest line of a stream that aiohttp may buffer: chunks carry the whole text so far."""
 ENDED_EARLY = "the server's answer ended before it was complete"
+OPERATION_PATHS: dict[type, str] = {
+    PauseGeneration: "/pause_generation",
+    ContinueGeneration: "/continue_generation",
+    UpdateFromDisk: "/update_weights_from_disk",
+    UpdateFromDistributed: "/update_weights_from_distributed",
+    InitGroup: "/init_weights_update_group",
+    DestroyGroup: "/destroy_weights_update_group",
+    SetWeightVersion: "/update_weight_version",
+    ReleaseMemory: "/release_memory_occupation",
+    ResumeMemory: "/resume_memory_occupation",
+}
+"""Where an operation's fields are the body."""
 _KEY_VARIABLES = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_KEY"}
 
 
-class Runtime:
+class Runtime(WeightOperations):
     """A server process of our own. A context manager; `shutdown` is also called at exit, and the server ends when we are killed.
+
+    Weights, pausing and memory: `WeightOperations`.
 
     start_timeout_s: how long loading may take. server_args: fields of `ServerArgs`; without `port` a free one is taken.
     Raises ConfigError for unknown options, ExecutionError when the server does not become ready.
@@ -140,6 +170,41 @@ class Runtime:
         """Forget a session. Its running requests go on. Raises NotFoundError."""
         with self._open("/close_session", json.dumps({"session_id": session_id}).encode()) as reply, _faults_mapped():
             reply.read()
+
+    def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
+        """See `WeightOperations.get_weights_by_name`."""
+        answer = self._post("/get_weights_by_name", json.dumps({"name": name, "truncate_size": truncate_size}).encode())
+        if isinstance(answer, dict):
+            raise RequestError(answer["message"], "name")
+        return list(answer)
+
+    def _operate(self, operation: WeightOperation) -> WeightOpReply:
+        body = json.dumps(msgspec.structs.asdict(operation)).encode()
+        return _operation_reply(self._post(OPERATION_PATHS[type(operation)], body))
+
+    def _update_from_tensors(
+        self, parts: Iterable[bytes | memoryview], abort_all_requests: bool, weight_version: str | None
+    ) -> WeightOpReply:
+        asked = {"abort_all_requests": "true" if abort_all_requests else "false"}
+        if weight_version is not None:
+            asked["weight_version"] = weight_version
+        path = f"/update_weights_from_tensor?{urllib.parse.urlencode(asked)}"
+        return _operation_reply(self._post(path, b"".join(parts), {"Content-Type": "application/octet-stream"}))
+
+    def _post(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> Any:
+        """The answer to an operation, also when it says that it failed. Raises what `_error` makes of any other refusal."""
+        request = urllib.request.Request(self.url + path, data=body, headers={**self._headers, **(headers or {})})
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read()
+                if error.code == 400 and text.startswith(b'{"success"'):
+                    return json.loads(text)
+                raise _error(error.code, text, error.headers.get("Retry-After")) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ExecutionError(f"the server cannot be reached: {error}") from error
 
     def encode(self, *_args: object, **_kwargs: object) -> Any:
         """Embeddings. Raises RequestError."""
@@ -247,6 +312,10 @@ def _faults_mapped() -> Iterator[None]:
         yield
     except (OSError, http.client.HTTPException, aiohttp.ClientError, ValueError) as error:
         raise ExecutionError(f"{ENDED_EARLY} ({type(error).__name__})") from error
+
+
+def _operation_reply(answer: Any) -> WeightOpReply:
+    return WeightOpReply(0, answer["success"], answer["message"], answer["weight_version"])
 
 
 def _is_done(line: bytes) -> bool:

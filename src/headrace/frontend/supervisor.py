@@ -5,7 +5,7 @@ Owns one thread. Does not start, stop or restart processes: the composition root
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from headrace.log import get_logger
 
@@ -27,23 +27,29 @@ class WatchedProcess(Protocol):
         """None while it lives."""
 
 
-class Supervisor:
-    """Calls `on_death` once, with a message for clients, when the first of the processes ends.
+P = TypeVar("P", bound=WatchedProcess)
 
-    heartbeat_age_s: seconds since a process was last heard, by name, None when it never was; silence is only logged, since a
-    stopped process may go on. Typical wiring: `on_death=manager.fail_all`, `heartbeat_age_s=manager.heartbeat_age_s`.
+
+class Supervisor(Generic[P]):
+    """Calls `on_death` once, with a message for clients, when the first of the processes ends that cannot be recovered.
+
+    processes: those that live; may change meanwhile. recover: takes a death in hand (and the process out of `processes`), or says
+    False; default: it never can be. heartbeat_age_s: seconds since a process was last heard, by name, None when it never was;
+    silence is only logged, since a stopped process may go on. Typical wiring: `on_death=manager.fail_all`, `heartbeat_age_s=manager.heartbeat_age_s`.
     """
 
     def __init__(
         self,
-        processes: Sequence[WatchedProcess],
+        processes: Sequence[P],
         on_death: Callable[[str], None],
         heartbeat_age_s: Callable[[str], float | None] = lambda name: None,
+        recover: Callable[[P], bool] = lambda process: False,
     ) -> None:
         self.dead: str | None = None
         self._processes = processes
         self._on_death = on_death
         self._heartbeat_age_s = heartbeat_age_s
+        self._recover = recover
         self._silent: set[str] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -63,11 +69,13 @@ class Supervisor:
         """Look once. True when all processes live."""
         if self.dead is not None:
             return False
-        for process in self._processes:
+        for process in tuple(self._processes):
             code = process.exit_code
             if code is not None:
-                self.dead = process.name
                 logger.error("the %s process has ended (%s)", process.name, describe_exit(code))
+                if self._recover(process):
+                    continue
+                self.dead = process.name
                 self._on_death(f"the {process.name} process has ended unexpectedly")
                 return False
             self._note_silence(process.name)

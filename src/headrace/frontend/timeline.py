@@ -7,16 +7,23 @@ asked for that. Filled by the tokenizer manager, in its event loop.
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from headrace.messages.outputs import FinishReason, SampleStats
+
+MAX_NOTES = 128
+"""More pauses, deaths and updates than this are not told of one sample."""
+
+Note = Literal["lost", "replayed", "paused", "continued", "weights_updated", "memory_released", "memory_resumed"]
+"""What happens to live samples from outside. lost: the scheduler that had it, or the detokenizer, has died."""
 
 
 @dataclass(slots=True)
 class Timeline:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is when it arrived by the calendar.
 
-    shown_id: the id that the client saw. tenant: name of the key. events: what the scheduler noted, in its order.
+    shown_id: the id that the client saw. tenant: name of the key. The scheduler's own events come with the last
+    output; after a replay they are those of its last life.
     """
 
     rid: str
@@ -34,7 +41,14 @@ class Timeline:
     num_output_tokens: int = 0
     stats: SampleStats = field(default_factory=lambda: SampleStats(0, 0))
     finish: FinishReason | None = None
+    num_replays: int = 0
     ended: bool = False
+    _notes: list[tuple[str, float, int]] = field(default_factory=list)
+
+    def note(self, kind: Note, at_s: float) -> None:
+        """Something happened to it outside the scheduler. Nothing beyond MAX_NOTES is kept."""
+        if len(self._notes) < MAX_NOTES:
+            self._notes.append((kind, at_s, self.num_output_tokens))
 
     def events(self) -> list[dict[str, Any]]:
         """What happened, earliest first; `at_s` since the arrival."""
@@ -42,6 +56,7 @@ class Timeline:
         if self.sent_s:
             found.append(("tokenized", self.sent_s, self.num_prompt_tokens))
         found += [(event.kind, event.at_s, event.num_tokens) for event in self.stats.events]
+        found += self._notes
         if self.first_token_s:
             found.append(("first_token", self.first_token_s, 0))
         if self.finished_s:
@@ -66,6 +81,8 @@ class Timeline:
             "cached_tokens": self.stats.cached_tokens,
             "completion_tokens": self.num_output_tokens,
             "num_retractions": self.stats.num_retractions,
+            "num_replays": self.num_replays,
+            "weight_version": self.stats.weight_version,
             "queue_time_s": self.stats.queue_time_s,
             "ttft_s": self.first_token_s - self.created_s if self.first_token_s else None,
             "e2e_s": self.finished_s - self.created_s if self.finished_s else None,
@@ -82,6 +99,13 @@ _COUNT: dict[str, str] = {
     "admitted": "cached_tokens",
     "chunk": "num_tokens",
     "retracted": "completion_tokens",
+    "lost": "completion_tokens",
+    "replayed": "completion_tokens",
+    "paused": "completion_tokens",
+    "weights_updated": "completion_tokens",
+    "memory_released": "completion_tokens",
+    "memory_resumed": "completion_tokens",
+    "continued": "completion_tokens",
     "first_token": "num_tokens",
     "finished": "completion_tokens",
 }

@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -21,11 +21,14 @@ from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFou
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import write_crash_dump
+from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
+from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import Caller, QueuePace, Tenant, TenantLimits
-from headrace.frontend.timeline import Timeline, Timelines
+from headrace.frontend.timeline import Note, Timeline, Timelines
+from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
@@ -46,13 +49,23 @@ from headrace.messages.control import (
     SchedulerStats,
 )
 from headrace.messages.dispatch import TypeBasedDispatcher
-from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import (
-    BatchTokenizedGenerateReqInput,
     GenerateReqInput,
     LogprobSpec,
     TokenizedGenerateReqInput,
+)
+from headrace.messages.weights import (
+    ContinueGeneration,
+    PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+    WeightOperation,
+    WeightOpReply,
 )
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.watchdog import Watchdog
@@ -83,10 +96,12 @@ HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
 LOGGED_CHARACTERS = 200
 LOGGED_IDS = 50
+RESTARTING = "a part of the engine has died and is being started again"
+RESTART_RETRY_S = 2.0
 DEADLINE_STATUS = 408
 """Status of the scheduler's aborts of requests that ran out of time."""
-QUEUE_TIMEOUT_STATUS = 503
-"""Status of the scheduler's aborts of requests that waited too long."""
+NO_ROOM_STATUS = 503
+"""Status of aborts of requests that waited too long, or found the scheduler's queue full."""
 HEALTH_RID_PREFIX = "headrace-health-"
 NOBODY = Caller()
 """A call from within, or one without a key of its own."""
@@ -95,7 +110,8 @@ NOBODY = Caller()
 class TokenizerManager:
     """See the module's text.
 
-    ready: what the scheduler said of the model. to_detokenizer: only for test faults in the detokenizer.
+    ready: what the scheduler said of the model. more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in
+    the detokenizer, and news of deaths.
     clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs.
     spans: is told of every sample that ended. log_requests, log_requests_level: as the options, until `configure_logging`.
     on_broken: set by the owner; called in the event loop when that loop has failed, after every waiter has been answered.
@@ -112,6 +128,7 @@ class TokenizerManager:
         defaults: GenerationDefaults | None = None,
         metrics: Metrics | None = None,
         to_detokenizer: Sender | None = None,
+        more_schedulers: Sequence[Sender] = (),
         watchdog: Watchdog | None = None,
         spans: SpanSink | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -124,6 +141,7 @@ class TokenizerManager:
         self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
         self.num_unknown_outputs = 0
+        self.num_restarts = 0
         self._dropped_frames: dict[str, int] = {}
         self._names: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
@@ -134,7 +152,7 @@ class TokenizerManager:
         self._anybody = Tenant(TenantLimits(name=""))
         self._timelines = Timelines(args.timeline_requests)
         self.spans = spans
-        self._log_level: str = args.log_level
+        self._log_level = args.log_level
         self.log_requests = args.log_requests
         self.log_requests_level: int = args.log_requests_level
         self._max_queued = ready.max_running_requests + args.max_queued_requests
@@ -150,8 +168,19 @@ class TokenizerManager:
             max_samples=self._max_queued,
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
+            num_replicas=args.dp_size,
         )
-        self._to_scheduler = to_scheduler
+        schedulers = [to_scheduler, *more_schedulers]
+        self.link = EngineLink(
+            schedulers,
+            self.rid_to_state,
+            self._end_here,
+            self.metrics,
+            clock,
+            to_detokenizer,
+            balancer=make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None,
+        )
+        self._to_scheduler: Sender = self.link
         self._to_detokenizer = to_detokenizer
         self._from_engine = from_engine
         self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
@@ -166,16 +195,20 @@ class TokenizerManager:
         self._handle_task: asyncio.Task[None] | None = None
         self._health_ids = itertools.count()
         self._heartbeats: dict[str, float] = {}
-        self._flushes = Communicator[FlushCacheReply]("flush_cache")
-        self._states = Communicator[InternalStateReply]("internal_state")
-        self._healths = Communicator[HealthCheckReply]("health")
-        self._profiles = Communicator[ProfileReply]("profile")
+        self._weights = WeightControl(
+            to_scheduler, self._check_control, lambda: self.abort_request(abort_all=True), self._note_operation
+        )
+        self._flushes = Communicator[FlushCacheReply]("flush_cache", self.link.num_up)
+        self._states = Communicator[InternalStateReply]("internal_state", self.link.num_up)
+        self._healths = Communicator[HealthCheckReply]("health", self.link.num_up)
+        self._profiles = Communicator[ProfileReply]("profile", self.link.num_up)
         self._dispatcher = TypeBasedDispatcher()
         self._dispatcher.register(ProfileReply, self._profiles.handle)
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
         self._dispatcher.register(HealthCheckReply, self._healths.handle)
+        self._dispatcher.register(WeightOpReply, self._weights.handle)
         self._dispatcher.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         self._dispatcher.register(Heartbeat, self._on_heartbeat)
 
@@ -245,7 +278,9 @@ class TokenizerManager:
             own = []
             for j in range(prompt.sampling.n):
                 rid = f"{prompt.rid}/{j}" if prompt.sampling.n > 1 else prompt.rid
-                own.append(ReqState(rid, prompt.rid, len(state.samples) + j, j == 0, state, now))
+                sample = ReqState(rid, prompt.rid, len(state.samples) + j, j == 0, state, now)
+                sample.routed_rank = obj.routed_dp_rank
+                own.append(sample)
             state.samples += own
             if len(own) > 1:
                 state.name(prompt.rid, own)
@@ -447,11 +482,9 @@ class TokenizerManager:
                 self._end(sample, FinishReason("abort", message="aborted"), now)
             else:
                 sample.sent_s = now
-                wanted.append(request)
-        if len(wanted) == 1:
-            self._to_scheduler.send(wanted[0])
-        elif wanted:
-            self._to_scheduler.send(BatchTokenizedGenerateReqInput(tuple(wanted)))
+                sample.request = request
+                wanted.append(sample)
+        self.link.submit(wanted)
 
     async def _gather(
         self, state: CallState, is_disconnected: IsDisconnected | None
@@ -501,6 +534,7 @@ class TokenizerManager:
         del self.rid_to_state[sample.rid]
         sample.write_timeline()
         self._timelines.finish(sample.rid)
+        self.link.left(sample)
         self._leave_queue(sample)
         if sample.turn is not None:
             self.sessions.give_up(sample.turn)
@@ -543,6 +577,8 @@ class TokenizerManager:
             self.on_broken()
 
     def _on_outputs(self, batch: BatchStrOut) -> None:
+        if batch.source in self.link.gone:
+            return
         now = self._clock()
         new_tokens = 0
         for row in batch.rows:
@@ -573,9 +609,7 @@ class TokenizerManager:
             if sample.call.stream and sample.num_unread_bytes > self.args.max_stream_buffer_bytes:
                 self._cut_off(sample)
         if row.finish is not None:
-            late = row.finish.status_code == DEADLINE_STATUS and sample.output_ids
-            # What there is when time is up is an answer, and no error.
-            self._end(sample, msgspec.structs.replace(row.finish, status_code=0) if late else row.finish, now_s)
+            self._finish(sample, row.finish, now_s)
         return new_tokens
 
     def _cut_off(self, sample: ReqState) -> None:
@@ -585,6 +619,15 @@ class TokenizerManager:
             limit = self.args.max_stream_buffer_bytes
             logger.warning("aborted rid %s: its client left more than %d bytes unread", sample.rid, limit)
             self._to_scheduler.send(AbortReq((sample.rid,), message=f"more than {limit} bytes were left unread"))
+
+    def _finish(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
+        late = finish.status_code == DEADLINE_STATUS and sample.output_ids
+        # What there is when time is up is an answer, and no error.
+        self._end(sample, msgspec.structs.replace(finish, status_code=0) if late else finish, now_s)
+
+    def _end_here(self, sample: ReqState, finish: FinishReason) -> None:
+        """End a sample that no scheduler has."""
+        self._finish(sample, finish, self._clock())
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
         if had_tokens:
@@ -605,8 +648,8 @@ class TokenizerManager:
         """The sample's one end: out of the table, counted, logged, its waiter woken."""
         if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
             self.sessions.finish(sample.turn, sample.output_ids)
-        if finish.status_code == QUEUE_TIMEOUT_STATUS:
-            self.metrics.count_rejected("queue_timeout")
+        if finish.status_code == NO_ROOM_STATUS:
+            self.metrics.count_rejected("queue_timeout" if finish.message == WAITED_TOO_LONG else "queue_full")
             sample.retry_after_s = self._retry_after_s(now_s)
         sample.end(finish, now_s)
         self._forget(sample)
@@ -632,7 +675,7 @@ class TokenizerManager:
             text = f" prompt={sample.logged_prompt} text={sample.text[:LOGGED_CHARACTERS]!r}"
         logger.info(
             "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs "
-            "retractions=%d chunks=%d%s",
+            "retractions=%d replays=%d chunks=%d%s",
             sample.rid,
             sample.finish.type,
             sample.num_prompt_tokens,
@@ -642,6 +685,7 @@ class TokenizerManager:
             max(0.0, sample.first_token_s - sample.created_s),
             sample.finished_s - sample.created_s,
             sample.stats.num_retractions,
+            max(0, sample.num_sends - 1),
             sum(event.kind == "chunk" for event in sample.stats.events),
             text,
         )
@@ -676,6 +720,10 @@ class TokenizerManager:
             "dropped_frames": self._from_engine.dropped_frames,
             "detokenizer_dropped_frames": self._dropped_frames.get("detokenizer", 0),
             "num_stalls": self._watchdog.num_stalls,
+            "num_restarts": self.num_restarts,
+            "num_replayed": self.link.num_replayed,
+            "num_given_up": self.link.num_given_up,
+            "num_held": self.link.num_held,
             "num_sessions": len(self.sessions),
         }
 
@@ -715,16 +763,20 @@ class TokenizerManager:
         self.sessions.close(session_id)
 
     async def flush_cache(self) -> FlushCacheReply:
-        """Empty the prefix cache; the reply says whether it was. Raises ExecutionError."""
+        """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""
         self._check_control()
         replies = await self._flushes.call(lambda i: self._to_scheduler.send(FlushCacheReq(i)), CONTROL_TIMEOUT_S)
-        return replies[0]
+        return next((reply for reply in replies if not reply.success), replies[0])
 
-    async def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the scheduler. Raises ExecutionError."""
+    async def internal_states(self) -> list[InternalState]:
+        """Counters and pool accounting of each replica that lives. Raises CapacityError, ExecutionError."""
         self._check_control()
         replies = await self._states.call(lambda i: self._to_scheduler.send(InternalStateReq(i)), CONTROL_TIMEOUT_S)
-        return replies[0].state
+        return sorted((reply.state for reply in replies), key=lambda state: state.dp_rank)
+
+    async def internal_state(self) -> InternalState:
+        """As `internal_states`, of all together."""
+        return sum_of_states(await self.internal_states())
 
     async def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
@@ -742,9 +794,9 @@ class TokenizerManager:
     async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
         self._check_control()
         replies = await self._profiles.call(lambda i: self._to_scheduler.send(make(i)), PROFILE_TIMEOUT_S)
-        if not replies[0].success:
+        if not any(reply.success for reply in replies):
             raise RequestError(replies[0].message)
-        return replies[0].message
+        return "; ".join(dict.fromkeys(reply.message for reply in replies))
 
     def configure_logging(
         self,
@@ -771,19 +823,28 @@ class TokenizerManager:
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
-        if self.failure is not None:
+        if self.failure is not None or not self.link.is_serving:
             return False
         self.start()
-        now = self._clock()
-        if any(now - last_s > HEARTBEAT_LIMIT_S for last_s in self._heartbeats.values()):
+        if self._is_silent():
             return False
         if not generate:
             return True
         try:
             replies = await self._healths.call(lambda i: self._to_scheduler.send(HealthCheckReq(i)), HEALTH_TIMEOUT_S)
-            return replies[0].busy or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
+            # An engine that was told to wait cannot make a token; that its loop turns is all there is to see.
+            return all(reply.busy or reply.held for reply in replies) or await asyncio.wait_for(
+                self._generate_one(), HEALTH_TIMEOUT_S
+            )
         except (HeadraceError, TimeoutError):
             return False
+
+    def _is_silent(self) -> bool:
+        """The detokenizer, or every scheduler, has not been heard for too long."""
+        now = self._clock()
+        silent = {name: now - last_s > HEARTBEAT_LIMIT_S for name, last_s in self._heartbeats.items()}
+        schedulers = [is_silent for name, is_silent in silent.items() if name != "detokenizer"]
+        return silent.get("detokenizer", False) or (bool(schedulers) and all(schedulers))
 
     async def _generate_one(self) -> bool:
         probe = GenerateReqInput(
@@ -794,6 +855,30 @@ class TokenizerManager:
         async for answer in self.generate_request(probe):
             return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
         return False
+
+    def _note_operation(self, operation: WeightOperation) -> None:
+        """Every live sample was there when it was done."""
+        match operation:
+            case PauseGeneration():
+                kind: Note = "paused"
+            case ContinueGeneration():
+                kind = "continued"
+            case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
+                kind = "weights_updated"
+            case ReleaseMemory():
+                kind = "memory_released"
+            case ResumeMemory():
+                kind = "memory_resumed"
+            case _:
+                return
+        now_s = self._clock()
+        for sample in self.rid_to_state.values():
+            sample.note(kind, now_s)
+
+    @property
+    def weights(self) -> WeightControl:
+        """Operations on weights, generation and memory."""
+        return self._weights
 
     async def inject_fault(self, fault: FaultReq) -> None:
         """Test hook. Raises NotFoundError unless the server was started with fault injection."""
@@ -810,7 +895,56 @@ class TokenizerManager:
     def _check_control(self) -> None:
         if self.failure is not None:
             raise ExecutionError(self.failure)
+        if not self.link.is_serving:
+            raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
         self.start()
+
+    # -- deaths of the engine's processes, and their new lives; from any thread
+
+    def part_down(self, name: str, rank: int | None = None) -> None:
+        """A process has died and is being started again. rank: of a scheduler; None = the detokenizer."""
+        if not self._is_in_loop(self.part_down, name, rank):
+            return
+        self._heartbeats.pop(name, None)
+        self._dump(f"the {name} process has died and is being started again")
+        if rank is None:
+            self.link.detokenizer_down()
+            return
+        self.link.scheduler_down(rank)
+        error = CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+        for communicator in (self._flushes, self._states, self._healths, self._profiles):
+            communicator.fail_all(error)
+
+    def part_up(self, name: str, rank: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
+        """It is back. rank, source, sender: of a scheduler's new life."""
+        if not self._is_in_loop(self.part_up, name, rank, source, sender):
+            return
+        self._heartbeats.pop(name, None)
+        self.num_restarts += 1
+        self.metrics.count_restart(name)
+        started = sender if rank is not None else self._to_detokenizer
+        if started is not None and self._log_level != self.args.log_level:
+            started.send(ConfigureLoggingReq(self._log_level))
+        if rank is None or sender is None:
+            self.link.detokenizer_up()
+        else:
+            self.link.scheduler_up(rank, source, sender)
+
+    def _dump(self, message: str) -> None:
+        """Write what the requests were, if that was asked for."""
+        if self.args.crash_dump_dir is not None:
+            for sample in self.rid_to_state.values():
+                sample.write_timeline()
+            write_crash_dump(self.args.crash_dump_dir, message, self._timelines, self.args.crash_dump_prompts)
+
+    def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:
+        """True here, in the loop's thread (or before there is one). Else `method` will be called there."""
+        loop = self._loop
+        if loop is None or threading.get_ident() == self._loop_thread:
+            return True
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(method, *args)
+        return False
 
     # -- the end
 
@@ -835,22 +969,18 @@ class TokenizerManager:
 
     def fail_all(self, message: str) -> None:
         """The engine is gone: every waiter gets an ExecutionError, now and from now on. From any thread; idempotent."""
-        loop = self._loop
-        if loop is not None and threading.get_ident() != self._loop_thread:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self.fail_all, message)
+        if not self._is_in_loop(self.fail_all, message):
             return
         if self.failure is not None:
             return
         self.failure = message
-        if self.args.crash_dump_dir is not None and message != STOPPED:
-            for sample in self.rid_to_state.values():
-                sample.write_timeline()
-            write_crash_dump(self.args.crash_dump_dir, message, self._timelines, self.args.crash_dump_prompts)
+        if message != STOPPED:
+            self._dump(message)
+        self.link.close()
         error = ExecutionError(message)
         for state in self._calls:
             state.fail(error)
-        for communicator in (self._flushes, self._states, self._healths, self._profiles):
+        for communicator in (self._flushes, self._states, self._healths, self._profiles, self._weights):
             communicator.fail_all(error)
         for sample in list(self.rid_to_state.values()):
             if sample.call.abandoned:

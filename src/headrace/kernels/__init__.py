@@ -1,12 +1,17 @@
 """Kernels: one function per op, backed by native code or torch, chosen by device and instruction set."""
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
+from headrace.kernels.experts import PackedExperts, pack_experts
 from headrace.kernels.ops import (
     argmax,
+    draw,
     embedding,
+    exp_sums,
     gather_kv,
     gelu_tanh_mul,
+    layer_norm,
     linear,
+    moe,
     pack_linear,
     paged_attention,
     quantize_rows,
@@ -24,14 +29,20 @@ __all__ = [
     "DecoderSpec",
     "FusedDecoder",
     "OpReport",
+    "PackedExperts",
     "PackedLinear",
     "argmax",
+    "draw",
     "embedding",
+    "exp_sums",
     "gather_kv",
     "gelu_tanh_mul",
     "kv_cache_shapes",
+    "layer_norm",
     "linear",
+    "moe",
     "num_threads",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "prefer",

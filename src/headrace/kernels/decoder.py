@@ -73,6 +73,10 @@ def why_not(spec: DecoderSpec) -> str:
     return ""
 
 
+PHASES = ("norm", "qkv", "heads", "attention", "out", "gate_up", "activation", "down")
+"""Phase of csrc/cpu/decoder.h, in its order. heads: head norms, rotation and the KV write. Linears quantise their input, too."""
+
+
 class FusedDecoder:
     """A decoder bound to the KV cache of its layers. Keeps every tensor it reads alive.
 
@@ -162,6 +166,10 @@ class FusedDecoder:
             num_seqs,
         )
         return out
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds spent in each of PHASES since this was last asked."""
+        return dict(zip(PHASES, self._decoder.phase_seconds(), strict=True))
 
 
 def _check(spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor]) -> None:

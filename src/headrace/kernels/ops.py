@@ -4,7 +4,7 @@ Owns the meaning of each op. Does not own the choice (`registry`) nor the code t
 `torch_fallback`). On CPU activations are float32; elsewhere they keep the dtype of the input. Sizes are checked: ValueError.
 Zero rows are fine everywhere. Called by the thread that runs the model.
 
-On CPU `linear`, `rms_norm` and `paged_attention` are batch-invariant: the bits of a row depend on that row (for attention: its
+On CPU `linear`, `moe`, the norms and `paged_attention` are batch-invariant: the bits of a row depend on that row (for attention: its
 position and what it sees), never on the other rows, the chunking or the number of threads.
 """
 
@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.kernels.experts import PackedExperts
 from headrace.kernels.packing import PackedLinear
 from headrace.kernels.registry import for_layout, select
 
@@ -52,6 +53,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     residual [rows, size]: becomes residual + x in place, and that is normalised. Gemma's (1 + weight) is the caller's to prepare.
     """
     return cast(torch.Tensor, select("rms_norm", x.device.type)(x, weight, eps, residual))
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight (+ bias) over the last of [rows, size] -> [rows, size].
+
+    residual as in `rms_norm`.
+    """
+    return cast(torch.Tensor, select("layer_norm", x.device.type)(x, weight, bias, eps, residual))
+
+
+def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
+    """Sum over ranks of shares[:, rank] * down(act(gate(x)) * up(x)) of expert expert_ids[:, rank] -> [rows, hidden_size].
+
+    x: [rows, hidden_size]. expert_ids: int64[rows, top_k]. shares: float32[rows, top_k]. Each expert's rows are one product; a row
+    adds its experts up by rank. ValueError for an id that is not an expert's (on CPU).
+    """
+    op = for_layout(experts.gate_up[0].layout, "moe")
+    return cast(torch.Tensor, op(x, expert_ids, shares, experts))
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -133,3 +154,26 @@ def paged_attention(
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """int64[rows]: index of the largest of each row of float32 [rows, size], the lowest on ties, -1 when the row holds a NaN."""
     return cast(torch.Tensor, select("argmax", x.device.type)(x))
+
+
+def draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_weights: torch.Tensor,
+    u: torch.Tensor,
+) -> torch.Tensor:
+    """int64[rows]: an id of each row of float32[rows, V] logits; every implementation gives the same ones (`drawing` defines them).
+
+    temperatures: float32[rows]; 0: the largest logit, the lowest id on ties; negative: the row is not wanted. top_k: int64[rows], 0 = off.
+    top_p: float64[rows], 1 = off. min_weights: int64[rows], min_p * `drawing.ONE` rounded up. u: float64[rows] in [0, 1). All of
+    these on the CPU. -1 for a row that is not wanted, holds a NaN or has no finite largest logit.
+    """
+    return cast(torch.Tensor, select("draw", logits.device.type)(logits, temperatures, top_k, top_p, min_weights, u))
+
+
+def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(peaks float32[rows], sums int64[rows]) of float32[rows, V]: the largest, NaN when the row holds one, and the sum of the weights
+    of `drawing` at temperature 1, which is about 2^40 sum(exp(x - peak)); 0 when the peak is not finite."""
+    return cast(tuple[torch.Tensor, torch.Tensor], select("exp_sums", x.device.type)(x))

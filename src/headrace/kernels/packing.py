@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP
+from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 
 PAGE_SIZE = 16
@@ -192,11 +192,16 @@ def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | N
 
 def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
     """The weights float32[n, k] of one of the native_int layouts."""
+    return quantized_matrix(packed).dequantize().contiguous()
+
+
+def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
+    """What was packed in one of the native_int layouts: the same codes, and scales as the kernels use them. Packing it again is exact."""
     assert packed.column_scales is not None, packed.layout
-    data, columns = packed.data, packed.column_scales[:, None]
+    n, k, data, columns = packed.n, packed.k, packed.data, packed.column_scales[: packed.n, None]
     if packed.layout == "native_int8_fast":
-        values = data.permute(0, 2, 1, 3).reshape(columns.shape[0], -1).to(torch.float32).sub_(128).mul_(columns)
-        return values[: packed.n, : packed.k]
+        codes = data.permute(0, 2, 1, 3).reshape(-1, data.shape[1] * data.shape[3])[:n, :k].contiguous()
+        return QuantizedMatrix("int8-fast", codes, columns, None, k)
     blocks, groups = data.shape[:2]
     num_code_bytes = 1024 if packed.layout == "native_int8" else 512
     codes, halves = data[..., :num_code_bytes], data[..., num_code_bytes:]
@@ -205,14 +210,12 @@ def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
     else:
         nibbles = codes.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
         codes = torch.stack((nibbles & 15, nibbles >> 4), dim=4)
+    codes = codes.reshape(blocks * PACKED_COLUMNS, groups * KERNEL_GROUP)[:n, :k].contiguous()
     scales = halves.contiguous().view(torch.float16).reshape(blocks, groups, -1, PACKED_COLUMNS).permute(2, 0, 3, 1)
-    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups, 1).to(torch.float32)
-    values = codes.reshape(blocks * PACKED_COLUMNS, groups, KERNEL_GROUP).to(torch.float32)
-    if packed.layout == "native_int4_min":
-        values = values.mul_(scales[0]).sub_(scales[1])
-    else:
-        values = values.sub_(128 if packed.layout == "native_int8" else 8).mul_(scales[0])
-    return values.reshape(blocks * PACKED_COLUMNS, -1).mul_(columns)[: packed.n, : packed.k].contiguous()
+    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups)[:, :n].to(torch.float32) * columns
+    minimums = scales[1] if packed.layout == "native_int4_min" else None
+    scheme: Scheme = "int8" if packed.layout == "native_int8" else "int4"
+    return QuantizedMatrix(scheme, codes, scales[0], minimums, KERNEL_GROUP)
 
 
 def kv_cache_shapes(

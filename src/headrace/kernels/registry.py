@@ -22,6 +22,8 @@ OPS = (
     "linear",
     "quantize_rows",
     "rms_norm",
+    "layer_norm",
+    "moe",
     "rotary",
     "silu_mul",
     "gelu_tanh_mul",
@@ -30,6 +32,8 @@ OPS = (
     "gather_kv",
     "paged_attention",
     "argmax",
+    "draw",
+    "exp_sums",
 )
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.kernels.drawing import draw, exp_sums
+from headrace.kernels.experts import PackedExperts
 from headrace.kernels.packing import (
     PAGE_SIZE,
     PackedLinear,
@@ -18,6 +20,25 @@ from headrace.kernels.packing import (
     pack_torch,
     pack_torch_quantized,
 )
+
+__all__ = [
+    "argmax",
+    "draw",
+    "embedding",
+    "exp_sums",
+    "gather_kv",
+    "gelu_tanh_mul",
+    "layer_norm",
+    "linear",
+    "moe",
+    "pack_linear",
+    "paged_attention",
+    "quantize_rows",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "write_kv",
+]
 
 TILE_ROWS = 16
 KEY_BLOCK = 256
@@ -68,7 +89,7 @@ def quantize_rows(x: torch.Tensor, by_group: bool) -> tuple[torch.Tensor, torch.
     inverse = torch.full_like(largest, 127.0) / largest
     inverse = torch.where((largest > 1e-30) & largest.isfinite(), inverse, 0.0)
     values = (padded * inverse).round().nan_to_num(0.0).to(torch.int8)
-    return values.reshape(rows, -1)[:, :k], largest[..., 0] / 127.0
+    return values.flatten(1)[:, :k], largest[..., 0] / 127.0
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
@@ -79,6 +100,36 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     wide = x.float()
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * inverse * weight.float()).to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.layer_norm`. The reduction runs in float32."""
+    if residual is not None:
+        residual += x
+        x = residual
+    return F.layer_norm(x.float(), (weight.numel(),), weight.float(), None if bias is None else bias.float(), eps).to(
+        x.dtype
+    )
+
+
+def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
+    """See `headrace.kernels.ops.moe`."""
+    num_experts, (rows, top_k) = len(experts.gate_up), expert_ids.shape
+    if x.device.type == "cpu" and rows and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
+        raise ValueError(f"moe: an expert id is not in [0, {num_experts}): {expert_ids.min()} .. {expert_ids.max()}")
+    gate = silu_mul if experts.activation == "silu" else gelu_tanh_mul
+    results = x.new_empty(rows, top_k, experts.hidden_size)
+    for expert in torch.unique(expert_ids).tolist():
+        at_rows, ranks = torch.where(expert_ids == expert)
+        inner = gate(linear(x[at_rows], experts.gate_up[expert], None, False))
+        results[at_rows, ranks] = linear(inner, experts.down[expert], None, False)
+    results *= shares.to(x.dtype).unsqueeze(2)
+    out = torch.zeros_like(x)
+    for rank in range(top_k):
+        out += results[:, rank]
+    return out
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

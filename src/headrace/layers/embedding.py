@@ -8,7 +8,7 @@ import torch
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.layers.linear import Linear, unpack_weight
-from headrace.layers.weight import Keeper, Kept, Placement, Weight
+from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 
 
 class Embedding:
@@ -46,6 +46,7 @@ class Embedding:
             itemsize=(self._placement.weight_dtype.itemsize if own else 0) + (0 if head is None else head.itemsize),
             load_quantized=self._load_quantized if head is not None and head.load_quantized is not None else None,
             keepers=own if self._tied is None else (*own, self._tied),
+            part="weight" if head is None else head.part,
         )
 
     def kept(self) -> Kept:
@@ -55,6 +56,13 @@ class Embedding:
     def restore(self, kept: Kept) -> None:
         """See `Keeper`."""
         self._table = cast(torch.Tensor, kept["table"])
+
+    def staged(self, parts: Parts) -> Kept:
+        """See `Keeper`."""
+        (tensor,) = parts.values()
+        assert isinstance(tensor, torch.Tensor), "a quantised table"
+        table = tensor.to(device=self._placement.device, dtype=self._placement.weight_dtype, copy=True)
+        return {"table": table.contiguous()}
 
     def _read(self) -> torch.Tensor:
         if self._shared is None:

@@ -16,9 +16,9 @@ import torch
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels import PackedLinear
-from headrace.kernels.packing import unpack_quantized
+from headrace.kernels.packing import quantized_matrix, unpack_quantized
 from headrace.layers.quantization import bytes_per_weight, join
-from headrace.layers.weight import Kept, Placement, Weight
+from headrace.layers.weight import Kept, Parts, Placement, Weight
 
 
 class Linear:
@@ -64,6 +64,7 @@ class Linear:
                 else None,
                 layer=self,
                 keepers=(self,),
+                part=f"{name}.weight",
             )
             if self._bias:
                 yield Weight(
@@ -74,6 +75,7 @@ class Linear:
                     init="zeros",
                     itemsize=self._placement.weight_dtype.itemsize,
                     keepers=(self,),
+                    part=f"{name}.bias",
                 )
 
     def kept(self) -> Kept:
@@ -84,21 +86,51 @@ class Linear:
         """See `Keeper`."""
         self._packed = PackedLinear(**cast(Any, kept))
 
+    def staged(self, parts: Parts) -> Kept:
+        """See `Keeper`: the whole stack, in which the projections that are not in `parts` are what they were, to the bit."""
+        whole = {part: self._placed(tensor) for part, tensor in parts.items()}
+        for name in self.outputs:
+            if f"{name}.weight" not in whole:
+                whole[f"{name}.weight"] = self._present_weight(name)
+            if self._bias and f"{name}.bias" not in whole:
+                whole[f"{name}.bias"] = self._read_bias(name)
+        packed = self._pack(whole)
+        kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
+        given = {tensor.data_ptr() for tensor in parts.values() if isinstance(tensor, torch.Tensor)}
+        if packed.data.data_ptr() in given:
+            # Nothing had to be converted, so it was kept as it came.
+            kept["data"] = packed.data.clone()
+        return kept
+
     def _load(self, part: str, tensor: torch.Tensor) -> None:
+        self._keep(part, self._placed(tensor))
+
+    def _placed(self, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
+        if isinstance(tensor, QuantizedMatrix):
+            return tensor
         quantise = self._placement.quantization != "none"
         # A weight that will be quantised is not rounded to bfloat16 on the way.
-        self._keep(part, tensor if quantise and tensor.dim() == 2 else self._placement.place(tensor))
+        return tensor if quantise and tensor.dim() == 2 else self._placement.place(tensor)
 
     def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
         self._parts[part] = tensor
         if len(self._parts) < len(self.outputs) * (2 if self._bias else 1):
             return
-        weights = [self._parts[f"{name}.weight"] for name in self.outputs]
-        bias = _stack([self._parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
+        parts, self._parts = self._parts, {}
+        self._packed = self._pack(parts)
+
+    def _pack(self, parts: Mapping[str, torch.Tensor | QuantizedMatrix]) -> PackedLinear:
+        weights = [parts[f"{name}.weight"] for name in self.outputs]
+        bias = _stack([parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
         scheme = self._placement.quantization
-        weight = _stack(weights) if scheme == "none" else join(weights, scheme)
-        self._parts.clear()
-        self._packed = kernels.pack_linear(weight, bias)
+        return kernels.pack_linear(_stack(weights) if scheme == "none" else join(weights, scheme), bias)
+
+    def _present_weight(self, name: str) -> torch.Tensor | QuantizedMatrix:
+        """A projection as it is kept: a quantised one by its codes, which quantising it again might not give."""
+        if self._packed.column_scales is None:
+            return self._read_weight(name)
+        columns = self._columns[name]
+        return quantized_matrix(self._packed).rows(columns.start, columns.stop)
 
     def _read_weight(self, name: str) -> torch.Tensor:
         return unpack_weight(self._packed)[self._columns[name]].to(self._placement.weight_dtype)

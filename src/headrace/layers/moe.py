@@ -1,18 +1,25 @@
 """Mixture of experts: route each token to its best experts and add up what they say.
 
-Owns the routing. Runs in the thread that runs the model. Tokens are grouped by expert and each expert is one product; a token's
-sum is always taken in the order of expert ids, so its bits do not depend on the tokens beside it.
+Owns the routing. Does not own the products (`headrace.kernels`). Runs in the thread that runs the model. Tokens are grouped by expert and
+each expert is one product; a token's sum is always taken from its best expert to its last, so its bits do not depend on the tokens
+beside it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 
+from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig
+from headrace.kernels import PackedExperts
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.weight import Placement, Weight
+
+_Given = TypeVar("_Given")  # a tensor or a quantised matrix
 
 
 class SparseMoe:
@@ -34,6 +41,7 @@ class SparseMoe:
         self._renames = renames
         self._router = Linear(hidden_size, {"gate": moe.num_experts}, placement.unquantized)
         self._experts = [GatedMlp(hidden_size, moe.intermediate_size, act, placement) for _ in range(moe.num_experts)]
+        self._packed: PackedExperts | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> [rows, hidden_size]."""
@@ -41,18 +49,40 @@ class SparseMoe:
         top_shares, top_experts = torch.topk(shares, self._moe.num_experts_per_tok, dim=-1)
         if self._moe.norm_topk_prob:
             top_shares = top_shares / top_shares.sum(dim=-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for expert in torch.unique(top_experts).tolist():
-            rows, places = torch.where(top_experts == expert)
-            out[rows] += self._experts[expert](x[rows]) * top_shares[rows, places, None].to(x.dtype)
-        return out
+        self._show_observers(x, top_experts)
+        if self._packed is None:
+            gate_ups = [expert.gate_up.packed for expert in self._experts]
+            downs = [expert.down.packed for expert in self._experts]
+            self._packed = kernels.pack_experts(gate_ups, downs, self._experts[0].activation)
+        return kernels.moe(x, top_experts, top_shares, self._packed)
+
+    def _show_observers(self, x: torch.Tensor, top_experts: torch.Tensor) -> None:
+        """Run the experts that are observed one by one, as they show their inputs; for calibration."""
+        for index, expert in enumerate(self._experts):
+            if expert.gate_up.observer is not None or expert.down.observer is not None:
+                expert(x[(top_experts == index).any(dim=1)])
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.gate.weight` and `<prefix>.experts.<i>.*`."""
         yield from self._router.weights(f"{prefix}.")
         for index, expert in enumerate(self._experts):
             for weight in expert.weights(f"{prefix}.experts.{index}"):
-                yield replace(weight, name=self._renamed(weight.name))
+                quantized = weight.load_quantized
+                yield replace(
+                    weight,
+                    name=self._renamed(weight.name),
+                    load=partial(self._load, weight.load),
+                    load_quantized=None if quantized is None else partial(self._load, quantized),
+                )
+
+    def weights_changed(self) -> None:
+        """What was packed of the experts' old weights is stale."""
+        self._packed = None
+
+    def _load(self, load: Callable[[_Given], None], tensor: _Given) -> None:
+        """Pass an expert's weight on; what was packed of the old ones is stale."""
+        load(tensor)
+        self._packed = None
 
     def _renamed(self, name: str) -> str:
         for ours, theirs in self._renames:

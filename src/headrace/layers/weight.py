@@ -16,15 +16,24 @@ from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 Kept = Mapping[str, torch.Tensor | int | str | None]
 """What a layer keeps of its weights, by field."""
 
+Parts = Mapping[str, torch.Tensor | QuantizedMatrix]
+"""New tensors of one layer, by `Weight.part`."""
+
 
 class Keeper(Protocol):
-    """A layer that converts what it loads, and can take the result back instead."""
+    """A layer that converts what it loads, and can take the result back instead.
+
+    What it keeps is never written to once a step may read it: new weights are made beside the old ones, then it switches over.
+    """
 
     def kept(self) -> Kept:
         """The converted weights; there once they have been loaded."""
 
     def restore(self, kept: Kept) -> None:
-        """Take what `kept` gave, without a copy, in place of loading."""
+        """Take what `kept` or `staged` gave, without a copy, in place of loading. Quick; between two steps."""
+
+    def staged(self, parts: Parts) -> Kept:
+        """What it would keep with these parts in place of the present ones: copies, never `parts` themselves. Changes nothing. Slow."""
 
 
 class Observable(Protocol):
@@ -42,8 +51,8 @@ class Weight:
     init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes, a fraction where weights are quantised.
     load_quantized: takes a quantised tensor instead, where the layer computes with one; None where it does not.
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
-    keepers: the layers that convert this tensor, so that it need not be loaded once all of them have been restored; empty where it is
-    kept nearly as it is.
+    keepers: the layers that convert this tensor, so that it need not be loaded once all of them have been restored, and part: what it is
+    to them; they may keep other weights beside it. Empty: it cannot be replaced while the model serves.
     """
 
     name: str
@@ -55,6 +64,7 @@ class Weight:
     load_quantized: Callable[[QuantizedMatrix], None] | None = None
     layer: Observable | None = None
     keepers: tuple[Keeper, ...] = ()
+    part: str = ""
 
 
 class HasWeights(Protocol):

@@ -36,11 +36,14 @@ from headrace.messages.control import (
     InternalStateReq,
     ProfileReply,
     ProfileReq,
+    ResetReq,
     SchedulerStats,
     ShutdownReq,
+    SourceGone,
 )
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+from headrace.messages.weights import WeightOpReply, WeightOpReq
 
 logger = get_logger(__name__)
 
@@ -62,7 +65,11 @@ Message = (
     | SchedulerStats
     | Heartbeat
     | ShutdownReq
+    | ResetReq
+    | SourceGone
     | FaultReq
+    | WeightOpReq
+    | WeightOpReply
 )
 """Everything that may cross a channel. A new message is added here and nowhere else."""
 
@@ -104,12 +111,12 @@ class Receiver(Protocol):
 
 
 class Channels(Protocol):
-    """Makes the ends of the named channels."""
+    """Makes the ends of the named channels. rank: which scheduler's, for `to_scheduler`."""
 
-    def sender(self, name: ChannelName) -> Sender:
+    def sender(self, name: ChannelName, rank: int = 0) -> Sender:
         """A new writing end."""
 
-    def receiver(self, name: ChannelName) -> Receiver:
+    def receiver(self, name: ChannelName, rank: int = 0) -> Receiver:
         """The reading end; one per channel."""
 
     def close(self) -> None:
@@ -126,7 +133,7 @@ class Ports(msgspec.Struct, frozen=True):
     @classmethod
     def in_directory(cls, directory: Path) -> Self:
         """Socket files of `directory`. Raises ConfigError when its path is too long for a Unix socket."""
-        longest = directory / "to_detokenizer"
+        longest = directory / "to_scheduler.999"
         if len(os.fsencode(longest)) > _IPC_PATH_LIMIT:
             raise ConfigError(
                 "the temporary directory's path is too long for a Unix socket; set TMPDIR to a shorter one"
@@ -262,15 +269,15 @@ class ZmqChannels:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ends: list[ZmqSender | ZmqReceiver] = []
 
-    def sender(self, name: ChannelName) -> ZmqSender:
+    def sender(self, name: ChannelName, rank: int = 0) -> ZmqSender:
         """See `Channels`."""
-        end = ZmqSender(self._context, self._address(name))
+        end = ZmqSender(self._context, self._address(name, rank))
         self._ends.append(end)
         return end
 
-    def receiver(self, name: ChannelName) -> ZmqReceiver:
+    def receiver(self, name: ChannelName, rank: int = 0) -> ZmqReceiver:
         """See `Channels`."""
-        end = ZmqReceiver(self._context, self._address(name))
+        end = ZmqReceiver(self._context, self._address(name, rank))
         self._ends.append(end)
         return end
 
@@ -281,12 +288,13 @@ class ZmqChannels:
         self._ends.clear()
         self._context.term()
 
-    def _address(self, name: ChannelName) -> str:
-        return {
+    def _address(self, name: ChannelName, rank: int) -> str:
+        address = {
             "to_scheduler": self.ports.to_scheduler,
             "to_detokenizer": self.ports.to_detokenizer,
             "to_tokenizer": self.ports.to_tokenizer,
         }[name]
+        return f"{address}.{rank}" if rank else address
 
 
 class LocalQueue:
@@ -348,7 +356,7 @@ class LocalQueue:
 
 
 class LocalChannels:
-    """The channels within one process. Share one object between the parts."""
+    """The channels within one process. Share one object between the parts. There is one scheduler: rank 0."""
 
     def __init__(self) -> None:
         self._queues: dict[ChannelName, LocalQueue] = {
@@ -357,12 +365,14 @@ class LocalChannels:
             "to_tokenizer": LocalQueue(),
         }
 
-    def sender(self, name: ChannelName) -> LocalQueue:
+    def sender(self, name: ChannelName, rank: int = 0) -> LocalQueue:
         """See `Channels`."""
+        assert rank == 0, rank
         return self._queues[name]
 
-    def receiver(self, name: ChannelName) -> LocalQueue:
+    def receiver(self, name: ChannelName, rank: int = 0) -> LocalQueue:
         """See `Channels`."""
+        assert rank == 0, rank
         return self._queues[name]
 
     def close(self) -> None:

@@ -60,7 +60,8 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval.
 
     forward_s: time the worker spent in steps since start. host_s: time the scheduler spent on planning and committing them; with
-    overlap mostly while a step ran.
+    overlap mostly while a step ran. paused: the mode, empty while generation goes on. released: tags of memory that was given back.
+    dp_rank: the replica's number.
     """
 
     pool: PoolState
@@ -83,6 +84,10 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     waiting_tokens: int
     forward_s: float = 0.0
     host_s: float = 0.0
+    paused: str = ""
+    released: tuple[str, ...] = ()
+    weight_version: str = "default"
+    dp_rank: int = 0
 
 
 class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
@@ -99,10 +104,11 @@ class HealthCheckReq(_Control, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class HealthCheckReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """The loop turns; `busy` when requests run, which proves generation as well."""
+    """The loop turns; `busy` when requests run, which proves generation as well; `held` when it was told not to generate now."""
 
     id: int
     busy: bool
+    held: bool = False
 
 
 class SchedulerStats(_Control, frozen=True, tag=True, array_like=True, gc=False):
@@ -144,6 +150,18 @@ class ConfigureLoggingReq(_Control, frozen=True, tag=True, array_like=True, gc=F
 
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     """Leave the loop now. Running requests have been drained or given up by the sender."""
+
+
+class ResetReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """To a scheduler: forget every request without a word, and sign as `source` from now on. What it computed stays cached."""
+
+    source: int
+
+
+class SourceGone(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """To the detokenizer: nothing that `source` signed is of interest any more."""
+
+    source: int
 
 
 class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):

@@ -5,6 +5,9 @@ from typing import Literal
 
 import msgspec
 
+WAITED_TOO_LONG = "the request waited longer than the server lets it wait"
+"""Message of the aborts by --queue-timeout-s, which tells them from others with status 503."""
+
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why a sample ended (SPEC H1 `finish_reason`).
@@ -45,6 +48,7 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How the detokenizer treats a sample. Sent with its first output.
 
     context_ids: the last tokens of the prompt, int32 bytes: a leading space or a character's first bytes may hang on them.
+    output_ids, attempt: of `TokenizedGenerateReqInput`; the text of output_ids has been delivered.
     """
 
     skip_special_tokens: bool = True
@@ -53,6 +57,8 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
     context_ids: bytes = b""
+    output_ids: bytes = b""
+    attempt: int = 0
 
 
 class SampleEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -71,6 +77,7 @@ class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
     queue_time_s: from arrival at the scheduler to the first step it took part in. events: with the last output only.
+    weight_version: of the weights at that output.
     """
 
     prompt_tokens: int
@@ -78,6 +85,7 @@ class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_retractions: int = 0
     queue_time_s: float = 0.0
     events: tuple[SampleEvent, ...] = ()
+    weight_version: str = "default"
 
 
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -101,9 +109,10 @@ class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Everything one step has to say, in one message."""
+    """Everything one step has to say, in one message. source: which life of which scheduler said it."""
 
     rows: tuple[TokenIDOut, ...]
+    source: int = 0
 
 
 class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -121,6 +130,7 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Everything one step has to say, as text."""
+    """Everything one step has to say, as text. source: of the `BatchTokenIDOut`."""
 
     rows: tuple[StrOut, ...]
+    source: int = 0

@@ -76,6 +76,8 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     namespace: requests of different namespaces never share KV. created_s: time.monotonic() at arrival (one clock for all processes of a machine).
     deadline_s: time.monotonic() after which it is aborted (0 = none). queue_deadline_s: the same while it has never run.
     tenant, weight: whose it is and its share beside other tenants that wait; weight > 0.
+    output_ids: int32[m], outputs of an earlier life of the scheduler that have reached the front end: this one goes on after them.
+    attempt: how often the sample was sent before (0 = never).
     """
 
     rid: str
@@ -94,6 +96,8 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     queue_deadline_s: float = 0.0
     tenant: str = ""
     weight: float = 1.0
+    output_ids: bytes = b""
+    attempt: int = 0
 
 
 class BatchTokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from headrace.messages.control import FaultReq, ProfileReq
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
+from headrace.messages.weights import WeightExecutor
 from headrace.sampling.params import ResolvedSamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -90,7 +91,12 @@ class StepResult:
 
 
 class Worker(Protocol):
-    """One rank's model as the scheduler sees it. Steps run in the order of `submit`; results come in that order."""
+    """One rank's model as the scheduler sees it. Steps run in the order of `submit`; results come in that order.
+
+    weights: reads and changes them; what it prepared is installed with no step in flight.
+    """
+
+    weights: WeightExecutor
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Start (or run) a step. With overlap it returns before the step has run."""

@@ -49,7 +49,7 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._last_state: InternalState | None = None
+        self._last_states: dict[int, InternalState] = {}
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, once per prompt.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -57,6 +57,10 @@ class Metrics:
         self.prefix_query_tokens = self._counter("prefix_query_tokens", "Tokens looked up in the prefix cache.")
         self.aborted_requests = self._counter("aborted_requests", "Samples that ended by an abort.")
         self.retracted_requests = self._counter("retracted_requests", "Times a running sample had to give back its KV.")
+        self.replayed_requests = self._counter("replayed_requests", "Times a sample was sent again after a death.")
+        self._restarts = Counter(
+            "headrace:restarts", "Processes started again.", ["model_name", "process"], registry=self.registry
+        )
         self._requests = Counter(
             "headrace:requests", "Samples that ended.", ["model_name", "finish_reason"], registry=self.registry
         )
@@ -102,31 +106,38 @@ class Metrics:
         """A request was refused: queue_full, key_limit or queue_timeout."""
         self._rejected.labels(self._model_name, reason).inc()
 
+    def count_restart(self, process: str) -> None:
+        """A process that died has been started again."""
+        self._restarts.labels(self._model_name, process).inc()
+
     def set_scheduler_state(self, state: InternalState) -> None:
-        """Gauges of now, and counters by what was added since the last state."""
+        """Gauges of now of a replica, and counters by what was added since its last state."""
         pool = state.pool
-        self.num_running.set(state.num_running)
-        self.num_queued.set(state.num_waiting)
-        self.gen_throughput.set(state.gen_throughput)
-        self.kv_available.set(pool.free_tokens)
-        self.kv_evictable.set(pool.evictable_tokens)
+        labels = (self._model_name, str(state.dp_rank))
+        self.num_running.labels(*labels).set(state.num_running)
+        self.num_queued.labels(*labels).set(state.num_waiting)
+        self.gen_throughput.labels(*labels).set(state.gen_throughput)
+        self.kv_available.labels(*labels).set(pool.free_tokens)
+        self.kv_evictable.labels(*labels).set(pool.evictable_tokens)
         used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
-        self.token_usage.set(used / pool.total_tokens if pool.total_tokens else 0.0)
-        self.cache_hit_rate.set(state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0)
-        last = self._last_state
+        self.token_usage.labels(*labels).set(used / pool.total_tokens if pool.total_tokens else 0.0)
+        self.cache_hit_rate.labels(*labels).set(
+            state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0
+        )
+        last = self._last_states.get(state.dp_rank)
         # A scheduler that was started again counts from zero.
         self.prefix_query_tokens.inc(_added(state.prefix_query_tokens, last.prefix_query_tokens if last else 0))
         self.retracted_requests.inc(_added(state.num_retracted, last.num_retracted if last else 0))
         self.scheduler_host_s.inc(_added(state.host_s, last.host_s if last else 0.0))
         self.step_s.inc(_added(state.forward_s, last.forward_s if last else 0.0))
         self.steps.inc(_added(state.num_steps, last.num_steps if last else 0))
-        self._last_state = state
+        self._last_states[state.dp_rank] = state
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"headrace:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"headrace:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
+        return Gauge(f"headrace:{name}", text, ["model_name", "dp_rank"], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"headrace:{name}", text, ["model_name"], registry=self.registry, buckets=buckets).labels(

@@ -53,7 +53,7 @@ NAMES: dict[Dialect, tuple[tuple[str, str], ...]] = {
 """Pairs of (our name, theirs), both without prefix and without a counter's `_total`."""
 
 _OUR_PREFIX = "headrace:"
-_LABELS = {"vllm": {"finish_reason": "finished_reason"}, "sglang": {}}
+_LABELS = {"vllm": {"finish_reason": "finished_reason", "dp_rank": "engine"}, "sglang": {}}
 
 
 class Renamed(Collector):

@@ -130,6 +130,11 @@ class Block:
         x = self._mlp(self._mlp_norm(x, residual))
         return x if self._after is None else self._after[1](x)
 
+    def weights_changed(self) -> None:
+        """Nothing made of the old weights may be used any more."""
+        if isinstance(self._mlp, SparseMoe):
+            self._mlp.weights_changed()
+
     def fused(self) -> DecoderLayerSpec | None:
         """The layer for a native call that runs all of them; None when its feed-forward layer is sparse."""
         attention, mlp = self._attention, self._mlp
@@ -225,6 +230,8 @@ class DecoderLM:
     def fuse(self, attention: AttentionBackend) -> str:
         """See `CausalLM.fuse`."""
         self._fused = None
+        for block in self._blocks:
+            block.weights_changed()
         kv = attention.paged_kv()
         if kv is None:
             return f"attention backend {attention.name} keeps no pages in the kernels' layout"
@@ -245,6 +252,10 @@ class DecoderLM:
         if not reason:
             self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v), kv
         return reason
+
+    def phase_seconds(self) -> dict[str, float]:
+        """See `FusedDecoder.phase_seconds`; empty when the layers run op by op."""
+        return {} if self._fused is None else self._fused[0].phase_seconds()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.logits`."""

@@ -13,7 +13,8 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from headrace.attention.base import AttentionBackend, AttentionLayerSpec
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
 from headrace.layers.linear import Linear
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
 
 _INTERFACE = "headrace"
@@ -65,6 +66,27 @@ class _Passthrough(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One of the model's own tensors, a `Keeper`."""
+
+    tensor: torch.Tensor
+
+    def kept(self) -> Kept:
+        """The values."""
+        return {"values": self.tensor.data}
+
+    def restore(self, kept: Kept) -> None:
+        """See `Keeper`."""
+        self.tensor.data = cast(torch.Tensor, kept["values"])
+
+    def staged(self, parts: Parts) -> Kept:
+        """See `Keeper`."""
+        (given,) = parts.values()
+        assert isinstance(given, torch.Tensor), "a quantised parameter"
+        return {"values": given.to(device=self.tensor.device, dtype=self.tensor.dtype, copy=True)}
+
+
 class TransformersLM:
     """A `CausalLM` over a transformers model."""
 
@@ -90,13 +112,24 @@ class TransformersLM:
         embedding = self._model.get_input_embeddings()
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             load = functools.partial(_copy_into, tensor.data)
+            keepers: tuple[Keeper, ...] = (_Parameter(tensor),)
+            part = "weight"
             if isinstance(embedding, nn.Embedding) and tensor is embedding.weight and self._tied_head is not None:
                 load = functools.partial(_load_tied, tensor.data, self._tied_head)
+                keepers = (*keepers, self._tied_head)
+                part = next(self._tied_head.weights("")).part
             init: Literal["normal", "ones", "zeros"] = "normal"
             if tensor.ndim == 1:
                 init = "zeros" if name.endswith("bias") else "ones"
             yield Weight(
-                name, tuple(tensor.shape), load, functools.partial(_detached, tensor), init, tensor.element_size()
+                name,
+                tuple(tensor.shape),
+                load,
+                functools.partial(_detached, tensor),
+                init,
+                tensor.element_size(),
+                keepers=keepers,
+                part=part,
             )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

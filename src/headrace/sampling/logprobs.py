@@ -3,7 +3,7 @@
 Owns the numbers of a `LogprobBlock`. They are the log-softmax of the model's logits as they came: before custom processors, bias,
 penalties, masks and temperature. Does not choose positions: the runner does. Runs in a worker's thread.
 
-Each row is reduced alone, by integer sums (see `draw`), so a value is bitwise the same in any batch, chunk or number of threads.
+Each row is reduced alone, by integer sums (see `kernels.drawing`), so a value is bitwise the same in any batch, chunk or number of threads.
 """
 
 import math
@@ -12,19 +12,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels import ops
+from headrace.kernels.drawing import ONE
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
-from headrace.sampling.draw import ONE, largest, row_weights
+from headrace.sampling.draw import largest
 
 Float32Array = npt.NDArray[np.float32]
 
 
-def log_sum_exp(row: Float32Array) -> float:
-    """log(sum(exp(row))) of float32[V]; NaN when the row has a NaN or no finite maximum."""
-    peak = float(row.max())
-    if not math.isfinite(peak):
-        return math.nan
-    return peak + math.log(int(row_weights(row, peak, 1.0).sum()) / ONE)
+def log_sum_exp(logits: torch.Tensor) -> list[float]:
+    """log(sum(exp(row))) of each row of float32[n, V]; NaN when it has a NaN or no finite maximum."""
+    peaks, sums = ops.exp_sums(logits)
+    return [
+        peak + math.log(weight / ONE) if math.isfinite(peak) else math.nan
+        for peak, weight in zip(peaks.tolist(), sums.tolist(), strict=True)
+    ]
 
 
 def prompt_logprobs(logits: torch.Tensor, next_ids: npt.ArrayLike, spec: LogprobSpec) -> LogprobBlock:
@@ -42,11 +45,10 @@ def prompt_logprobs(logits: torch.Tensor, next_ids: npt.ArrayLike, spec: Logprob
     values = np.full(wanted.shape, np.nan, dtype=np.float32)
     top_ids = np.full((num_rows, spec.top_num), -1, dtype=np.int32)
     top_values = np.full((num_rows, spec.top_num), np.nan, dtype=np.float32)
-    for i in range(num_rows):
-        host: Float32Array = logits[i].detach().cpu().numpy()
-        total = log_sum_exp(host)
+    for i, total in enumerate(log_sum_exp(logits)):
         if math.isnan(total):
             continue
+        host: Float32Array = logits[i].detach().cpu().numpy()
         inside = (wanted[i] >= 0) & (wanted[i] < size)
         values[i, inside] = _log_softmax(host[wanted[i, inside]], total)
         if spec.top_num:

@@ -17,6 +17,7 @@ _SHIFT32: Final = np.uint64(32)
 _ROUNDS: Final = 10
 
 UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
 
 
 def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
@@ -33,7 +34,9 @@ def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
     return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) -> npt.NDArray[np.float64]:
+def uniform(
+    seeds: Sequence[int] | UInt64Array, positions: Sequence[int] | Int64Array, stream: int = 0
+) -> npt.NDArray[np.float64]:
     """float64[n] in [0, 1), 53 random bits each: one number for each pair (seed, position).
 
     seeds: in [0, 2**64). positions: index that the sampled token will have, in [0, 2**64).

@@ -2,7 +2,7 @@
 
 Owns the table of sampling state by sequence (row `seq` of the worker's tables) and the order of S13: custom logit processor -> NaN
 check -> bias, penalties and masks -> greedy, or temperature, top-k, top-p, min-p and a seeded draw -> logprobs. Does not own the
-arithmetic (`draw`), the edits (`penalties`) or which positions are sampled (the plan). One instance, used by one thread at a time.
+draw (`draw`), the edits (`penalties`) or which positions are sampled (the plan). One instance, used by one thread at a time.
 
 A row's token is a function of its logits, its parameters, its own tokens and (seed, position) alone: never of the other rows.
 The logits that come in are left as they are.
@@ -20,11 +20,10 @@ from headrace.log import get_logger
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
-from headrace.sampling.draw import Filters, draw_row, draw_rows
+from headrace.sampling.draw import DrawTable, Filters
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
 from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits
-from headrace.sampling.random import uniform
 
 logger = get_logger(__name__)
 
@@ -45,10 +44,9 @@ class SamplerOutput:
 
 @dataclass(slots=True)
 class _Sequence:
-    """State of one sequence. filters None = greedy; edits, processor and history None = not needed."""
+    """State of one sequence. edits and history None, processor "" = not needed."""
 
-    seed: int
-    filters: Filters | None
+    is_greedy: bool
     logprobs: LogprobSpec | None
     edits: LogitEdits | None
     processor: str
@@ -70,6 +68,7 @@ class Sampler:
         self._device = torch.device(device)
         self._processors = dict(processors)
         self._table: list[_Sequence | None] = [None] * max_seqs
+        self._draws = DrawTable(max_seqs)
 
     def add(self, seq: int, new: NewSequence) -> None:
         """`new` enters row `seq`, with the outputs it has already (after a retraction); replaces what was there."""
@@ -77,11 +76,10 @@ class Sampler:
         history = None
         if edits_logits(params) or new.custom_logit_processor:
             history = TokenHistory(new.token_ids, new.num_prompt_tokens)
+        filters = Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+        self._draws.set(seq, None if params.is_greedy else filters, params.seed)
         self._table[seq] = _Sequence(
-            seed=params.seed,
-            filters=None
-            if params.is_greedy
-            else Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p),
+            is_greedy=params.is_greedy,
             logprobs=new.logprobs,
             edits=LogitEdits(new, history, self._vocab_size) if history is not None and edits_logits(params) else None,
             processor=new.custom_logit_processor,
@@ -107,11 +105,11 @@ class Sampler:
         if not len(seqs):
             return SamplerOutput(torch.empty(0, dtype=torch.int64, device=self._device))
         states = [self._state(seq) for seq in seqs]
-        if self._device.type == "cpu" and all(state.is_plain and state.filters is None for state in states):
+        if self._device.type == "cpu" and all(state.is_plain and state.is_greedy for state in states):
             return self._greedy(logits)
         errors: dict[int, str] = {}
         rows = [row for row, state in enumerate(states) if state.history is None]
-        token_ids = self._pick(logits, states, rows, positions, errors, BAD_LOGITS)
+        token_ids = self._pick(logits, seqs, rows, positions, errors, BAD_LOGITS)
         if len(rows) < len(states):
             rows = [row for row, state in enumerate(states) if state.history is not None]
             edited = self._copy(logits, rows)
@@ -124,9 +122,8 @@ class Sampler:
                 else:
                     passed.append(i)
             picked = self._pick(
-                edited, [states[row] for row in rows], passed, [positions[row] for row in rows], failed, NOTHING_LEFT
+                edited, [seqs[row] for row in rows], passed, [positions[row] for row in rows], failed, NOTHING_LEFT
             )
-            picked[list(failed)] = -1
             token_ids[rows] = picked
             errors.update((rows[i], message) for i, message in failed.items())
         logprobs: dict[int, LogprobBlock] = {}
@@ -161,39 +158,18 @@ class Sampler:
     def _pick(
         self,
         logits: torch.Tensor,
-        states: Sequence[_Sequence],
+        seqs: Sequence[int],
         rows: Sequence[int],
         positions: Sequence[int],
         errors: dict[int, str],
         message: str,
     ) -> torch.Tensor:
-        """int64[R], valid in `rows` (-1 in those without a finite maximum, which get `message`)."""
-        drawn = [row for row in rows if states[row].filters is not None]
-        if len(drawn) == len(states):
-            peaks = self._maxima(logits)
-            token_ids = torch.zeros(len(states), dtype=torch.int64, device=self._device)
-        else:
-            token_ids = ops.argmax(logits)
-            peaks = logits.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
-            peaks = torch.where(token_ids < 0, torch.nan, peaks)
-        finite = peaks.isfinite()
-        healthy = finite.tolist()
-        errors.update((row, message) for row in rows if not healthy[row])
-        drawn = [row for row in drawn if healthy[row]]
-        if drawn:
-            filters = [f for row in drawn if (f := states[row].filters) is not None]
-            u = uniform([states[row].seed for row in drawn], [positions[row] for row in drawn])
-            index = torch.tensor(drawn, device=self._device)
-            if self._device.type == "cpu":
-                host, host_peaks = logits.numpy(), peaks.tolist()
-                ids = [
-                    draw_row(host[row], host_peaks[row], f, float(x))
-                    for row, f, x in zip(drawn, filters, u, strict=True)
-                ]
-                token_ids[index] = torch.tensor(ids, dtype=torch.int64)
-            else:
-                token_ids[index] = draw_rows(logits[index], peaks[index], filters, u)
-        return token_ids if all(healthy) else token_ids.masked_fill(~finite, -1)
+        """int64[R]: ids in `rows`, -1 in the others and in those without a finite maximum, which get `message`."""
+        token_ids = self._draws.draw(logits, seqs, positions, rows)
+        if len(rows) < len(seqs) or int(token_ids.min()) < 0:
+            host_ids = token_ids.tolist()
+            errors.update((row, message) for row in rows if host_ids[row] < 0)
+        return token_ids
 
     def _copy(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Those rows, float32[n, V]. On the CPU by numpy: one thread copies faster than several meet."""

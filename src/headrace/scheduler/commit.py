@@ -54,7 +54,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
         out = end(state, req) if req.finish is not None else report(state, req)
         if out is not None:
             rows.append(out)
-    return BatchTokenIDOut(tuple(rows)) if rows else None
+    return BatchTokenIDOut(tuple(rows), state.source) if rows else None
 
 
 def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchTokenIDOut | None:
@@ -70,22 +70,34 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
             rows.append(end(state, req))
         else:
             _settle(state, req)
-    return BatchTokenIDOut(tuple(rows)) if rows else None
+    return BatchTokenIDOut(tuple(rows), state.source) if rows else None
 
 
 def end(state: SchedulerState, req: Req) -> TokenIDOut:
     """The request has a finish reason: its last output. Its pages go back once no step in flight uses them."""
     assert req.finish is not None
-    state.by_rid.pop(req.rid, None)
     state.counters.num_finished += 1
     state.counters.num_aborted += req.finish.type == "abort"
+    _forget(state, req)
+    return _output(state, req)
+
+
+def reset(state: SchedulerState) -> None:
+    """Forget every request: its last output, if anybody waits for it, will be made by another attempt."""
+    for req in [*state.by_rid.values(), *state.ended]:
+        req.finish = FinishReason("abort", message="begun again")
+        _forget(state, req)
+    state.ended.clear()
+
+
+def _forget(state: SchedulerState, req: Req) -> None:
+    state.by_rid.pop(req.rid, None)
     if req in state.waiting:
         state.waiting.remove(req)
     _settle(state, req)
     group = req.asked.group
     if group and not any(other.asked.group == group for other in state.by_rid.values()):
         state.group_cached.pop(group, None)
-    return _output(req)
 
 
 def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
@@ -99,7 +111,7 @@ def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
         interval = FORCED_INTERVAL
     # The first token goes out at once: the time to it is what a client sees first.
     if new >= interval or not req.emitted:
-        return _output(req)
+        return _output(state, req)
     return None
 
 
@@ -151,7 +163,7 @@ def _finish_reason(state: SchedulerState, req: Req, token_id: int) -> FinishReas
     return None
 
 
-def _output(req: Req) -> TokenIDOut:
+def _output(state: SchedulerState, req: Req) -> TokenIDOut:
     """Everything of the request that has not been sent."""
     asked = req.asked
     first, last = not req.emitted, req.finish is not None
@@ -166,6 +178,8 @@ def _output(req: Req) -> TokenIDOut:
             sampling.stop,
             sampling.stop_regex,
             b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :],
+            asked.output_ids,
+            asked.attempt,
         )
     if first or last:
         stats = SampleStats(
@@ -174,6 +188,7 @@ def _output(req: Req) -> TokenIDOut:
             num_retractions=req.num_retractions,
             queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
             events=tuple(req.events) if last else (),
+            weight_version=state.weight_version,
         )
     out = TokenIDOut(
         rid=req.rid,

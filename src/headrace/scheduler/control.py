@@ -13,7 +13,7 @@ from headrace.messages.control import (
     ProfileReply,
     ProfileReq,
 )
-from headrace.messages.outputs import FinishReason, TokenIDOut
+from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason, TokenIDOut
 from headrace.messages.step import Worker
 from headrace.scheduler.commit import end
 from headrace.scheduler.request import Req
@@ -44,13 +44,13 @@ def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
     ]
     return [
         *(abort_one(state, req, "the request took longer than the server allows", 408) for req in late),
-        *(abort_one(state, req, "the request waited longer than the server lets it wait", 503) for req in stuck),
+        *(abort_one(state, req, WAITED_TOO_LONG, 503) for req in stuck),
     ]
 
 
 def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:
-    """Empty the prefix cache, or say why not."""
-    if state.running or state.waiting:
+    """Empty the prefix cache, or say why not. While generation is paused only what holds KV is in the way."""
+    if state.running or (state.waiting and not state.gate.holds):
         busy = f"{len(state.running)} requests are running and {len(state.waiting)} are waiting"
         return FlushCacheReply(request.id, False, f"the cache cannot be flushed now: {busy}")
     state.kv.flush()
@@ -59,7 +59,7 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
 
 def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:
     """The loop turns."""
-    return HealthCheckReply(request.id, bool(state.running))
+    return HealthCheckReply(request.id, bool(state.running), state.gate.holds or state.gate.draining)
 
 
 def profile(worker: Worker, request: ProfileReq) -> ProfileReply:
@@ -94,6 +94,10 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         forward_s=counters.forward_s,
         host_s=counters.host_s,
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
+        paused=state.gate.pause or "",
+        released=tuple(sorted(state.gate.released)),
+        weight_version=state.weight_version,
+        dp_rank=state.config.dp_rank,
     )
 
 

@@ -18,6 +18,8 @@ MIN_SHARED_TOKENS = 64
 
 def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     """The next step, or None when there is nothing to do (or nothing until a step in flight has been committed)."""
+    if state.gate.holds:
+        return None
     state.now_s = now_s
     batch = ScheduleBatch(state.next_step, state.kv.page_size)
     budget = state.config.step_tokens
@@ -60,7 +62,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: floa
     for req in state.fair_share.order(_ordered(state, now_s)):
         if budget <= 0 or kv.num_free_seqs == 0 or len(state.running) >= config.max_running:
             break
-        if _waits_for_prefix(state, req):
+        if (state.gate.draining and not req.has_begun) or _waits_for_prefix(state, req):
             continue
         match = kv.match(req)
         req.num_computed = req.num_scheduled = match.num_tokens

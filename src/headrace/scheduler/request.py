@@ -87,9 +87,18 @@ class Req:
 
     @classmethod
     def from_input(cls, asked: TokenizedGenerateReqInput, now_s: float, order: int) -> "Req":
-        """A request that has just arrived. Bytes beyond whole tokens are left out; admission refuses them."""
+        """A request that has just arrived, with the outputs of an earlier life, as after a retraction.
+
+        Bytes beyond whole tokens are left out; admission refuses them.
+        """
         num_tokens = len(asked.input_ids) // TOKEN_BYTES
-        return cls(asked, now_s, order, bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES]), num_tokens)
+        req = cls(asked, now_s, order, bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES]), num_tokens)
+        if asked.output_ids:
+            req.token_bytes += asked.output_ids[: len(asked.output_ids) // TOKEN_BYTES * TOKEN_BYTES]
+            req.num_sent_outputs = req.num_outputs
+            # Outputs were delivered with the hidden states of all tokens before them.
+            req.num_hidden_rows = req.num_tokens - 1
+        return req
 
     @property
     def rid(self) -> str:
@@ -105,6 +114,11 @@ class Req:
     def num_outputs(self) -> int:
         """Committed output tokens."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """It has taken part in a step, though it may wait again."""
+        return self.cached_tokens >= 0
 
     @property
     def num_to_schedule(self) -> int:

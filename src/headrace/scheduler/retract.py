@@ -1,4 +1,5 @@
-"""Takes running requests back to the queue when the pool is full. Their outputs are kept; their KV is computed again later."""
+"""Takes running requests back to the queue, because the pool is full or generation pauses. Their outputs are kept; their KV is computed
+again later."""
 
 from headrace.log import get_logger
 from headrace.messages.outputs import FinishReason
@@ -31,6 +32,18 @@ def make_room(state: SchedulerState, wanting: Req) -> bool:
     _retract(state, victim)
     state.ratio.retracted(req for req in candidates if req is not victim)
     return victim is not wanting
+
+
+def retract_all(state: SchedulerState, keep_kv: bool) -> None:
+    """Every running request goes back to the queue; called with no step in flight.
+
+    keep_kv: what they have computed stays in the cache for as long as there is room. Else nobody may use it, they themselves included.
+    """
+    assert not state.in_flight, "a request in flight cannot be retracted"
+    for req in state.running[:]:
+        req.keep_kv &= keep_kv
+        _retract(state, req)
+        req.keep_kv = True
 
 
 def _retract(state: SchedulerState, req: Req) -> None:

@@ -22,23 +22,28 @@ from headrace.messages.control import (
     InternalStateReply,
     InternalStateReq,
     ProfileReq,
+    ResetReq,
     SchedulerStats,
     ShutdownReq,
 )
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
+from headrace.messages.weights import WeightOpReq
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req, StopCheckers
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
+from headrace.scheduler.weights import WeightControl
 
 logger = get_logger(__name__)
 
 STATS_INTERVAL_S = 1.0
 IDLE_WAIT_S = 0.5
+JOB_WAIT_S = 0.005
+"""While the worker prepares weights: how long the loop may sleep before it looks again."""
 EXPIRE_INTERVAL_S = 0.1
 
 
@@ -46,6 +51,7 @@ class Scheduler:
     """Composition of state, planner and commit around a worker. See the module's text.
 
     stop_checkers: makes the watcher of a request's stop strings. on_turn: called once per turn (watchdog).
+    source: signs the outputs, see `BatchTokenIDOut`.
     """
 
     def __init__(
@@ -59,14 +65,16 @@ class Scheduler:
         stop_checkers: StopCheckers,
         clock: Callable[[], float] = time.monotonic,
         on_turn: Callable[[], None] = lambda: None,
+        source: int = 0,
     ) -> None:
         self.config = config
         self.worker = worker
-        self.state = SchedulerState(config, kv, NewTokenRatio(config.conservativeness))
+        self.state = SchedulerState(config, kv, NewTokenRatio(config.conservativeness), source=source)
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
         self._to_tokenizer = to_tokenizer
         self._stop_checkers = stop_checkers
+        self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
         self._clock = clock
         self._on_turn = on_turn
         self._stopping = False
@@ -132,11 +140,12 @@ class Scheduler:
 
     def _receive(self) -> None:
         """Handle what has arrived; when there is nothing to do, wait for it."""
-        idle = not (self.state.in_flight or self.state.running or self.state.waiting)
-        if idle:
-            if not self._idle:
-                self._become_idle()
-            message = self._receiver.recv(IDLE_WAIT_S)
+        state = self.state
+        idle = not (state.in_flight or state.running or state.waiting)
+        if idle and not self._idle:
+            self._become_idle()
+        if idle or (state.gate.holds and not state.in_flight):
+            message = self._receiver.recv(JOB_WAIT_S if self._weights.has_job else IDLE_WAIT_S)
         else:
             message = self._receiver.recv_nowait()
         while message is not None:
@@ -145,7 +154,8 @@ class Scheduler:
         now = self._clock()
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
-            self._send(control.expire(self.state, now))
+            self._send(control.expire(state, now))
+        self._weights.advance()
 
     def _handle(self, message: object) -> None:
         state = self.state
@@ -161,6 +171,8 @@ class Scheduler:
                 self._to_tokenizer.send(control.flush_cache(state, message))
             case InternalStateReq():
                 self._to_tokenizer.send(InternalStateReply(message.id, self.internal_state()))
+            case WeightOpReq():
+                self._send(self._weights.handle(message))
             case HealthCheckReq():
                 self._to_tokenizer.send(control.health(state, message))
             case FaultReq() if self.config.accept_faults:
@@ -172,6 +184,9 @@ class Scheduler:
                 self._to_tokenizer.send(control.profile(self.worker, message))
             case ConfigureLoggingReq():
                 set_level(message.level)
+            case ResetReq():
+                commit.reset(state)
+                state.source = message.source
             case ShutdownReq():
                 self._stopping = True
             case _:
@@ -191,6 +206,8 @@ class Scheduler:
             self._inject_admission_fault(req)
             if request.sampling.stop or request.sampling.stop_regex:
                 req.stop_checker = self._stop_checkers(request)
+                for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
+                    req.stop_checker.push(token_id)
             state.fair_share.arrive(req, state.waiting)
             state.waiting.append(req)
             return
@@ -211,9 +228,10 @@ class Scheduler:
             raise RequestError(f"the weight of a tenant must be above 0, got {req.asked.weight}")
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
-        if len(self.state.waiting) >= self.config.max_queued:
+        # One that is sent again was accepted once.
+        if len(self.state.waiting) >= self.config.max_queued and not req.asked.attempt:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
-        whole = len(req.asked.input_ids) % TOKEN_BYTES == 0
+        whole = (len(req.asked.input_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
         self._check_allowed(req.asked.sampling)
@@ -244,7 +262,7 @@ class Scheduler:
 
     def _send(self, rows: list[TokenIDOut]) -> None:
         if rows:
-            self._to_detokenizer.send(BatchTokenIDOut(tuple(rows)))
+            self._to_detokenizer.send(BatchTokenIDOut(tuple(rows), self.state.source))
 
     def _send_batch(self, batch: BatchTokenIDOut | None) -> None:
         if batch is not None:

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.messages.control import FaultReq
+from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.fairness import FairShare
@@ -49,6 +50,26 @@ class SchedulerConfig:
     conservativeness: float = 1.0
     decode_log_interval: int = 0
     accept_faults: bool = False
+    dp_rank: int = 0
+
+
+@dataclass(slots=True)
+class Gate:
+    """Whether steps may be planned. pause: the mode it was asked in. released: tags of memory that was given back.
+
+    exclusive: the worker prepares an operation that steps must not meet. draining: such an operation waits for what runs, so that
+    nothing new begins.
+    """
+
+    pause: PauseMode | None = None
+    released: frozenset[MemoryTag] = frozenset()
+    exclusive: bool = False
+    draining: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """No step may be planned."""
+        return self.pause is not None or bool(self.released) or self.exclusive
 
 
 @dataclass(slots=True)
@@ -60,6 +81,8 @@ class SchedulerState:
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: when the step that is being planned was begun.
     group_cached: samples of one prompt -> tokens that were cached before the first of them.
+    gate: whether steps may be planned. weight_version: what the weights are called.
+    source: what its outputs are signed with, see `BatchTokenIDOut`.
     """
 
     config: SchedulerConfig
@@ -75,5 +98,8 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
     fair_share: FairShare = field(default_factory=FairShare)
     now_s: float = 0.0
+    gate: Gate = field(default_factory=Gate)
+    weight_version: str = "default"
     next_order: int = 0
     next_step: int = 0
+    source: int = 0

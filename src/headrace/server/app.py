@@ -35,6 +35,7 @@ from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, Tokeniz
 from headrace.server.openapi import OpenApi
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
+from headrace.server.weights import WeightsAPI
 
 log = get_logger(__name__)
 
@@ -76,6 +77,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
             "/configure_logging", post, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody
         ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
+        *WeightsAPI(context).routes(),
     ]
     # fmt: on
     if context.metrics is not None:

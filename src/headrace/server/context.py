@@ -17,6 +17,7 @@ from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
+from headrace.messages.weights import WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
 
 T = TypeVar("T")
@@ -32,6 +33,16 @@ TEXT_WAIT_LIMIT_S = 10.0
 
 MAX_CHARS_PER_TOKEN = 256
 """More than any token of text has, with room for normalizers that shorten: a bound on work, not on prompts."""
+
+
+class WeightFrontend(Protocol):
+    """What the server needs of the `WeightControl`. version: what the weights are called now."""
+
+    version: str
+
+    async def operate(self, operation: WeightOperation) -> WeightOpReply:
+        """Carry out one operation; its reply says whether it succeeded."""
+        ...
 
 
 class RequestFrontend(Protocol):
@@ -73,7 +84,11 @@ class RequestFrontend(Protocol):
         ...
 
     async def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the scheduler."""
+        """Counters and pool accounting of the schedulers, together."""
+        ...
+
+    async def internal_states(self) -> list[InternalState]:
+        """Of each that lives."""
         ...
 
     async def health(self, generate: bool = False) -> bool:
@@ -101,6 +116,11 @@ class RequestFrontend(Protocol):
         log_requests_level: int | None,
     ) -> dict[str, Any]:
         """Change what is logged; what now holds. Raises RequestError."""
+        ...
+
+    @property
+    def weights(self) -> WeightFrontend:
+        """Operations on weights, generation and memory."""
         ...
 
     def counters(self) -> dict[str, int]:

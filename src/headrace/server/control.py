@@ -12,6 +12,7 @@ import msgspec
 
 import headrace
 from headrace.errors import AuthError, RequestError
+from headrace.frontend.data_parallel_controller import sum_of_states
 from headrace.messages.control import FaultReq, InternalState
 from headrace.metrics.export import CONTENT_TYPE, render
 from headrace.server.context import ServingContext
@@ -98,7 +99,7 @@ class ControlAPI:
                 "vocab_size": model.ready.vocab_size,
                 "hidden_size": model.ready.hidden_size,
                 "dtype": model.ready.dtype,
-                "weight_version": "default",
+                "weight_version": self.context.frontend.weights.version,
             }
         )
 
@@ -117,7 +118,8 @@ class ControlAPI:
 
     async def loads(self, exchange: Exchange) -> None:
         """Load of each replica, for routers: requests, tokens, throughput."""
-        await exchange.reply_json({"loads": [_load(await self.context.frontend.internal_state())]})
+        states = await self.context.frontend.internal_states()
+        await exchange.reply_json({"loads": [_load(state) for state in states]})
 
     async def internal_state(self, exchange: Exchange) -> None:
         """Counters and pool accounting of the scheduler, as they are, and the counters of this process under `frontend`."""
@@ -125,8 +127,11 @@ class ControlAPI:
 
     async def _state(self) -> dict[str, object]:
         frontend = self.context.frontend
-        state = msgspec.structs.asdict(await frontend.internal_state())
-        return {**state, "frontend": frontend.counters()}
+        states = await frontend.internal_states()
+        state = {**msgspec.structs.asdict(sum_of_states(states)), "frontend": frontend.counters()}
+        if self.context.args.dp_size > 1:
+            state["replicas"] = states
+        return state
 
     async def flush_cache(self, exchange: Exchange) -> None:
         """Empty the prefix cache; 409 with the reason when requests run or wait."""
@@ -171,7 +176,7 @@ def _load(state: InternalState) -> dict[str, object]:
     pool = state.pool
     used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
     return {
-        "dp_rank": 0,
+        "dp_rank": state.dp_rank,
         "num_running_reqs": state.num_running,
         "num_waiting_reqs": state.num_waiting,
         "num_waiting_tokens": state.waiting_tokens,

@@ -10,6 +10,8 @@ import torch
 from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.cpu import _native
+from headrace.kernels.drawing import MAX_VOCAB
+from headrace.kernels.experts import PackedExperts
 from headrace.kernels.packing import (
     KV_TYPES,
     QUANT_SCHEMES,
@@ -108,6 +110,66 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         rows,
         size,
         eps,
+    )
+    return out
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.layer_norm`."""
+    size = weight.numel()
+    rows, x_stride = _rows("layer_norm: x", x, size)
+    _flat("layer_norm: weight", weight, torch.float32)
+    if bias is not None:
+        _flat("layer_norm: bias", bias, torch.float32)
+        if bias.numel() != size:
+            raise ValueError(f"layer_norm: bias has {bias.numel()} elements, weight {size}")
+    if residual is not None:
+        _flat("layer_norm: residual", residual, torch.float32)
+        if tuple(residual.shape) != tuple(x.shape):
+            raise ValueError(f"layer_norm: residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
+    out = torch.empty(rows, size)
+    _native.layer_norm(
+        x.data_ptr(),
+        x_stride,
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+        eps,
+    )
+    return out
+
+
+def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
+    """See `headrace.kernels.ops.moe`."""
+    rows, x_stride = _rows("moe: x", x, experts.hidden_size)
+    assert experts.table is not None, experts.gate_up[0].layout
+    _flat("moe: expert_ids", expert_ids, torch.int64)
+    _flat("moe: shares", shares, torch.float32)
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != rows or shares.shape != expert_ids.shape:
+        raise ValueError(
+            f"moe: {rows} rows, expert_ids {tuple(expert_ids.shape)}, shares {tuple(shares.shape)}: not [rows, top_k]"
+        )
+    if expert_ids.shape[1] == 0 or rows * expert_ids.shape[1] >= 2**31:
+        raise ValueError(f"moe: {rows} rows of {expert_ids.shape[1]} experts each")
+    out = torch.empty(rows, experts.hidden_size)
+    _native.moe(
+        x.data_ptr(),
+        x_stride,
+        expert_ids.data_ptr(),
+        shares.data_ptr(),
+        experts.table.data_ptr(),
+        out.data_ptr(),
+        rows,
+        expert_ids.shape[1],
+        len(experts.gate_up),
+        experts.hidden_size,
+        experts.intermediate_size,
+        experts.activation == "gelu_tanh",
     )
     return out
 
@@ -298,6 +360,59 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, dtype=torch.int64)
     _native.argmax(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
     return out
+
+
+def draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_weights: torch.Tensor,
+    u: torch.Tensor,
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.draw`."""
+    rows, stride, size = _logits("draw", logits)
+    parameters = (
+        ("temperatures", temperatures, torch.float32),
+        ("top_k", top_k, torch.int64),
+        ("top_p", top_p, torch.float64),
+        ("min_weights", min_weights, torch.int64),
+        ("u", u, torch.float64),
+    )
+    for name, values, dtype in parameters:
+        if values.dtype != dtype or tuple(values.shape) != (rows,) or not values.is_contiguous():
+            raise ValueError(
+                f"draw: {name} must be contiguous {dtype} [{rows}], got {values.dtype} {tuple(values.shape)}"
+            )
+    out = torch.empty(rows, dtype=torch.int64)
+    _native.draw(
+        logits.data_ptr(),
+        stride,
+        temperatures.data_ptr(),
+        top_k.data_ptr(),
+        top_p.data_ptr(),
+        min_weights.data_ptr(),
+        u.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+    )
+    return out
+
+
+def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.ops.exp_sums`."""
+    rows, stride, size = _logits("exp_sums", x)
+    peaks, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    _native.exp_sums(x.data_ptr(), stride, peaks.data_ptr(), sums.data_ptr(), rows, size)
+    return peaks, sums
+
+
+def _logits(op: str, x: torch.Tensor) -> tuple[int, int, int]:
+    """(rows, stride, V) of a float32 [rows, V >= 1]."""
+    if x.dim() != 2 or not 1 <= x.shape[1] <= MAX_VOCAB:
+        raise ValueError(f"{op}: logits must be [rows, 1 .. {MAX_VOCAB}], got {tuple(x.shape)}")
+    return *_rows(f"{op}: logits", x, x.shape[1]), x.shape[1]
 
 
 def _rows(what: str, x: torch.Tensor, size: int) -> tuple[int, int]:

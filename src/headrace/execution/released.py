@@ -1,0 +1,128 @@
+"""Memory that was given back to the system, and how to take it again.
+
+Weights go to a file without a name in the temporary directory (TMPDIR) and come back from it to the bit, whatever they were updated
+from; the KV cache's pages are dropped, and are zeros when they are next touched. Runs in the thread of the operation, with no step
+in flight.
+"""
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.attention.base import KvPool
+from headrace.errors import ExecutionError
+from headrace.layers.weight import Keeper
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """num_bytes: that were given back. resume: takes them again; raises ExecutionError, and then they are still released."""
+
+    num_bytes: int
+    resume: Callable[[], None]
+
+
+def release_kv(pool: KvPool) -> Released:
+    """Drop the pages of the KV cache; it stays where it is in the address space. Raises ExecutionError on a GPU."""
+    tensors = [*pool.k, *pool.v]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise ExecutionError("the KV cache of a GPU cannot be released")
+    for tensor in tensors:
+        _drop_pages(tensor)
+    return Released(pool.num_bytes, lambda: None)
+
+
+def release_weights(keepers: Sequence[Keeper]) -> Released:
+    """Write what the layers keep to a file and let go of it. Raises ExecutionError, with nothing changed, when there is no room."""
+    kept = [keeper.kept() for keeper in keepers]
+    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed when the weights are back
+    try:
+        places = [{name: _store(value, file.fileno()) for name, value in one.items()} for one in kept]
+    except OSError as error:
+        file.close()
+        raise ExecutionError(
+            f"the weights could not be written to the temporary directory: {error.strerror}"
+        ) from error
+    num_bytes = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+
+    def resume() -> None:
+        try:
+            again = [{name: _load(place, file.fileno()) for name, place in one.items()} for one in places]
+        except OSError as error:
+            raise ExecutionError(f"the weights could not be read back: {error.strerror}") from error
+        for keeper, one in zip(keepers, again, strict=True):
+            keeper.restore(one)
+        file.close()
+
+    for keeper, one in zip(keepers, kept, strict=True):
+        keeper.restore({name: _hollow(value) for name, value in one.items()})
+    return Released(num_bytes, resume)
+
+
+_Plain = int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in the file."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _hollow(value: torch.Tensor | _Plain) -> torch.Tensor | _Plain:
+    return torch.empty(0, dtype=value.dtype, device=value.device) if isinstance(value, torch.Tensor) else value
+
+
+def _store(value: torch.Tensor | _Plain, fd: int) -> _Stored | _Plain:
+    if not isinstance(value, torch.Tensor):
+        return value
+    place = _Stored(os.lseek(fd, 0, os.SEEK_CUR), value.shape, value.dtype, value.device)
+    host = value.cpu().contiguous()
+    view = _memory(host)
+    while view.nbytes:
+        view = view[os.write(fd, view) :]
+    return place
+
+
+def _load(place: _Stored | _Plain, fd: int) -> torch.Tensor | _Plain:
+    if not isinstance(place, _Stored):
+        return place
+    host = torch.empty(place.shape, dtype=place.dtype)
+    view, offset = _memory(host), place.offset
+    while view.nbytes:
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise OSError(0, "the file is shorter than it was")
+        view, offset = view[count:], offset + count
+    return host.to(place.device)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU. Keep the tensor for as long."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return (
+        memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+        if num_bytes
+        else memoryview(b"")
+    )
+
+
+def _drop_pages(tensor: torch.Tensor) -> None:
+    """Give the tensor's own pages back; they read as zeros afterwards (madvise(2)). Pages that it shares with others stay."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end <= start:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, length = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+    # Shared anonymous memory is given back by REMOVE, which private memory refuses.
+    if libc.madvise(address, length, mmap.MADV_REMOVE) and libc.madvise(address, length, mmap.MADV_DONTNEED):
+        raise ExecutionError(f"the KV cache could not be released: {os.strerror(ctypes.get_errno())}")

@@ -1,0 +1,371 @@
+"""Changes and reads the weights of a model that serves, and gives memory back.
+
+An update is made beside the old weights, whole, and then switched to between two steps: whatever goes wrong before that has changed
+nothing. Owns the process groups with trainers and what was released. Does not decide when: the scheduler does. Each operation runs in
+a thread of its own, one at a time; `install` of its result in the scheduler's.
+
+Memory while an update is prepared: the old weights, the new ones in the kernels' layout (of the updated layers only), and the tensors
+as they came (a mapped file, or what was received).
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from headrace.attention.base import AttentionBackend, KvPool
+from headrace.attention.torch_native import TorchNativeAttention
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
+from headrace.errors import ExecutionError, ModelError, RequestError
+from headrace.execution.memory import give_back_free_memory
+from headrace.execution.released import Released, release_kv, release_weights
+from headrace.layers.weight import Keeper, Kept, Weight
+from headrace.messages.safetensors_bytes import DTYPE_NAMES
+from headrace.messages.weights import (
+    DestroyGroup,
+    GetWeight,
+    InitGroup,
+    MemoryTag,
+    Prepared,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+    WorkerOperation,
+)
+from headrace.models.spec import CausalLM
+from headrace.weight_sync.group import WeightGroup
+
+LoadFormat = Literal["auto", "safetensors", "gguf"]
+MAX_RECEIVED_PER_WEIGHT_BYTE = 16
+_NAMES_IN_A_MESSAGE = 4
+_UNRELATED = frozenset(
+    {
+        "architectures",
+        "dtype",
+        "eos_token_ids",
+        "bos_token_id",
+        "pad_token_id",
+        "sampling_defaults",
+        "quantization",
+        "raw",
+    }
+)
+"""Fields of a config that do not change what is computed."""
+_DTYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored in DTYPE_NAMES.items()}
+
+
+def check_same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
+    """Raises ModelError naming what differs in the computation."""
+    differing = [
+        name
+        for name in ours.__struct_fields__
+        if name not in _UNRELATED and getattr(ours, name) != getattr(theirs, name)
+    ]
+    if differing:
+        shown = [f"{name} is {getattr(theirs, name)!r}, not {getattr(ours, name)!r}" for name in differing]
+        more = f"; and {len(shown) - _NAMES_IN_A_MESSAGE} more" if len(shown) > _NAMES_IN_A_MESSAGE else ""
+        raise ModelError(
+            "the checkpoint is of another model than the one that is served: "
+            f"{'; '.join(text[:200] for text in shown[:_NAMES_IN_A_MESSAGE])}{more}"
+        )
+
+
+class Job:
+    """An operation in a thread of its own. See `WeightJob`."""
+
+    def __init__(self, work: Callable[[], Prepared]) -> None:
+        self._outcome: Prepared | BaseException
+        # A daemon: a trainer that never answers must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """See `WeightJob`."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Prepared:
+        """See `WeightJob`."""
+        self._thread.join()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def _run(self, work: Callable[[], Prepared]) -> None:
+        try:
+            with torch.no_grad():
+                self._outcome = work()
+        except BaseException as error:
+            # Raised again by `result`, in the thread that answers for it.
+            self._outcome = error
+
+
+@dataclass(slots=True)
+class _Switch:
+    """New weights, whole, and how to go over to them."""
+
+    model: CausalLM
+    attention: AttentionBackend
+    new: list[tuple[Keeper, Kept]]
+
+    def __call__(self) -> None:
+        """All of them, or none. Between two steps."""
+        old = [(keeper, keeper.kept()) for keeper, _ in self.new]
+        try:
+            self._take(self.new)
+        except BaseException:
+            self._take(old)
+            raise
+
+    def _take(self, weights: list[tuple[Keeper, Kept]]) -> None:
+        for keeper, kept in weights:
+            keeper.restore(kept)
+        # The native call reads weights where they were when it was made.
+        self.model.fuse(self.attention)
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """The `WeightExecutor` of a model.
+
+    pool: the KV cache. rename: the model's name of a tensor. ignored: parts of names that may be sent and the model does not need.
+    load: another checkpoint of the same model, as a model of its own. Raises ModelError.
+    """
+
+    model: CausalLM
+    attention: AttentionBackend
+    pool: KvPool
+    rename: Callable[[str], str]
+    ignored: tuple[str, ...]
+    load: Callable[[str, LoadFormat], CausalLM]
+    _groups: dict[str, WeightGroup] = field(default_factory=dict)
+    _released: dict[MemoryTag, Released] = field(default_factory=dict)
+
+    def start(self, operation: WorkerOperation) -> Job:
+        """See `WeightExecutor`."""
+        return Job(lambda: self._prepare(operation))
+
+    def _prepare(self, operation: WorkerOperation) -> Prepared:
+        match operation:
+            case UpdateFromDisk():
+                return self._from_disk(operation)
+            case UpdateFromTensors():
+                return self._updated(_file_tensors(Path(operation.file)))
+            case UpdateFromDistributed():
+                return self._updated(self._receive(operation))
+            case InitGroup():
+                return self._init_group(operation)
+            case DestroyGroup():
+                return self._destroy_group(operation.group_name)
+            case GetWeight():
+                return self._get(operation)
+            case ReleaseMemory():
+                return self._release(operation.tags)
+            case ResumeMemory():
+                return self._resume(operation.tags)
+
+    # -- updates
+
+    def _from_disk(self, operation: UpdateFromDisk) -> Prepared:
+        other = self.load(operation.model_path, operation.load_format)
+        new = [(ours, theirs.kept()) for ours, theirs in zip(_keepers(self.model), _keepers(other), strict=True)]
+        return Prepared(
+            f"{len(new)} layers were loaded", _Switch(self.model, self.attention, new), changes_weights=True
+        )
+
+    def _updated(self, tensors: list[tuple[str, torch.Tensor]]) -> Prepared:
+        """Stage named tensors. Consumes the list, so that each is freed once it is packed. Raises ModelError."""
+        given = len(tensors)
+        wanted = {weight.name: weight for weight in self.model.weights()}
+        _check_tensors([(self.rename(name), tensor) for name, tensor in tensors], wanted, self.ignored)
+        parts: dict[int, tuple[Keeper, dict[str, torch.Tensor]]] = {}
+        while tensors:
+            name, tensor = tensors.pop()
+            weight = wanted.get(self.rename(name))
+            for keeper in weight.keepers if weight is not None else ():
+                parts.setdefault(id(keeper), (keeper, {}))[1][weight.part] = tensor  # type: ignore[union-attr]
+        new = []
+        for key in list(parts):
+            keeper, own = parts.pop(key)
+            new.append((keeper, keeper.staged(own)))
+        return Prepared(f"{given} tensors were updated", _Switch(self.model, self.attention, new), changes_weights=True)
+
+    # -- groups
+
+    def _init_group(self, operation: InitGroup) -> Prepared:
+        name = operation.group_name
+        if name in self._groups:
+            raise RequestError(f"the group {name!r} exists; destroy it first", "group_name")
+        self._groups[name] = WeightGroup(
+            operation.master_address,
+            operation.master_port,
+            operation.rank_offset,
+            operation.world_size,
+            name,
+            operation.backend,
+            operation.timeout_s,
+        )
+        return Prepared(f"joined the group {name!r} as rank {operation.rank_offset} of {operation.world_size}")
+
+    def _destroy_group(self, name: str) -> Prepared:
+        self._group(name).close()
+        del self._groups[name]
+        return Prepared(f"left the group {name!r}")
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise RequestError(f"there is no group {name!r}; call init_weights_update_group first", "group_name")
+        return self._groups[name]
+
+    def _receive(self, operation: UpdateFromDistributed) -> list[tuple[str, torch.Tensor]]:
+        """Everything that rank 0 was said to send: also what will be refused afterwards, or the trainer would wait for us forever."""
+        group = self._group(operation.group_name)
+        dtypes = [_dtype(name) for name in operation.dtypes]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(operation.shapes, dtypes, strict=True)]
+        limit = MAX_RECEIVED_PER_WEIGHT_BYTE * sum(math.prod(w.shape) * 4 for w in self.model.weights())
+        if sum(sizes) > limit:
+            raise RequestError(f"shapes: {sum(sizes)} bytes are more than this model can have ({limit})", "shapes")
+        try:
+            if operation.bucketed:
+                bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
+                group.broadcast(bucket)
+                # A slice may begin where its dtype cannot, so each is a copy.
+                flat = [part.clone().view(dtype) for part, dtype in zip(bucket.split(sizes), dtypes, strict=True)]
+                tensors = [part.view(shape) for part, shape in zip(flat, operation.shapes, strict=True)]
+            else:
+                tensors = []
+                for shape, dtype in zip(operation.shapes, dtypes, strict=True):
+                    tensors.append(torch.empty(shape, dtype=dtype, device=group.device))
+                    group.broadcast(tensors[-1])
+        except ExecutionError as error:
+            group.close()
+            del self._groups[operation.group_name]
+            raise ExecutionError(
+                f"{error.message}. The group {operation.group_name!r} was left; join it again"
+            ) from error
+        return list(zip(operation.names, tensors, strict=True))
+
+    # -- reading
+
+    def _get(self, operation: GetWeight) -> Prepared:
+        name = self.rename(operation.name)
+        for weight in self.model.weights():
+            if weight.name == name:
+                rows = weight.read()[: operation.truncate_size].float().cpu().contiguous()
+                return Prepared("read", shape=tuple(rows.shape), values=rows.numpy().tobytes())
+        raise RequestError(f"the model has no weight {operation.name!r}", "name")
+
+    # -- memory
+
+    def _release(self, tags: Sequence[MemoryTag]) -> Prepared:
+        freed = 0
+        for tag in tags:
+            if tag not in self._released:
+                if tag == "weights":
+                    self._released[tag] = release_weights(_keepers(self.model))
+                    # The native call holds weights too. Without pages there is none.
+                    self.model.fuse(TorchNativeAttention())
+                    give_back_free_memory()
+                else:
+                    self._released[tag] = release_kv(self.pool)
+                freed += self._released[tag].num_bytes
+        return Prepared(f"{freed} bytes were released")
+
+    def _resume(self, tags: Sequence[MemoryTag]) -> Prepared:
+        taken = 0
+        for tag in tags:
+            if tag in self._released:
+                taken += self._released[tag].num_bytes
+                self._released[tag].resume()
+                del self._released[tag]
+                if tag == "weights":
+                    self.model.fuse(self.attention)
+        return Prepared(f"{taken} bytes were resumed")
+
+
+def _keepers(model: CausalLM) -> list[Keeper]:
+    """Every layer that keeps weights, once, in the model's order. Raises ModelError for a weight that nobody keeps replaceably."""
+    found: list[Keeper] = []
+    for weight in model.weights():
+        _check_replaceable(weight)
+        found += weight.keepers
+    return list({id(keeper): keeper for keeper in found}.values())
+
+
+def _check_replaceable(weight: Weight) -> None:
+    if not weight.keepers:
+        raise ModelError(f"{weight.name} cannot be replaced while the model serves")
+
+
+def _check_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], wanted: dict[str, Weight], ignored: tuple[str, ...]
+) -> None:
+    """Raises ModelError naming every tensor that does not fit."""
+    faults: list[str] = []
+    seen: set[str] = set()
+    given = dict(tensors_list := list(tensors))
+    for name, tensor in tensors_list:
+        if name in seen:
+            faults.append(f"{name} is given twice")
+        seen.add(name)
+        if name == "lm_head.weight" and name not in wanted:
+            embedding = given.get("model.embed_tokens.weight")
+            if embedding is None or embedding.shape != tensor.shape or not torch.equal(embedding, tensor):
+                faults.append("lm_head.weight is tied to model.embed_tokens.weight in this model and differs from it")
+        elif name not in wanted:
+            if not any(part in name for part in ignored):
+                faults.append(f"the model has no weight {name}")
+        elif tuple(tensor.shape) != wanted[name].shape:
+            faults.append(f"{name} is {list(tensor.shape)}, not {list(wanted[name].shape)}")
+        elif not tensor.dtype.is_floating_point:
+            faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not a float")
+        elif tensor.numel() and not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor)):
+            faults.append(f"{name} holds NaN or infinity")
+        else:
+            _check_replaceable(wanted[name])
+    if not given:
+        faults.append("no tensors were given")
+    if faults:
+        more = f" and {len(faults) - _NAMES_IN_A_MESSAGE} more" if len(faults) > _NAMES_IN_A_MESSAGE else ""
+        raise ModelError(f"the tensors do not fit the model: {'; '.join(faults[:_NAMES_IN_A_MESSAGE])}{more}")
+
+
+def _file_tensors(path: Path) -> list[tuple[str, torch.Tensor]]:
+    """Views of the mapped file. Raises ModelError for anything but a whole safetensors file."""
+    try:
+        file = SafetensorsFile(path)
+    except ModelError as error:
+        reason = error.message.replace(path.name, "the body", 1)
+        raise ModelError(
+            f"{reason}. Tensors are sent as a safetensors file; pickled objects are not accepted"
+        ) from None
+    return [(name, _view(file, entry)) for name, entry in file.entries.items()]
+
+
+def _view(file: SafetensorsFile, entry: SafetensorsEntry) -> torch.Tensor:
+    """The tensor in the mapped file; a copy where it does not begin at a multiple of its element's size."""
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise ModelError(f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}")
+    if not entry.num_bytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    size = DTYPE_BYTES[entry.dtype]
+    if entry.offset % size:
+        data = bytearray(file.buffer[entry.offset : entry.offset + entry.num_bytes])
+        return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+    count = entry.num_bytes // size
+    return torch.frombuffer(file.buffer, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise RequestError(f"dtypes: {name!r} is not a dtype of torch", "dtypes")
+    return dtype

@@ -1,0 +1,220 @@
+"""Which of several replicas gets a request (--dp-size, --load-balance-method), and what several replicas are together.
+
+Owns the policies and what they know of each replica's load and cache. A thin layer within the main process, not a process of its own:
+every request and output passes the tokenizer manager anyway, which knows who is live and how long each is, so a process between would
+add two hops to every message and a second copy of that knowledge. With one replica none of this exists. Does not send: `replay`
+does, which also moves the samples of a replica that has died. Event loop only.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from headrace.errors import ConfigError
+from headrace.messages.channel import Message, Sender
+from headrace.messages.control import InternalState, PoolState, ReadyInfo
+from headrace.messages.requests import TokenizedGenerateReqInput
+
+if TYPE_CHECKING:
+    from headrace.frontend.replay import Balancer
+
+Method = Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
+
+BLOCK_TOKENS = 32
+MAX_BLOCKS = 65536
+"""Prefix blocks remembered of each replica: 2M tokens, some 10 MB."""
+MIN_SHARED = 0.5
+"""A shared prefix of less than this part of the prompt does not bind a request to a replica."""
+MAX_LEAD_REQUESTS = 32
+MAX_LEAD_FACTOR = 1.5
+"""A replica with so many requests more than the least loaded one, and so many times as many, gets no more for its cache's sake."""
+
+
+class FanOutSender:
+    """Several writing ends as one."""
+
+    def __init__(self, senders: Sequence[Sender]) -> None:
+        self._senders = senders
+
+    def send(self, message: Message) -> None:
+        """To all."""
+        for sender in self._senders:
+            sender.send(message)
+
+    def close(self) -> None:
+        """See `Sender`."""
+        for sender in self._senders:
+            sender.close()
+
+
+class RoundRobin:
+    """Each in turn."""
+
+    def __init__(self) -> None:
+        self._turn = itertools.count()
+
+    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
+        """See `Balancer`."""
+        return ranks[next(self._turn) % len(ranks)]
+
+    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """See `Balancer`."""
+
+    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """See `Balancer`."""
+
+    def forget(self, rank: int) -> None:
+        """See `Balancer`."""
+
+
+class LeastLoaded:
+    """Who has the fewest live samples, or (by_tokens) the fewest tokens that these may come to hold. The first of equals in turn."""
+
+    def __init__(self, num_replicas: int, by_tokens: bool) -> None:
+        self.load = [0] * num_replicas
+        self._by_tokens = by_tokens
+        self._turn = itertools.count()
+
+    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
+        """See `Balancer`."""
+        first = next(self._turn) % len(ranks)
+        return min((*ranks[first:], *ranks[:first]), key=self.load.__getitem__)
+
+    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """See `Balancer`."""
+        self.load[rank] += self._weight(request)
+
+    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """See `Balancer`."""
+        self.load[rank] -= self._weight(request)
+
+    def forget(self, rank: int) -> None:
+        """See `Balancer`."""
+
+    def _weight(self, request: TokenizedGenerateReqInput) -> int:
+        return len(request.input_ids) // 4 + request.sampling.max_new_tokens if self._by_tokens else 1
+
+
+class CacheAware:
+    """Who is likely to have the longest prefix of the prompt in its cache, unless that one has far more to do than others.
+
+    The idea is that of the SGLang router's cache-aware policy (Zheng et al., "SGLang: Efficient Execution of Structured Language
+    Model Programs", 2024, and its router's documentation): an approximate picture of each replica's cache, kept by who was sent what,
+    and a switch to the shortest queue when the loads are out of balance. Here the picture is a bounded set of hashes of the prompt's
+    first 1, 2, 3, ... blocks, the least recently used forgotten first. It ignores what the replica itself evicts.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
+        self._shortest = LeastLoaded(num_replicas, by_tokens=False)
+
+    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
+        """See `Balancer`."""
+        least = self._shortest.choose(request, ranks)
+        hashes = _prefix_hashes(request)
+        if not hashes:
+            return least
+        shared = {rank: self._num_shared(rank, hashes) for rank in ranks}
+        best = max(ranks, key=lambda rank: (shared[rank], rank == least))
+        load = self._shortest.load
+        is_overloaded = load[best] > load[least] + MAX_LEAD_REQUESTS and load[best] > load[least] * MAX_LEAD_FACTOR
+        return least if is_overloaded or shared[best] < MIN_SHARED * len(hashes) else best
+
+    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """See `Balancer`."""
+        self._shortest.sent(rank, request)
+        blocks = self._blocks[rank]
+        for value in reversed(_prefix_hashes(request)):
+            # The beginning last: it is what outlives.
+            blocks[value] = None
+            blocks.move_to_end(value)
+        while len(blocks) > MAX_BLOCKS:
+            blocks.popitem(last=False)
+
+    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """See `Balancer`."""
+        self._shortest.left(rank, request)
+
+    def forget(self, rank: int) -> None:
+        """See `Balancer`."""
+        self._blocks[rank].clear()
+
+    def _num_shared(self, rank: int, hashes: Sequence[int]) -> int:
+        blocks = self._blocks[rank]
+        return next((n for n, value in enumerate(hashes) if value not in blocks), len(hashes))
+
+
+def _prefix_hashes(request: TokenizedGenerateReqInput) -> list[int]:
+    """One hash for each whole block of the prompt: of it, all before it and the namespace. None for embeddings."""
+    if request.input_embeds:
+        return []
+    size, value, hashes = BLOCK_TOKENS * 4, hash(request.namespace), []
+    for end in range(size, len(request.input_ids) + 1, size):
+        value = hash((value, request.input_ids[end - size : end]))
+        hashes.append(value)
+    return hashes
+
+
+def make_balancer(method: Method, num_replicas: int) -> "Balancer":
+    """The policy of --load-balance-method."""
+    match method:
+        case "round_robin":
+            return RoundRobin()
+        case "shortest_queue":
+            return LeastLoaded(num_replicas, by_tokens=False)
+        case "total_tokens":
+            return LeastLoaded(num_replicas, by_tokens=True)
+        case "cache_aware":
+            return CacheAware(num_replicas)
+
+
+def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
+    """What replicas are together: a prompt must fit into each, and all run requests at once.
+
+    Raises ConfigError when they are not alike.
+    """
+    first = infos[0]
+    if len({info.device for info in infos}) > 1:
+        raise ConfigError("--dp-size: there is not a GPU for each replica; say --device cpu, or fewer replicas")
+    return msgspec.structs.replace(
+        first,
+        max_total_tokens=min(info.max_total_tokens for info in infos),
+        context_length=min(info.context_length for info in infos),
+        max_running_requests=sum(info.max_running_requests for info in infos),
+        weight_bytes=sum(info.weight_bytes for info in infos),
+        kv_bytes=sum(info.kv_bytes for info in infos),
+        load_s=max(info.load_s for info in infos),
+    )
+
+
+def sum_of_states(states: Sequence[InternalState]) -> InternalState:
+    """Counters and gauges of all replicas together; `new_token_ratio` is the mean, texts that differ are joined by commas."""
+    if len(states) == 1:
+        return states[0]
+    pools = [state.pool for state in states]
+    totals = {
+        name: sum(getattr(pool, name) for pool in pools) for name in PoolState.__struct_fields__ if name != "consistent"
+    }
+    pool = PoolState(**totals, consistent=all(pool.consistent for pool in pools))
+    plain = {
+        name: sum(getattr(state, name) for state in states)
+        for name in InternalState.__struct_fields__
+        if name not in ("pool", "new_token_ratio", "dp_rank", "paused", "released", "weight_version")
+    }
+    ratio = sum(state.new_token_ratio for state in states) / len(states)
+    return InternalState(
+        pool=pool,
+        new_token_ratio=ratio,
+        dp_rank=0,
+        paused=_joined(state.paused for state in states),
+        released=tuple(sorted({tag for state in states for tag in state.released})),
+        weight_version=_joined(state.weight_version for state in states),
+        **plain,
+    )
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return ",".join(dict.fromkeys(text for text in texts if text))

@@ -1,0 +1,143 @@
+"""Starts a dead child process again, a bounded number of times.
+
+Owns one thread per restart under way, and the budget of restarts. Does not notice deaths (`supervisor` does, and asks here from its
+thread), nor know how a process is made, nor replay anything (`replay` does, in the event loop).
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from headrace.errors import ConfigError, HeadraceError, ModelError
+from headrace.log import get_logger
+
+logger = get_logger(__name__)
+
+WINDOW_S = 600.0
+"""So many seconds count for --max-restarts."""
+
+
+class RestartableProcess(Protocol):
+    """A child process as this module sees it."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages to people."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives."""
+
+    def wait_ready(
+        self,
+        on_progress: Callable[[int, int], None] = ...,
+        should_stop: Callable[[], bool] = ...,
+    ) -> object:
+        """Until it can serve. Raises HeadraceError when it cannot, or `should_stop`."""
+
+    def kill(self) -> None:
+        """End it now and release what it held here. Idempotent."""
+
+
+P = TypeVar("P", bound=RestartableProcess)
+
+
+class RestartBudget:
+    """At most `max_restarts` within any `WINDOW_S` seconds."""
+
+    def __init__(self, max_restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max = max_restarts
+        self._clock = clock
+        self._taken: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Count a restart; False when there have been too many."""
+        now = self._clock()
+        while self._taken and self._taken[0] <= now - WINDOW_S:
+            self._taken.popleft()
+        if len(self._taken) >= self._max:
+            return False
+        self._taken.append(now)
+        return True
+
+
+class Recovery(Generic[P]):
+    """See the module's text. Callbacks are called from threads.
+
+    children: the live processes, shared with the supervisor; a dead one is taken out, its replacement put in when it can serve.
+    respawn: starts a process for a dead one. on_down, on_up: a process is out of service; its replacement is in service.
+    on_failure: no more restarts, with a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
+    """
+
+    def __init__(
+        self,
+        children: list[P],
+        budget: RestartBudget,
+        respawn: Callable[[P], P],
+        on_down: Callable[[P], None],
+        on_up: Callable[[P], None],
+        on_failure: Callable[[str], None],
+        start_limit_s: float,
+    ) -> None:
+        self._children = children
+        self._budget = budget
+        self._respawn = respawn
+        self._on_down = on_down
+        self._on_up = on_up
+        self._on_failure = on_failure
+        self._start_limit_s = start_limit_s
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def recover(self, dead: P) -> bool:
+        """Take a death in hand. False: there have been too many, or the end has begun."""
+        if self._stopping.is_set() or not self._budget.take():
+            return False
+        self._children.remove(dead)
+        dead.kill()
+        self._on_down(dead)
+        thread = threading.Thread(target=self._restart, args=(dead,), name=f"restart {dead.name}", daemon=True)
+        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+        thread.start()
+        return True
+
+    def stop(self) -> None:
+        """Start nothing any more, and end what is only just starting. Idempotent; from any thread."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _restart(self, dead: P) -> None:
+        begin = time.monotonic()
+        while True:
+            process = self._respawn(dead)
+            error = self._why_not_ready(process)
+            if self._stopping.is_set():
+                process.kill()
+                return
+            if error is None:
+                logger.warning("the %s process is back after %.1f s", process.name, time.monotonic() - begin)
+                self._children.append(process)
+                self._on_up(process)
+                return
+            process.kill()
+            logger.error("the %s process could not be started again: %s", process.name, error.message)
+            # What is wrong with the options or the model will be wrong the next time.
+            if isinstance(error, ConfigError | ModelError) or not self._budget.take():
+                self._on_failure(f"the {process.name} process has died and could not be started again")
+                return
+
+    def _why_not_ready(self, process: P) -> HeadraceError | None:
+        end_s = time.monotonic() + self._start_limit_s
+
+        def should_stop() -> bool:
+            return self._stopping.is_set() or (self._start_limit_s > 0 and time.monotonic() > end_s)
+
+        try:
+            process.wait_ready(should_stop=should_stop)
+        except HeadraceError as error:
+            return error
+        return None

@@ -1,0 +1,328 @@
+"""The way from the front end to the schedulers, through their deaths.
+
+Owns which replica has which sample, what is held while nobody can take it, and what is sent again after a death: the sample with the
+outputs that have arrived here, after which the new scheduler goes on as after a retraction. Outputs are functions of the
+prompt, the seed and the position, so the text continues as if nothing had happened. What a dead scheduler still had under way carries
+its `source` and is dropped. Does not notice deaths nor start processes (`supervisor`, `recovery`), nor choose among replicas
+(`data_parallel_controller`). Used by the tokenizer manager, in its event loop only, except `new_source`.
+
+A request may itself be what kills. Samples in flight at SUSPECT_DEATHS deaths, without PROBATION_TOKENS more between them, are
+suspects: they are sent one at a time, each until it has come so much further, while all others go on. The one on probation when the
+next death comes, or a suspect that was alone in flight, is given up.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from headrace.frontend.request_state import ReqState
+from headrace.log import get_logger
+from headrace.messages.channel import Message, Sender
+from headrace.messages.control import AbortReq, FaultReq, ResetReq, SourceGone
+from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+from headrace.metrics.catalog import Metrics
+
+logger = get_logger(__name__)
+
+SUSPECT_DEATHS = 2
+PROBATION_TOKENS = 64
+WATCH_INTERVAL_S = 0.05
+NOWHERE = -1
+"""Rank of a sample that no replica has."""
+
+GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been given up"
+TOO_LATE = "the request took longer than the server allows"
+
+
+class Balancer(Protocol):
+    """Chooses among replicas. Owns what it needs to know of their load."""
+
+    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
+        """One of `ranks`, which is not empty, for `request`."""
+
+    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """`rank` has been given `request`."""
+
+    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+        """`request`, as it was given to `rank`, has ended or has been taken away."""
+
+    def forget(self, rank: int) -> None:
+        """`rank` has begun a new life: its cache is empty."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One scheduler through its lives. source: signs the outputs of this life."""
+
+    sender: Sender
+    source: int
+    is_up: bool = True
+
+
+class EngineLink:
+    """Sends samples to the schedulers and control messages to all of them; a `Sender`.
+
+    samples: the table of live samples. end: ends one here, as an output with this finish reason would. to_detokenizer: where it can be
+    told that a source is gone. balancer: None for one replica.
+    """
+
+    def __init__(
+        self,
+        schedulers: Sequence[Sender],
+        samples: Mapping[str, ReqState],
+        end: Callable[[ReqState, FinishReason], None],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        to_detokenizer: Sender | None = None,
+        balancer: Balancer | None = None,
+    ) -> None:
+        assert len(schedulers) == 1 or balancer is not None
+        self.gone: set[int] = set()
+        self.num_replayed = 0
+        self.num_given_up = 0
+        self._replicas = [_Replica(sender, rank) for rank, sender in enumerate(schedulers)]
+        self._sources = itertools.count(len(schedulers))
+        self._samples = samples
+        self._end = end
+        self._metrics = metrics
+        self._clock = clock
+        self._to_detokenizer = to_detokenizer
+        self._balancer = balancer
+        self._detokenizer_is_up = True
+        self._crashes: list[FaultReq] = []
+        self._probation: ReqState | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    # -- towards the schedulers
+
+    @property
+    def is_serving(self) -> bool:
+        """Some scheduler and the detokenizer are up."""
+        return self._detokenizer_is_up and any(replica.is_up for replica in self._replicas)
+
+    @property
+    def ranks_up(self) -> list[int]:
+        """Replicas that live."""
+        return [rank for rank, replica in enumerate(self._replicas) if replica.is_up]
+
+    def num_up(self) -> int:
+        """How many replicas live: so many answer a control message."""
+        return len(self.ranks_up)
+
+    @property
+    def num_held(self) -> int:
+        """Samples that wait for somebody to take them."""
+        return len(self._held())
+
+    def submit(self, samples: Sequence[ReqState]) -> None:
+        """Send samples (`request` is set), those of one replica in one message; what cannot be sent now is held."""
+        messages: dict[int, list[TokenizedGenerateReqInput]] = {}
+        ranks_of_groups: dict[str, int] = {}
+        for sample in samples:
+            assert sample.request is not None, sample.rid
+            group = sample.request.group
+            rank = ranks_of_groups[group] if group in ranks_of_groups else self._choose(sample)
+            if rank == NOWHERE or not self._may_go(sample):
+                continue
+            if group:
+                # They share the prompt's KV.
+                ranks_of_groups[group] = rank
+            request = self._next_attempt(sample)
+            sample.rank = rank
+            if self._balancer is not None:
+                self._balancer.sent(rank, sample.request)
+            messages.setdefault(rank, []).append(request)
+        for rank, requests in messages.items():
+            sender = self._replicas[rank].sender
+            sender.send(requests[0] if len(requests) == 1 else BatchTokenizedGenerateReqInput(tuple(requests)))
+        if sum(map(len, messages.values())) < len(samples) or self._probation is not None:
+            self._watch()
+
+    def send(self, message: Message) -> None:
+        """A control message to all replicas that live. An abort also ends what is held here."""
+        if isinstance(message, AbortReq) and self._is_watching:
+            for sample in self._held():
+                if message.abort_all or sample.rid in message.rids:
+                    self._end(sample, FinishReason("abort", message=message.message))
+        if isinstance(message, FaultReq) and message.kind == "crash":
+            # Test hook: a request that kills, kills every scheduler that gets it.
+            self._crashes.append(message)
+        for replica in self._replicas:
+            if replica.is_up:
+                replica.sender.send(message)
+
+    def close(self) -> None:
+        """Watch no longer. The senders are their owner's."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def left(self, sample: ReqState) -> None:
+        """A sample has left the table."""
+        if self._balancer is not None and sample.rank != NOWHERE:
+            assert sample.request is not None, sample.rid
+            self._balancer.left(sample.rank, sample.request)
+            sample.rank = NOWHERE
+
+    # -- deaths and lives
+
+    def new_source(self) -> int:
+        """A number for a life that begins. From any thread."""
+        return next(self._sources)
+
+    def scheduler_down(self, rank: int) -> None:
+        """A replica has died: others take its samples, or they are held until it is up again."""
+        replica = self._replicas[rank]
+        replica.is_up = False
+        self._forget_source(replica.source)
+        if self._balancer is not None:
+            self._balancer.forget(rank)
+        self._take_back({rank})
+        self._release()
+
+    def scheduler_up(self, rank: int, source: int, sender: Sender) -> None:
+        """A replica's new life can be sent to. What was sent to the old one and not read is gone with its sender."""
+        self._replicas[rank].sender.close()
+        self._replicas[rank] = _Replica(sender, source)
+        for crash in self._crashes:
+            sender.send(crash)
+        self._release()
+
+    def detokenizer_down(self) -> None:
+        """It has died, and with it the state of every sample's text: the schedulers begin every sample again when it is back."""
+        self._detokenizer_is_up = False
+        for replica in self._replicas:
+            if replica.is_up:
+                self._forget_source(replica.source)
+                replica.source = self.new_source()
+                replica.sender.send(ResetReq(replica.source))
+        self._take_back(set(range(len(self._replicas))))
+        self._release()
+
+    def detokenizer_up(self) -> None:
+        """It can be sent to again."""
+        self._detokenizer_is_up = True
+        for source in sorted(self.gone):
+            # The new one may still hear of these what the old one had not read.
+            self._forget_source(source)
+        self._release()
+
+    def _forget_source(self, source: int) -> None:
+        self.gone.add(source)
+        if self._to_detokenizer is not None:
+            self._to_detokenizer.send(SourceGone(source))
+
+    def _take_back(self, ranks: set[int]) -> None:
+        """What was in flight at `ranks` is held again, but for what nobody waits for and what has to be given up."""
+        lost = [sample for sample in self._samples.values() if sample.rank in ranks and sample.finish is None]
+        guilty = self._probation if self._probation in lost else lost[0] if len(lost) == 1 else None
+        if self._probation in lost:
+            self._probation = None
+        for sample in lost:
+            self.left(sample)
+            sample.rank = NOWHERE
+            sample.note("lost", self._clock())
+            sample.num_deaths = 1 if _has_passed(sample) else sample.num_deaths + 1
+            sample.num_outputs_at_death = len(sample.output_ids)
+            if sample.abort_asked or sample.call.abandoned:
+                self._end(sample, FinishReason("abort", message="aborted"))
+            elif sample is guilty and sample.num_deaths >= SUSPECT_DEATHS:
+                self.num_given_up += 1
+                logger.error("rid %s is given up: it was in flight at %d deaths", sample.rid, sample.num_deaths)
+                self._end(sample, FinishReason("abort", message=GIVEN_UP, status_code=500))
+
+    def _release(self) -> None:
+        """Send what is held, as far as it can be."""
+        held = self._held()
+        if held and self.is_serving:
+            self.submit(held)
+        elif held:
+            self._watch()
+
+    def _held(self) -> list[ReqState]:
+        return [
+            sample
+            for sample in self._samples.values()
+            if sample.rank == NOWHERE and sample.request is not None and sample.finish is None
+        ]
+
+    def _choose(self, sample: ReqState) -> int:
+        if not self.is_serving:
+            return NOWHERE
+        if self._balancer is None:
+            return 0
+        assert sample.request is not None, sample.rid
+        if sample.routed_rank is not None:
+            return sample.routed_rank if self._replicas[sample.routed_rank].is_up else NOWHERE
+        return self._balancer.choose(sample.request, self.ranks_up)
+
+    def _may_go(self, sample: ReqState) -> bool:
+        """False for a suspect while another one is on probation."""
+        if sample.num_deaths < SUSPECT_DEATHS:
+            return True
+        if self._probation is not None:
+            return False
+        self._probation = sample
+        return True
+
+    def _next_attempt(self, sample: ReqState) -> TokenizedGenerateReqInput:
+        request, attempt = sample.request, sample.num_sends
+        assert request is not None, sample.rid
+        sample.num_sends += 1
+        if not attempt:
+            return request
+        self.num_replayed += 1
+        self._metrics.replayed_requests.inc()
+        sample.note("replayed", self._clock())
+        logprobs = request.logprobs
+        if logprobs is not None and sample.output_ids:
+            # Those of the prompt came with the first output.
+            logprobs = msgspec.structs.replace(logprobs, prompt_start=sample.num_prompt_tokens + 1)
+        return msgspec.structs.replace(
+            request,
+            output_ids=pack_int32(sample.output_ids),
+            attempt=attempt,
+            logprobs=logprobs,
+            # One that has begun to answer does not wait as a new one does.
+            queue_deadline_s=0.0 if sample.output_ids else request.queue_deadline_s,
+        )
+
+    # -- while something is held
+
+    @property
+    def _is_watching(self) -> bool:
+        return self._watcher is not None and not self._watcher.done()
+
+    def _watch(self) -> None:
+        if not self._is_watching:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch_held())
+
+    async def _watch_held(self) -> None:
+        """Deadlines of what is held, and the end of a probation: nobody else looks after these."""
+        while (held := self._held()) or self._probation is not None:
+            self._end_late(held)
+            suspect = self._probation
+            if suspect is not None and (suspect.finish is not None or _has_passed(suspect)):
+                suspect.num_deaths = 0
+                self._probation = None
+                self._release()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _end_late(self, held: Iterable[ReqState]) -> None:
+        now_s = self._clock()
+        for sample in held:
+            assert sample.request is not None, sample.rid
+            if 0 < sample.request.deadline_s <= now_s:
+                self._end(sample, FinishReason("abort", message=TOO_LATE, status_code=408))
+            elif 0 < sample.request.queue_deadline_s <= now_s and not sample.output_ids:
+                self._end(sample, FinishReason("abort", message=WAITED_TOO_LONG, status_code=503))
+
+
+def _has_passed(sample: ReqState) -> bool:
+    """It is well beyond where it was at the last death: it did not cause that one."""
+    return len(sample.output_ids) >= sample.num_outputs_at_death + PROBATION_TOKENS

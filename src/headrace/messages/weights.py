@@ -1,0 +1,165 @@
+"""Operations on the weights, on generation as a whole and on memory: what the front end asks, what the scheduler asks of the worker.
+
+One request carries one operation and its reply the same `id`. Tensors never cross a channel: they lie in a file that only the two
+processes can name, in a checkpoint, or come over a process group. No torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+PauseMode = Literal["abort", "retract", "in_place"]
+MemoryTag = Literal["kv_cache", "weights"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+
+
+class _Operation(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of operations."""
+
+
+class PauseGeneration(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Plan no more steps. abort: end every request. retract: running requests go back to the queue. in_place: they keep their KV."""
+
+    mode: PauseMode = "abort"
+
+
+class ContinueGeneration(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Plan steps again."""
+
+
+class UpdateFromDisk(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """All weights from the checkpoint at `model_path`, a name or a path. load_format: as --load-format."""
+
+    model_path: str
+    load_format: Literal["auto", "safetensors", "gguf"] = "auto"
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class UpdateFromTensors(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Some or all weights from `file`, a safetensors file; Hugging Face names."""
+
+    file: str
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class UpdateFromDistributed(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Some or all weights from rank 0 of a group, one broadcast each in this order; bucketed: one broadcast of all their bytes."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    group_name: str
+    bucketed: bool = False
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class InitGroup(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Join the process group `group_name` as rank `rank_offset` of `world_size`. The trainer is rank 0 and listens at the address.
+
+    timeout_s: for joining, and for every broadcast later.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+
+
+class DestroyGroup(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Leave a process group."""
+
+    group_name: str
+
+
+class GetWeight(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """The first `truncate_size` rows of a weight (elements of a vector), by its Hugging Face name."""
+
+    name: str
+    truncate_size: int
+
+
+class SetWeightVersion(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Name the weights that are served."""
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class ReleaseMemory(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Give memory back to the system. Nothing runs until all of it has been resumed."""
+
+    tags: tuple[MemoryTag, ...]
+
+
+class ResumeMemory(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Take released memory again; weights are what they were."""
+
+    tags: tuple[MemoryTag, ...]
+
+
+Update = UpdateFromDisk | UpdateFromTensors | UpdateFromDistributed
+WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | ReleaseMemory | ResumeMemory
+"""What the worker does; the rest is the scheduler's own."""
+WeightOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion
+
+
+class WeightOpReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Ask for an operation."""
+
+    id: int
+    operation: WeightOperation
+
+
+class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """What became of it. weight_version: of now. num_paused_requests: running and waiting when it was done.
+
+    shape, values: float32[shape] little-endian, of `GetWeight`.
+    """
+
+    id: int
+    success: bool
+    message: str
+    weight_version: str
+    num_paused_requests: int = 0
+    shape: tuple[int, ...] = ()
+    values: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The slow part of an operation is done. install: what is left, to be called between two steps; quick.
+
+    changes_weights: no KV computed before may be used after it.
+    """
+
+    message: str
+    install: Callable[[], None] = lambda: None
+    changes_weights: bool = False
+    shape: tuple[int, ...] = ()
+    values: bytes = b""
+
+
+class WeightJob(Protocol):
+    """An operation under way in a thread of its own."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` answers at once."""
+
+    def result(self) -> Prepared:
+        """What is left to do. Raises HeadraceError, and then nothing has changed."""
+
+
+class WeightExecutor(Protocol):
+    """The worker's side. One job at a time."""
+
+    def start(self, operation: WorkerOperation) -> WeightJob:
+        """Begin; returns at once."""

@@ -1,0 +1,291 @@
+"""Routes that pause generation, change weights and give memory back (SPEC H5). Field names are those of SGLang's clients.
+
+Runs in the event loop of the main process. All of it needs the admin key, but for the version of the weights. An operation that has
+begun goes on when its client leaves.
+"""
+
+from typing import Any, Literal
+from urllib.parse import parse_qs
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.frontend.weight_control import TensorFile
+from headrace.frontend.weight_operations import (
+    GROUP_NAME,
+    GROUP_TIMEOUT_S,
+    TRUNCATE_SIZE,
+    checked_group,
+    checked_load_format,
+    checked_tags,
+    checked_tensors,
+    checked_truncate_size,
+    nested_values,
+)
+from headrace.messages.weights import (
+    ContinueGeneration,
+    DestroyGroup,
+    GetWeight,
+    PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+    WeightOperation,
+    WeightOpReply,
+)
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+from headrace.server.routes import RouteSpec
+
+BODY_BYTES_PER_WEIGHT_BYTE = 16
+"""A body with tensors may be so many times as large as the weights are in memory: float32 in base64 for a model in 4 bits."""
+
+
+class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
+    """How to pause."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class EmptyBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Nothing."""
+
+
+class DiskBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which checkpoint. flush_cache: old KV is never used with new weights, so the cache is emptied also when this is false."""
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class TensorBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Safetensors files in base64, which together hold the tensors. flush_cache: as in `DiskBody`."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: Literal["safetensors"] | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class GroupBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The process group to join. timeout_s: for joining and for every broadcast."""
+
+    master_address: str
+    master_port: int | str
+    rank_offset: int
+    world_size: int
+    group_name: str = GROUP_NAME
+    backend: str = "nccl"
+    timeout_s: float = GROUP_TIMEOUT_S
+
+
+class DistributedBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What rank 0 will broadcast. bucketed, or load_format flattened_bucket: one uint8 tensor. flush_cache: as in `DiskBody`."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = GROUP_NAME
+    bucketed: bool = False
+    load_format: Literal["flattened_bucket"] | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class DestroyBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which group."""
+
+    group_name: str = GROUP_NAME
+
+
+class GetWeightBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which weight, and how many of its rows."""
+
+    name: str
+    truncate_size: int = TRUNCATE_SIZE
+
+
+class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What the weights are called from now on."""
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class MemoryBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to release or resume; null: everything."""
+
+    tags: list[str] | None = None
+
+
+_PAUSE = msgspec.json.Decoder(PauseBody)
+_EMPTY = msgspec.json.Decoder(EmptyBody)
+_DISK = msgspec.json.Decoder(DiskBody)
+_TENSOR = msgspec.json.Decoder(TensorBody)
+_GROUP = msgspec.json.Decoder(GroupBody)
+_DISTRIBUTED = msgspec.json.Decoder(DistributedBody)
+_DESTROY = msgspec.json.Decoder(DestroyBody)
+_GET = msgspec.json.Decoder(GetWeightBody)
+_VERSION = msgspec.json.Decoder(VersionBody)
+_MEMORY = msgspec.json.Decoder(MemoryBody)
+
+
+class WeightsAPI:
+    """Handlers of these routes."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    def routes(self) -> list[RouteSpec]:
+        """Their rows of the route table."""
+        get, post = ("GET",), ("POST",)
+        # fmt: off
+        return [
+            RouteSpec("/pause_generation", post, "admin", self.pause, "Plan no more steps", PauseBody),
+            RouteSpec("/continue_generation", post, "admin", self.continue_, "Plan steps again", EmptyBody),
+            RouteSpec("/update_weights_from_disk", post, "admin", self.from_disk, "Weights from a checkpoint", DiskBody),
+            RouteSpec("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody),
+            RouteSpec("/init_weights_update_group", post, "admin", self.init_group, "Join a trainer's process group", GroupBody),
+            RouteSpec("/update_weights_from_distributed", post, "admin", self.from_distributed, "Weights from the group", DistributedBody),
+            RouteSpec("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a process group", DestroyBody),
+            RouteSpec("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody),
+            RouteSpec("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody),
+            RouteSpec("/weight_version", get, "user", self.version, "What the weights are called"),
+            RouteSpec("/get_weight_version", get, "user", self.version, "Alias of /weight_version"),
+            RouteSpec("/release_memory_occupation", post, "admin", self.release_memory, "Give memory back", MemoryBody),
+            RouteSpec("/resume_memory_occupation", post, "admin", self.resume_memory, "Take memory again", MemoryBody),
+        ]
+        # fmt: on
+
+    async def pause(self, exchange: Exchange) -> None:
+        """Pause; what ran is aborted, taken back to the queue, or frozen."""
+        body = await exchange.read_json(_PAUSE)
+        await self._operate(exchange, PauseGeneration(body.mode))
+
+    async def continue_(self, exchange: Exchange) -> None:
+        """Go on."""
+        await exchange.read_json(_EMPTY)
+        await self._operate(exchange, ContinueGeneration())
+
+    async def from_disk(self, exchange: Exchange) -> None:
+        """All weights from a checkpoint of the same model."""
+        body = await exchange.read_json(_DISK)
+        load_format = checked_load_format(body.load_format)
+        await self._operate(
+            exchange, UpdateFromDisk(body.model_path, load_format, body.abort_all_requests, body.weight_version)
+        )
+
+    async def from_tensor(self, exchange: Exchange) -> None:
+        """The body is a safetensors file (application/octet-stream, options in the query), or JSON with such files in base64."""
+        limit = BODY_BYTES_PER_WEIGHT_BYTE * self.context.model.ready.weight_bytes
+        exchange.max_body_bytes = max(exchange.max_body_bytes, limit)
+        content_type = (exchange.header(b"content-type") or b"").split(b";")[0].strip().lower()
+        if content_type == b"application/octet-stream":
+            options = _query(exchange)
+            files = [await exchange.read_body()]
+            abort, version = options.abort_all_requests, options.weight_version
+        else:
+            body = await exchange.read_json(_TENSOR)
+            files, abort, version = body.serialized_named_tensors, body.abort_all_requests, body.weight_version
+        if len(files) != 1:
+            raise RequestError(
+                f"serialized_named_tensors holds {len(files)} files; there is one rank, so send one",
+                "serialized_named_tensors",
+            )
+        with TensorFile() as file:
+            file.write(files)
+            files.clear()
+            await self._operate(exchange, UpdateFromTensors(file.path, abort, version))
+
+    async def init_group(self, exchange: Exchange) -> None:
+        """Join; answers once every rank has."""
+        body = await exchange.read_json(_GROUP)
+        try:
+            port = int(body.master_port)
+        except ValueError:
+            raise RequestError(f"master_port is {body.master_port!r}, not a number", "master_port") from None
+        operation = checked_group(
+            body.master_address, port, body.rank_offset, body.world_size, body.group_name, body.backend, timeout_s=body.timeout_s
+        )  # fmt: skip
+        await self._operate(exchange, operation)
+
+    async def from_distributed(self, exchange: Exchange) -> None:
+        """Receive what rank 0 broadcasts."""
+        body = await exchange.read_json(_DISTRIBUTED)
+        names, dtypes, shapes = checked_tensors(body.names, body.dtypes, body.shapes)
+        bucketed = body.bucketed or body.load_format is not None
+        operation = UpdateFromDistributed(
+            names, dtypes, shapes, body.group_name, bucketed, body.abort_all_requests, body.weight_version
+        )
+        await self._operate(exchange, operation)
+
+    async def destroy_group(self, exchange: Exchange) -> None:
+        """Leave."""
+        body = await exchange.read_json(_DESTROY)
+        await self._operate(exchange, DestroyGroup(body.group_name))
+
+    async def get_weight(self, exchange: Exchange) -> None:
+        """Nested lists."""
+        body = await exchange.read_json(_GET)
+        operation = GetWeight(body.name, checked_truncate_size(body.truncate_size))
+        reply = await self.context.frontend.weights.operate(operation)
+        if reply.success:
+            await exchange.reply_json(nested_values(reply))
+        else:
+            await self._answer(exchange, reply)
+
+    async def set_version(self, exchange: Exchange) -> None:
+        """Only the name changes."""
+        body = await exchange.read_json(_VERSION)
+        await self._operate(exchange, SetWeightVersion(body.new_version, body.abort_all_requests))
+
+    async def version(self, exchange: Exchange) -> None:
+        """{weight_version}."""
+        await exchange.reply_json({"weight_version": self.context.frontend.weights.version})
+
+    async def release_memory(self, exchange: Exchange) -> None:
+        """Refused while requests run, unless generation is paused."""
+        body = await exchange.read_json(_MEMORY)
+        await self._operate(exchange, ReleaseMemory(checked_tags(body.tags)))
+
+    async def resume_memory(self, exchange: Exchange) -> None:
+        """Everything is as it was, but the prefix cache is empty."""
+        body = await exchange.read_json(_MEMORY)
+        await self._operate(exchange, ResumeMemory(checked_tags(body.tags)))
+
+    async def _operate(self, exchange: Exchange, operation: WeightOperation) -> None:
+        await self._answer(exchange, await self.context.frontend.weights.operate(operation))
+
+    async def _answer(self, exchange: Exchange, reply: WeightOpReply) -> None:
+        answer: dict[str, Any] = {
+            "success": reply.success,
+            "message": reply.message,
+            "num_paused_requests": reply.num_paused_requests,
+            "weight_version": reply.weight_version,
+        }
+        await exchange.reply_json(answer, 200 if reply.success else 400)
+
+
+class _TensorQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """Options of a body that is a file."""
+
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+def _query(exchange: Exchange) -> _TensorQuery:
+    """Raises RequestError for an option that is not known or not what it should be."""
+    given = parse_qs(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    try:
+        return msgspec.convert({name: values[-1] for name, values in given.items()}, _TensorQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"query: {error}") from None

@@ -1,0 +1,1 @@
+"""A trainer's process group with engines: how both sides join it, and what a trainer sends through it."""

@@ -1,0 +1,123 @@
+"""A death in the middle changes no answer. The schedulers are told to begin again, which is what a replay is to them, in one process."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import FILTERED, GREEDY, PENALISED, SEEDED, Case, answer_of, random_ids, request_of, running_engine
+
+from headrace.frontend.engine import Engine
+
+N = 90
+LONG = {"max_new_tokens": N, "ignore_eos": True}
+PROMPT = random_ids(150, seed=3)
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY | LONG,
+    "seeded": SEEDED | LONG,
+    "filtered": FILTERED | LONG,
+    "penalised": PENALISED | LONG,
+    "at least": GREEDY | {"max_new_tokens": N, "min_new_tokens": N - 5},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: str) -> Iterator[Engine]:
+    with running_engine(tiny_model) as engine:
+        yield engine
+
+
+def interrupt(engine: Engine) -> int:
+    """As when the detokenizer dies and comes back: every sample is taken away and sent again. How many were sent again so far."""
+
+    async def die() -> int:
+        link = engine._manager.link
+        link.detokenizer_down()
+        link.detokenizer_up()
+        return link.num_replayed
+
+    return asyncio.run_coroutine_threadsafe(die(), engine._loop).result()
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("start", [None, 0], ids=["no logprobs", "logprobs"])
+@pytest.mark.parametrize("at", [1, 37])
+def test_a_stream_goes_on_as_if_nothing_had_happened(engine: Engine, kind: str, start: int | None, at: int):
+    request = request_of(Case(kind, PROMPT, SAMPLINGS[kind], start))
+    want = answer_of(engine.generate(**request))
+
+    before, last = engine._manager.link.num_replayed, {}
+    texts: list[str] = []
+    for number, chunk in enumerate(engine.generate(**request, stream=True), start=1):
+        last = chunk
+        texts.append(chunk["text"])
+        if number == at:
+            assert interrupt(engine) == before + 1
+
+    assert answer_of(last) == want
+    assert all(after.startswith(earlier) for earlier, after in itertools.pairwise(texts))
+
+
+def test_samples_of_one_prompt_and_their_logprobs(engine: Engine):
+    request = request_of(Case("n", PROMPT, SEEDED | LONG | {"n": 3}, 0))
+    want = [answer_of(output) for output in engine.generate(**request)]
+
+    got: dict[int, dict[str, Any]] = {}
+    for number, chunk in enumerate(engine.generate(**request, stream=True), start=1):
+        got[chunk["index"]] = chunk
+        if number == 20:
+            interrupt(engine)
+
+    assert [answer_of(got[index]) for index in range(3)] == want
+
+
+def test_hidden_states(engine: Engine):
+    request = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_hidden_states": True}
+    want = engine.generate(**request)
+    last: dict[str, Any] = {}
+    for number, chunk in enumerate(engine.generate(**request, stream=True), start=1):
+        last = chunk
+        if number == 5:
+            interrupt(engine)
+
+    assert last["meta_info"]["hidden_states"] == want["meta_info"]["hidden_states"]
+
+
+def test_a_stop_string_that_straddles_the_point(engine: Engine):
+    text = engine.generate(input_ids=PROMPT, sampling_params=GREEDY | LONG)["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 12]
+    request = {"input_ids": PROMPT, "sampling_params": GREEDY | LONG | {"stop": [stop]}}
+    want = answer_of(engine.generate(**request))
+    assert want.finish["type"] == "stop"
+    num_tokens = len(want.ids)
+
+    for at in range(max(1, num_tokens - 6), num_tokens):
+        last: dict[str, Any] = {}
+        for chunk in engine.generate(**request, stream=True):
+            last = chunk
+            if len(chunk["output_ids"]) == at:
+                interrupt(engine)
+        assert answer_of(last) == want
+
+
+def test_many_at_once_that_do_not_stream_and_an_interruption_again_and_again(engine: Engine):
+    cases = [Case(kind, random_ids(60 + i, seed=i), s, None) for i, (kind, s) in enumerate(SAMPLINGS.items())]
+    want = [answer_of(engine.generate(**request_of(case))) for case in cases]
+    got: list[Any] = [None] * len(cases)
+    running = engine.generate(input_ids=PROMPT, sampling_params=GREEDY | {"max_new_tokens": 600}, stream=True)
+
+    def call(i: int) -> None:
+        got[i] = answer_of(engine.generate(**request_of(cases[i])))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for number, _ in enumerate(running, start=1):
+        if number % 80 == 0:
+            interrupt(engine)
+    for thread in threads:
+        thread.join()
+
+    assert got == want

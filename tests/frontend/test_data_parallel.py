@@ -1,0 +1,225 @@
+"""Who gets a request when there are several replicas, and what becomes of it when one dies."""
+
+import asyncio
+import itertools
+
+import msgspec
+import pytest
+from frontend_fakes import READY, STATE, ByteTokenizer, request, turns
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, RequestError
+from headrace.frontend import data_parallel_controller as dp
+from headrace.frontend.replay import Balancer
+from headrace.frontend.tokenizer_manager import TokenizerManager
+from headrace.messages.channel import LocalQueue
+from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq
+from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+from headrace.sampling.params import ResolvedSamplingParams
+
+
+def asked(ids: list[int], max_new_tokens: int = 8, namespace: str = "") -> TokenizedGenerateReqInput:
+    sampling = ResolvedSamplingParams(max_new_tokens=max_new_tokens, seed=0)
+    return TokenizedGenerateReqInput("r", pack_int32(ids), sampling, namespace=namespace)
+
+
+def give(balancer: Balancer, one: TokenizedGenerateReqInput, ranks: list[int]) -> int:
+    rank = balancer.choose(one, ranks)
+    balancer.sent(rank, one)
+    return rank
+
+
+def test_round_robin_gives_to_each_in_turn():
+    balancer = dp.make_balancer("round_robin", 3)
+    assert [give(balancer, asked([1]), [0, 1, 2]) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_shortest_queue_counts_what_is_live():
+    balancer = dp.make_balancer("shortest_queue", 2)
+    one = asked([1])
+    assert sorted(give(balancer, one, [0, 1]) for _ in range(4)) == [0, 0, 1, 1]
+    balancer.left(1, one)
+    balancer.left(1, one)
+    assert [give(balancer, one, [0, 1]) for _ in range(2)] == [1, 1]
+
+
+def test_total_tokens_weighs_prompts_and_what_may_be_made():
+    balancer = dp.make_balancer("total_tokens", 2)
+    long = give(balancer, asked([1] * 100, 900), [0, 1])
+    assert {give(balancer, asked([1] * 10, 10), [0, 1]) for _ in range(20)} == {1 - long}
+
+
+PREFIX = list(range(200))
+
+
+def test_cache_aware_goes_where_the_prefix_is():
+    balancer = dp.make_balancer("cache_aware", 3)
+    home = give(balancer, asked([*PREFIX, 1]), [0, 1, 2])
+    assert [give(balancer, asked([*PREFIX, i]), [0, 1, 2]) for i in range(10)] == [home] * 10
+    assert give(balancer, asked([*range(500, 700)]), [0, 1, 2]) != home, "another prefix goes to who has least to do"
+
+
+def test_cache_aware_does_not_mix_namespaces_nor_remember_what_is_gone():
+    balancer = dp.make_balancer("cache_aware", 2)
+    home = give(balancer, asked(PREFIX), [0, 1])
+    assert give(balancer, asked(PREFIX, namespace="other"), [0, 1]) == 1 - home
+    for rank in (0, 1):
+        balancer.forget(rank)
+    assert give(balancer, asked(PREFIX), [1 - home]) == 1 - home
+    assert give(balancer, asked(PREFIX), [0, 1]) == 1 - home
+
+
+def test_cache_aware_leaves_a_replica_that_has_far_more_to_do():
+    balancer = dp.make_balancer("cache_aware", 2)
+    chosen = [give(balancer, asked(PREFIX), [0, 1]) for _ in range(200)]
+    assert chosen[: dp.MAX_LEAD_REQUESTS] == [chosen[0]] * dp.MAX_LEAD_REQUESTS
+    assert {0, 1} == set(chosen)
+
+
+def test_cache_aware_forgets_the_least_recently_used(monkeypatch):
+    monkeypatch.setattr(dp, "MAX_BLOCKS", 8)
+    balancer = dp.CacheAware(1)
+    for i in range(20):
+        give(balancer, asked([*range(i, i + 64)]), [0])
+    assert len(balancer._blocks[0]) == 8
+
+
+def test_replicas_together_are_what_a_client_may_ask_for():
+    infos = [msgspec.structs.replace(READY, max_total_tokens=n, context_length=n // 2) for n in (4096, 4000)]
+    both = dp.of_all_replicas(infos)
+    assert (both.max_total_tokens, both.context_length, both.max_running_requests) == (4000, 2000, 16)
+    with pytest.raises(ConfigError, match="GPU"):
+        dp.of_all_replicas([READY, msgspec.structs.replace(READY, device="cuda")])
+
+
+def test_states_add_up():
+    total = dp.sum_of_states([STATE, msgspec.structs.replace(STATE, dp_rank=1, num_retracted=4)])
+    assert (total.num_retracted, total.pool.total_tokens, total.pool.consistent) == (7, 8192, True)
+    assert total.new_token_ratio == 0.5
+
+
+def test_threads_do_not_go_with_replicas():
+    with pytest.raises(ConfigError, match="--dp-size"):
+        ServerArgs(dp_size=2, single_process=True)
+
+
+class House:
+    """A front end in front of three schedulers that only listen."""
+
+    def __init__(self, **options):
+        self.inboxes = [LocalQueue() for _ in range(3)]
+        self.from_engine = LocalQueue()
+        args = ServerArgs(model_path="fake", dp_size=3, **options)
+        self.manager = TokenizerManager(
+            args, READY, ByteTokenizer(), self.inboxes[0], self.from_engine, more_schedulers=self.inboxes[1:]
+        )
+        self.manager.start()
+
+    def call(self, text: str, **fields):
+
+        fields = {"sampling_params": {"max_new_tokens": 4, "temperature": 0.0}} | fields
+
+        async def collect():
+            return [output async for output in self.manager.generate_request(request(text, **fields))]
+
+        return asyncio.create_task(collect())
+
+    def requests(self) -> list[list[TokenizedGenerateReqInput]]:
+        """What has newly arrived at each."""
+        found: list[list[TokenizedGenerateReqInput]] = []
+        for inbox in self.inboxes:
+            found.append([])
+            while (message := inbox.recv_nowait()) is not None:
+                if isinstance(message, BatchTokenizedGenerateReqInput):
+                    found[-1] += message.requests
+                elif isinstance(message, TokenizedGenerateReqInput):
+                    found[-1].append(message)
+        return found
+
+    async def until_sent(self, count: int) -> list[list[str]]:
+        got: list[list[str]] = [[], [], []]
+        for _ in range(10000):
+            for rank, new in enumerate(self.requests()):
+                got[rank] += [one.rid for one in new]
+            if sum(map(len, got)) == count:
+                return got
+            await turns(1)
+        raise AssertionError(got)
+
+    def end(self, rid: str, source: int):
+        out = StrOut(rid, "done", pack_int32([1]), 1, finish=FinishReason("length", length=1))
+        self.from_engine.send(BatchStrOut((out,), source))
+
+
+async def test_samples_of_one_prompt_stay_together():
+    house = House()
+    call = house.call("p", sampling_params={"max_new_tokens": 4, "n": 3}, rid="a")
+    sent = await house.until_sent(3)
+    assert sorted(map(len, sent)) == [0, 0, 3]
+    house.manager.abort_request("a")
+    for j in range(3):
+        house.end(f"a/{j}", 0)
+    await call
+    await house.manager.close()
+
+
+async def test_a_named_replica_is_obeyed_and_one_that_is_not_there_refused():
+    house = House()
+    calls = [house.call("p", rid=f"r{i}", routed_dp_rank=2) for i in range(4)]
+    assert await house.until_sent(4) == [[], [], ["r0", "r1", "r2", "r3"]]
+    with pytest.raises(RequestError, match="numbered 0 to 2"):
+        await house.call("p", routed_dp_rank=3)
+    for i in range(4):
+        house.end(f"r{i}", 2)
+    for call in calls:
+        await call
+    await house.manager.close()
+
+
+async def test_the_samples_of_a_dead_replica_go_to_the_others():
+    house = House()
+    calls = [house.call("p", rid=f"r{i}") for i in range(6)] + [house.call("p", rid="named", routed_dp_rank=1)]
+    sent = await house.until_sent(7)
+    lost = [rid for rid in sent[1] if rid != "named"]
+    house.manager.part_down("scheduler 1", 1)
+    assert await house.manager.health()
+
+    moved = await house.until_sent(len(lost))
+    assert sorted(moved[0] + moved[2]) == sorted(lost)
+    assert moved[1] == []
+
+    inbox = house.inboxes[1] = LocalQueue()
+    house.manager.part_up("scheduler 1", 1, 7, inbox)
+    assert await house.until_sent(1) == [[], ["named"], []]
+    sources = {rid: rank for rank in (0, 2) for rid in sent[rank] + moved[rank]} | {"named": 7}
+    for rid, source in sources.items():
+        house.end(rid, source)
+    for call in calls:
+        await call
+    await house.manager.close()
+
+
+async def test_control_messages_reach_all_that_live():
+
+    house = House()
+    house.manager.part_down("scheduler 1", 1)
+    asking = asyncio.create_task(house.manager.internal_states())
+    await turns()
+    seen = [inbox.recv_nowait() for inbox in house.inboxes]
+    assert [type(message) for message in seen] == [InternalStateReq, type(None), InternalStateReq]
+    for rank in (2, 0):
+        state = msgspec.structs.replace(STATE, dp_rank=rank)
+        house.from_engine.send(InternalStateReply(seen[0].id, state))
+    assert [state.dp_rank for state in await asking] == [0, 2]
+    house.manager.abort_request(abort_all=True)
+    assert house.inboxes[0].recv_nowait() == AbortReq(abort_all=True)
+    await house.manager.close()
+
+
+@pytest.mark.parametrize("method", ["round_robin", "shortest_queue", "total_tokens", "cache_aware"])
+def test_every_policy_keeps_to_the_replicas_that_live(method):
+    balancer = dp.make_balancer(method, 4)
+    for i, ranks in enumerate(itertools.islice(itertools.cycle(([1, 3], [0], [2, 3, 0])), 30)):
+        assert give(balancer, asked([*PREFIX, i]), list(ranks)) in ranks

@@ -1,0 +1,132 @@
+"""A dead child is started again, a bounded number of times."""
+
+import threading
+
+from headrace.errors import ConfigError, ExecutionError
+from headrace.frontend import recovery
+from headrace.frontend.recovery import Recovery, RestartBudget
+
+
+class Child:
+    """errors: what the next starts fail with, shared by all lives. holds: waits until it is told to stop."""
+
+    def __init__(self, name="scheduler", errors=(), holds=False):
+        self.name = name
+        self.errors = list(errors)
+        self.holds = holds
+        self.exit_code = None
+        self.killed = False
+        self.waits = threading.Event()
+
+    def wait_ready(self, on_progress=lambda done, total: None, should_stop=lambda: False):
+        if self.holds:
+            self.waits.set()
+            while not should_stop():
+                self.waits.wait()
+            raise ExecutionError("stopped while starting")
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def kill(self):
+        self.killed = True
+
+
+class Rig:
+    def __init__(self, max_restarts=3, start_limit_s=0.0, child=None):
+        self.now = 0.0
+        self.heard = []
+        self.changed = threading.Event()
+        self.first = child or Child()
+        self.children = [self.first]
+        self.spawned = []
+        self.recovery = Recovery(
+            self.children,
+            RestartBudget(max_restarts, lambda: self.now),
+            self.spawn,
+            lambda dead: self.heard.append("down"),
+            lambda process: self.say("up"),
+            lambda message: self.say("failed"),
+            start_limit_s,
+        )
+
+    def say(self, what):
+        self.heard.append(what)
+        self.changed.set()
+
+    def spawn(self, dead):
+        process = Child(dead.name, holds=dead.holds)
+        process.errors = dead.errors
+        self.spawned.append(process)
+        return process
+
+    def die(self):
+        self.changed.clear()
+        taken = self.recovery.recover(self.children[0])
+        assert not taken or self.changed.wait(20)
+        return taken
+
+
+def test_a_new_process_takes_the_place_of_the_dead_one():
+    rig = Rig()
+
+    assert rig.die()
+
+    assert rig.heard == ["down", "up"]
+    assert rig.first.killed
+    assert rig.children == rig.spawned
+    rig.recovery.stop()
+
+
+def test_too_many_deaths_within_the_window_are_not_taken_in_hand():
+    rig = Rig(max_restarts=2)
+    assert rig.die()
+    assert rig.die()
+    assert not rig.die()
+
+    rig.now += recovery.WINDOW_S + 1
+
+    assert rig.die()
+    rig.recovery.stop()
+
+
+def test_a_start_that_fails_is_tried_again_within_the_budget():
+    rig = Rig(max_restarts=3, child=Child(errors=[ExecutionError("died while starting")] * 2))
+    rig.die()
+    assert rig.heard == ["down", "up"]
+    assert [process.killed for process in rig.spawned] == [True, True, False]
+
+    rig = Rig(max_restarts=2, child=Child(errors=[ExecutionError("died while starting")] * 9))
+    rig.die()
+    assert rig.heard == ["down", "failed"]
+    assert len(rig.spawned) == 2
+    assert all(process.killed for process in rig.spawned)
+
+
+def test_a_model_that_is_gone_is_not_tried_again():
+    rig = Rig(child=Child(errors=[ConfigError("no such model")]))
+    rig.die()
+
+    assert rig.heard == ["down", "failed"]
+    assert len(rig.spawned) == 1
+
+
+def test_the_end_ends_what_is_only_just_starting():
+    rig = Rig(child=Child(holds=True))
+    assert rig.recovery.recover(rig.first)
+    while not rig.spawned:
+        threading.Event().wait(0.001)
+    assert rig.spawned[0].waits.wait(20)
+
+    rig.recovery.stop()
+
+    assert rig.spawned[0].killed
+    assert rig.heard == ["down"]
+    assert not rig.recovery.recover(rig.first)
+
+
+def test_a_start_that_takes_too_long_has_failed():
+    rig = Rig(max_restarts=1, start_limit_s=1e-9, child=Child(holds=True))
+    rig.die()
+
+    assert rig.heard == ["down", "failed"]
+    assert rig.spawned[0].killed

@@ -1,0 +1,30 @@
+"""After an update the engine answers as one that started from those weights, whatever way they came and however they are kept."""
+
+import pytest
+from weights_harness import engine_of, fresh, tensors_of, tokens
+
+KINDS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8-fast": {"dtype": "float32", "quantization": "int8-fast"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_updated_engine_answers_as_a_fresh_one(kind, tied, request):
+    old, new = (request.getfixturevalue(f"{name}_tied" if tied else name) for name in ("old", "new"))
+    want_old, want_new = fresh(old, **KINDS[kind]), fresh(new, **KINDS[kind])
+    assert want_old != want_new
+    with engine_of(old, **KINDS[kind]) as engine:
+        assert tokens(engine) == want_old
+        assert engine.update_weights_from_disk(new, weight_version="2")[0]
+        assert tokens(engine) == want_new
+        assert engine.update_weights_from_tensor(tensors_of(old).items())[0]
+        assert tokens(engine) == want_old
+        # One tensor at a time: most are parts of a stack whose other parts must stay as they are, to the bit.
+        for name, tensor in tensors_of(new).items():
+            assert engine.update_weights_from_tensor([(name, tensor)]) == (True, "1 tensors were updated")
+        assert tokens(engine) == want_new

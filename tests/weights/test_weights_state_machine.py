@@ -1,0 +1,255 @@
+"""Random histories of pause, continue, update, release, abort and flush on a scheduler whose worker notices KV of other weights.
+
+Whatever the order: no step meets an operation, every request ends exactly once, and when all is continued the pool is whole.
+"""
+
+from fake_worker import Rig, expected_outputs
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from headrace.messages.control import AbortReq, FlushCacheReply, FlushCacheReq, HealthCheckReply, HealthCheckReq
+from headrace.messages.weights import (
+    ContinueGeneration,
+    InitGroup,
+    PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    UpdateFromDisk,
+    WeightOpReply,
+    WeightOpReq,
+)
+
+MODES = st.sampled_from(["abort", "retract", "in_place"])
+TAGS = st.sampled_from([("kv_cache",), ("weights",), ("kv_cache", "weights")])
+
+
+class Operations(RuleBasedStateMachine):
+    @initialize(
+        overlap=st.booleans(),
+        radix=st.booleans(),
+        page_size=st.sampled_from([1, 4]),
+        num_pages=st.integers(40, 100),
+        max_running=st.integers(1, 4),
+    )
+    def start(self, overlap, radix, page_size, num_pages, max_running):
+        self.rig = Rig(overlap=overlap, radix=radix, page_size=page_size, num_pages=num_pages, max_running=max_running)
+        self.asked = {}
+        self.mixed = set()  # requests that an update met while they were paused: their tokens come from both
+        self.aborted = set()
+        self.next_version = 1
+        self.num_operations = 0
+        self.replies = {}
+
+    def operate(self, operation):
+        self.num_operations += 1
+        self.rig.inbox.send(WeightOpReq(self.num_operations, operation))
+
+    def turn(self, count=1):
+        for _ in range(count):
+            version = self.rig.worker.version
+            begun = {req.rid for req in (*self.rig.state.running, *self.rig.state.waiting) if req.has_begun}
+            self.rig.turn()
+            if self.rig.worker.version != version:
+                self.mixed |= begun
+            for message in self.rig.back.messages:
+                if isinstance(message, WeightOpReply):
+                    assert message.id not in self.replies, "answered twice"
+                    self.replies[message.id] = message
+            self.rig.back.messages.clear()
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), max_new_tokens=st.integers(1, 12))
+    def generate(self, prompt, max_new_tokens):
+        rid = f"r{len(self.asked)}"
+        self.asked[rid] = (prompt, max_new_tokens)
+        self.rig.add(rid, prompt, max_new_tokens, stream=True)
+
+    @rule(count=st.integers(1, 6))
+    def turns(self, count):
+        self.turn(count)
+
+    @rule(mode=MODES)
+    def pause(self, mode):
+        if mode == "abort":
+            self.aborted |= set(self.asked)
+        self.operate(PauseGeneration(mode))
+
+    @rule()
+    def go_on(self):
+        self.operate(ContinueGeneration())
+
+    @rule(abort=st.booleans())
+    def update(self, abort):
+        if abort:
+            self.aborted |= set(self.asked)
+        version = str(self.next_version)
+        self.operate(UpdateFromDisk(version, abort_all_requests=abort, weight_version=version))
+        self.next_version += 1
+
+    @rule(bad=st.booleans())
+    def finish_job(self, bad):
+        self.rig.worker.weights.finish(bad)
+
+    @rule()
+    def join_a_group(self):
+        self.operate(InitGroup("localhost", 1, 1, 2, "g", "gloo", 1.0))
+
+    @rule(tags=TAGS)
+    def release(self, tags):
+        self.operate(ReleaseMemory(tags))
+
+    @rule(tags=TAGS)
+    def resume(self, tags):
+        self.operate(ResumeMemory(tags))
+
+    @rule(number=st.integers(0, 30))
+    def abort_or_disconnect(self, number):
+        rid = f"r{number}"
+        if rid in self.asked:
+            self.aborted.add(rid)
+            self.rig.inbox.send(AbortReq((rid,)))
+
+    @rule()
+    def abort_all(self):
+        self.aborted |= set(self.asked)
+        self.rig.inbox.send(AbortReq(abort_all=True))
+
+    @rule()
+    def flush(self):
+        self.rig.inbox.send(FlushCacheReq(1))
+
+    @invariant()
+    def steps_are_held(self):
+        if self.rig.state.gate.exclusive:
+            assert not self.rig.worker.queue
+
+    def teardown(self):
+        if not hasattr(self, "rig"):
+            return
+        self.rig.inbox.send(WeightOpReq(0, ResumeMemory(("kv_cache", "weights"))))
+        self.operate(ContinueGeneration())
+        for _ in range(4000):
+            self.rig.worker.weights.finish()
+            self.turn()
+            if not self.rig.busy and len(self.replies) == self.num_operations + 1:
+                break
+        assert not self.rig.busy, "it does not come to rest"
+        assert set(self.replies) == set(range(self.num_operations + 1)), "an operation was not answered"
+        assert set(self.rig.finish) == set(self.asked), "a request did not end"
+        for rid, (prompt, max_new_tokens) in self.asked.items():
+            finish = self.rig.finish[rid]
+            if finish.type == "abort":
+                assert rid in self.aborted or "alone" in finish.message
+            elif rid not in self.mixed:
+                version = self.rig.rows[rid][-1].stats.weight_version
+                version = 0 if version == "default" else int(version)
+                assert self.rig.ids[rid] == expected_outputs(prompt, max_new_tokens, 9, version=version)
+        self.rig.check_idle()
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+def reply_of(rig):
+    return next(m for m in rig.back.messages if isinstance(m, WeightOpReply))
+
+
+def test_a_stream_of_newcomers_cannot_starve_an_update():
+    rig = Rig(eos_every=10**9)
+    rig.add("first", [0], 30)
+    rig.turn()
+    rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1")))
+    for i in range(40):
+        rig.add(f"late{i}", [0, 1], 20)
+        rig.turn()
+        rig.worker.weights.finish()
+    assert rig.worker.version == 1
+    assert rig.ids["first"] == expected_outputs([0], 30, 10**9)
+    rig.drain()
+    assert rig.ids["late0"] == expected_outputs([0, 1], 20, 10**9, version=1)
+    rig.check_idle()
+
+
+def test_the_loop_answers_while_an_update_is_prepared():
+    rig = Rig()
+    rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1")))
+    rig.turn()
+    rig.add("waits", [0, 1], 4)
+    rig.inbox.send(HealthCheckReq(7))
+    rig.add("leaves", [0, 1], 4)
+    rig.inbox.send(AbortReq(("leaves",)))
+    rig.turn()
+    assert HealthCheckReply(7, False, True) in rig.back.messages
+    assert rig.finish["leaves"].type == "abort"
+    assert "waits" not in rig.rows
+    rig.worker.weights.finish()
+    rig.drain()
+    assert rig.ids["waits"] == expected_outputs([0, 1], 4, 9, version=1)
+
+
+def test_pause_modes():
+    for mode, held, num_left in (("in_place", True, 1), ("retract", False, 1), ("abort", False, 0)):
+        rig = Rig(eos_every=10**9)
+        rig.add("a", [0, 1, 1], 20)
+        for _ in range(4):
+            rig.turn()
+        rig.inbox.send(WeightOpReq(1, PauseGeneration(mode)))
+        for _ in range(3):
+            rig.turn()
+        made = len(rig.ids["a"])
+        for _ in range(3):
+            rig.turn()
+        assert reply_of(rig).num_paused_requests == num_left
+        assert len(rig.ids["a"]) == made, "it goes on while paused"
+        assert (rig.kv.state().leased_tokens > 0) == held
+        rig.back.messages.clear()
+        rig.inbox.send(FlushCacheReq(2))
+        rig.turn()
+        flushed = next(m for m in rig.back.messages if isinstance(m, FlushCacheReply))
+        assert flushed.success == (not held)
+        rig.inbox.send(WeightOpReq(2, PauseGeneration(mode)))  # again: nothing new
+        rig.inbox.send(WeightOpReq(3, ContinueGeneration()))
+        rig.inbox.send(WeightOpReq(4, ContinueGeneration()))
+        rig.drain()
+        if mode != "abort":
+            assert rig.ids["a"] == expected_outputs([0, 1, 1], 20, 10**9)
+        rig.check_idle()
+
+
+def test_memory_is_not_released_under_requests():
+    rig = Rig(eos_every=10**9)
+    rig.add("a", [0, 1], 30)
+    rig.turn()
+    rig.inbox.send(WeightOpReq(1, ReleaseMemory(("kv_cache",))))
+    rig.turn()
+    assert not reply_of(rig).success
+    rig.back.messages.clear()
+    rig.inbox.send(WeightOpReq(2, PauseGeneration("in_place")))
+    rig.inbox.send(WeightOpReq(3, ReleaseMemory(("kv_cache",))))
+    for _ in range(4):
+        rig.turn()
+        rig.worker.weights.finish()
+    assert rig.state.gate.released == {"kv_cache"}
+    assert rig.kv.state().free_tokens == rig.kv.total_tokens
+    rig.inbox.send(WeightOpReq(4, ContinueGeneration()))
+    made = len(rig.ids["a"])
+    for _ in range(3):
+        rig.turn()
+    assert len(rig.ids["a"]) == made, "it runs on released memory"
+    rig.inbox.send(WeightOpReq(5, ResumeMemory(("kv_cache",))))
+    for _ in range(3):
+        rig.turn()
+        rig.worker.weights.finish()
+    rig.drain()
+    assert rig.ids["a"] == expected_outputs([0, 1], 30, 10**9)
+
+
+def test_the_version_can_be_set_alone():
+    rig = Rig()
+    rig.inbox.send(WeightOpReq(1, SetWeightVersion("seven")))
+    rig.add("a", [0, 1], 3)
+    rig.drain()
+    assert reply_of(rig).weight_version == "seven"
+    assert rig.rows["a"][-1].stats.weight_version == "seven"
