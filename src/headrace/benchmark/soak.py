@@ -239,7 +239,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
             clients = [Client(run, session, name, random.Random(rng.random())) for _ in range(options.clients)]
             helpers = [_watch(run, runtime.pid, begin_s, end_s)]
             if options.kill_every_s:
-                helpers.append(_kill(run, runtime.pid, options.kill_every_s, end_s))
+                helpers.append(_kill(run, session, runtime.pid, options.kill_every_s, end_s))
             await asyncio.gather(*helpers, *(_repeat(client, end_s) for client in clients))
             duration_s = time.monotonic() - begin_s
             state = await _look_after(run, session, golden)
@@ -255,12 +255,12 @@ async def _repeat(client: Client, end_s: float) -> None:
         await client.act()
 
 
-async def _kill(run: Soak, pid: int, every_s: float, end_s: float) -> None:
+async def _kill(run: Soak, session: aiohttp.ClientSession, pid: int, every_s: float, end_s: float) -> None:
     """kill -9 of a scheduler every so often; not while one is being started."""
     while time.monotonic() + every_s < end_s:
         await asyncio.sleep(every_s)
-        schedulers = [process for process in _processes(pid) if "scheduler" in process.cmdline()]
-        if schedulers:
+        if await _health(session) == 200:
+            schedulers = [process for process in _processes(pid) if "scheduler" in process.cmdline()]
             schedulers[run.num_kills % len(schedulers)].kill()
             run.num_kills += 1
 
