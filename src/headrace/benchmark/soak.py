@@ -217,19 +217,16 @@ class Client:
 
 async def soak(options: argparse.Namespace) -> dict[str, Any]:
     """Run it against a new server; the report. Raises what starting the server raises."""
-    from headrace.launch import served_name  # as the server names itself
-
     arguments = {**LIMITS, **options.server}
     if options.kill_every_s:
         arguments["max_restarts"] = MAX_RESTARTS
     with Runtime(model_path=options.model, log_level="warning", **arguments) as runtime:
-        from headrace.config.server_args import ServerArgs
-
-        name = served_name(ServerArgs(model_path=options.model))
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(runtime.url, timeout=timeout, connector=connector) as session:
             run = Soak()
+            async with session.get("/v1/models") as reply:
+                name = (await reply.json())["data"][0]["id"]
             golden = await _canary(session)
             ended_before = await _num_ended(session)
             num_processes = len(_processes(runtime.pid))
@@ -376,7 +373,7 @@ def _report(options: argparse.Namespace, run: Soak, duration_s: float, state: di
     return {
         "kind": "soak",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": ["scripts/soak", *sys.argv[1:]],
         "machine": asdict(this_machine()),
         "revision": asdict(revision()),
         "model": Path(options.model).name,
