@@ -35,6 +35,7 @@ from headrace.errors import ConfigError
 from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
 
 PEERS = {"llama.cpp": peer_llama_cpp.command_for, "openvino": peer_openvino.command_for}
+OURS = "Headrace"
 _MODEL = "smollm2"
 _BUSY_SHARE = 0.1  # of a core: what a server may take while nobody asks it anything
 
@@ -63,15 +64,15 @@ def agreement(server: str, reference: Sequence[TokenIds], got: Sequence[TokenIds
     return Agreement(server, equal, lengths)
 
 
-def rates_of(precision: Precision, ours: str, results: Sequence[Result]) -> list[Rate]:
-    """The rates that count, one for each preset and server. ours: the name of Headrace's target."""
+def rates_of(precision: Precision, results: Sequence[Result]) -> list[Rate]:
+    """The rates that count, one for each preset and server."""
     rates = []
     for result in results:
         values = sorted(getattr(summary, rate_key(result.preset)) for summary in result.repetitions)
         middle = len(values) // 2
         median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
         errors = sum(summary.num_errors for summary in result.repetitions)
-        is_ours = result.target == ours
+        is_ours = result.target.startswith(OURS)
         rates.append(Rate(precision, result.preset, result.target, is_ours, median, values[0], values[-1], errors))
     return rates
 
@@ -121,7 +122,7 @@ async def run_class(
     load: LoadOptions,
     console: Console,
 ) -> ClassRun:
-    """Check and measure running servers, ours first. Raises ConfigError when one does not idle between its turns."""
+    """Check and measure running servers. Raises ConfigError when one does not idle between its turns."""
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in CHECK_TEXTS]
     # The reference's tokens as text and back, as every server's are: what is compared went the same way.
     want = [tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) for ids in reference]
@@ -142,7 +143,7 @@ async def run_class(
         results = await measure(targets, tokenizer, load, console)
     for server in servers:
         described[server.name]["memory_mib"] = round(server.memory_mib())
-    return ClassRun(precision, described, agreements, results, rates_of(precision, servers[0].name, results))
+    return ClassRun(precision, described, agreements, results, rates_of(precision, results))
 
 
 def check_idle(servers: Sequence[ServerProcess]) -> None:
@@ -188,11 +189,11 @@ def start_and_run_class(
     return done
 
 
-def report(runs: Sequence[ClassRun], load: LoadOptions, target: float, console: Console) -> None:
+def report(runs: Sequence[ClassRun], load: LoadOptions, console: Console) -> None:
     """Print the tables; write the JSON and the plot that were asked for."""
     results = [result for run in runs for result in run.results]
     rates = [rate for run in runs for rate in run.rates]
-    found = ratios(rates, target)
+    found = ratios(rates)
     servers = {name: said for run in runs for name, said in run.servers.items()}
     content = document("compare", servers, results, load.described(), load.limits)
     content["command"] = ["benchmarks/compare/run", *sys.argv[1:]]
@@ -223,10 +224,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(PEERS), help="which peers (default: %(default)s)")
     parser.add_argument("--presets", default="A,B1,B8,B32,C,Ccold,D", help="workloads (default: %(default)s)")
     parser.add_argument(
-        "--num-requests", type=int, help="only so many of each preset; default: all, hours for 3 classes"
-    )
+        "--rounds", type=int, default=2,
+        help="requests of a preset for each that runs at a time, at most its own number (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--repeat", type=int, default=1, help="repetitions; the median counts (default: %(default)s)")
-    parser.add_argument("--target", type=float, default=1.0, help="ratio to reach (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="plot to write, .svg or .png")
     return parser.parse_args()
@@ -248,7 +249,7 @@ def main() -> None:
         classes = _chosen(options.classes, PRECISIONS, "--classes")
         peers = [PEERS[name] for name in _chosen(options.peers, list(PEERS), "--peers")]
         load = LoadOptions(
-            presets=options.presets, tokenizer=_MODEL, repeat=options.repeat, num_requests=options.num_requests,
+            presets=options.presets, tokenizer=_MODEL, repeat=options.repeat, rounds=options.rounds,
             output=options.output, plot=options.plot,
         )  # fmt: skip
         tokenizer = load_tokenizer(resolve_model(_MODEL))
@@ -259,9 +260,10 @@ def main() -> None:
             if precision not in classes:
                 continue
             console.rule(f"class of {precision} bits ({len(runs) + 1} of {len(classes)})")
-            commands = [peer_headrace.command_for, *peers]
+            fast = [peer_headrace.fast_command_for] if precision == "8" else []
+            commands = [peer_headrace.command_for, *fast, *peers]
             runs.append(start_and_run_class(PRECISIONS[index], commands, tokenizer, reference, load, console))
-        report(runs, load, options.target, console)
+        report(runs, load, console)
     except ConfigError as error:
         console.print(f"[red]{error.message}[/red]", highlight=False)
         sys.exit(1)

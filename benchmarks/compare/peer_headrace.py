@@ -3,15 +3,23 @@
 from peer_process import ROOT, Precision, ServerCommand, run_alone
 
 QUANTIZATION = {"16": "none", "8": "int8", "4": "int4"}
-_LABELS = {"16": "bf16", "8": "int8", "4": "int4"}
 
 
 def command_for(precision: Precision, port: int) -> ServerCommand:
     """Start Headrace with the smollm2 model."""
+    return _command(QUANTIZATION[precision], port)
+
+
+def fast_command_for(precision: Precision, port: int) -> ServerCommand:
+    """Start Headrace with int8 weights of one scale a row, whatever the class."""
+    return _command("int8-fast", port)
+
+
+def _command(quantization: str, port: int) -> ServerCommand:
     headrace = ROOT / ".venv" / "bin" / "headrace"
     return ServerCommand(
-        f"Headrace {_LABELS[precision]}",
-        [str(headrace), "serve", "smollm2", "--port", str(port), "--quantization", QUANTIZATION[precision]],
+        f"Headrace {'bf16' if quantization == 'none' else quantization}",
+        [str(headrace), "serve", "smollm2", "--port", str(port), "--quantization", quantization],
         needs=(headrace,),
     )
 

@@ -12,6 +12,14 @@ from rich.table import Table
 from headrace.benchmark.workloads import PRESETS
 from headrace.errors import ConfigError
 
+TARGETS: dict[str, dict[str, float]] = {
+    "bf16": {"A": 1.3, "B1": 1.6, "B8": 1.6, "B32": 1.4, "C": 1.8, "Ccold": 2.0, "D": 1.25},
+    "int8": {"A": 1.7, "B1": 1.9, "B8": 1.8, "B32": 1.8, "C": 2.0, "Ccold": 2.0, "D": 1.6},
+    "int8-fast": {"A": 1.7, "B1": 1.9, "B8": 1.8, "B32": 1.8, "C": 2.0, "Ccold": 2.0, "D": 2.2},
+    "int4": {"A": 2.0, "B1": 2.5, "B8": 2.0, "B32": 2.0, "C": 2.0, "Ccold": 2.0, "D": 2.2},
+}
+"""What we mean to reach, ours over the best peer, by our precision and preset."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -38,6 +46,7 @@ class Ratio:
 
     precision: str
     preset: str
+    server: str
     ours: float
     peer: str | None
     peer_rate: float | None
@@ -55,8 +64,11 @@ def rate_key(preset: str) -> str:
     return "prompt_throughput" if PRESETS[preset].max_new_tokens == 1 else "output_throughput"
 
 
-def ratios(rates: Sequence[Rate], target: float) -> list[Ratio]:
-    """One for each class and preset that we were measured in, in the order of `rates`. A peer with errors is no rival."""
+def ratios(rates: Sequence[Rate]) -> list[Ratio]:
+    """One for each rate of ours, in the order of `rates`. A peer with errors is no rival.
+
+    The last word of our server's name says its precision, see `TARGETS`.
+    """
     found = []
     for ours in rates:
         if not ours.is_ours:
@@ -67,11 +79,12 @@ def ratios(rates: Sequence[Rate], target: float) -> list[Ratio]:
             Ratio(
                 precision=ours.precision,
                 preset=ours.preset,
+                server=ours.server,
                 ours=ours.median,
                 peer=best.server if best else None,
                 peer_rate=best.median if best else None,
                 ratio=ours.median / best.median if best and ours.errors == 0 else None,
-                target=target,
+                target=TARGETS[ours.server.split()[-1]][ours.preset],
             )
         )
     return found
@@ -80,7 +93,7 @@ def ratios(rates: Sequence[Rate], target: float) -> list[Ratio]:
 def ratio_table(found: Iterable[Ratio]) -> Table:
     """One row a class and preset; 72 columns wide at most."""
     table = Table(title="Headrace against the best peer (tok/s)", title_justify="left", header_style="bold")
-    for name in ("class", "preset"):
+    for name in ("ours is", "preset"):
         table.add_column(name, style="bold cyan")
     for name in ("ours", "peer"):
         table.add_column(name, justify="right")
@@ -89,11 +102,11 @@ def ratio_table(found: Iterable[Ratio]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     last = None
     for each in found:
-        if last not in (None, each.precision):
+        if last not in (None, each.server):
             table.add_section()
         colour = "green" if each.is_reached else "red"
         table.add_row(
-            f"{each.precision}-bit" if each.precision != last else "",
+            each.server.split()[-1] if each.server != last else "",
             each.preset,
             f"{each.ours:.0f}",
             "-" if each.peer_rate is None else f"{each.peer_rate:.0f}",
@@ -101,7 +114,7 @@ def ratio_table(found: Iterable[Ratio]) -> Table:
             f"[{colour}]{'-' if each.ratio is None else f'{each.ratio:.2f}'}[/{colour}]",
             f"{each.target:.2f}",
         )
-        last = each.precision
+        last = each.server
     return table
 
 
@@ -128,7 +141,7 @@ def draw(path: Path, rates: Sequence[Rate], found: Sequence[Ratio], note: str) -
         mine = [rate for rate in rates if rate.precision == precision]
         presets = list(dict.fromkeys(rate.preset for rate in mine))
         servers = sorted(dict.fromkeys((not rate.is_ours, rate.server) for rate in mine))
-        labels = {each.preset: each.ratio for each in found if each.precision == precision}
+        labels = {(each.server, each.preset): each.ratio for each in found}
         width = 0.8 / len(servers)
         for index, (is_peer, server) in enumerate(servers):
             bars = [rate for rate in mine if rate.server == server]
@@ -147,7 +160,7 @@ def draw(path: Path, rates: Sequence[Rate], found: Sequence[Ratio], note: str) -
             )
             texts = [f"{bar.median:.0f}" for bar in bars]
             if not is_peer:
-                known = [labels.get(bar.preset) for bar in bars]
+                known = [labels.get((server, bar.preset)) for bar in bars]
                 texts = [
                     text if ratio is None else f"{text}\n×{ratio:.2f}" for text, ratio in zip(texts, known, strict=True)
                 ]

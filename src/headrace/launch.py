@@ -324,15 +324,22 @@ class ChildParts(Parts):
         def on_up(child: ChildProcess) -> None:
             if child.kind == "scheduler":
                 sender = self.channels.sender("to_scheduler", child.rank)
+                manager.restore(sender)
                 manager.part_up(child.name, child.rank, child.source, sender)
             else:
                 manager.part_up(child.name)
 
+        def recover(dead: ChildProcess) -> bool:
+            if dead.kind == "scheduler" and not manager.weights.can_restore:
+                logger.error("its weights had been updated from tensors, which only it had: it is not started again")
+                return False
+            return recovery.recover(dead)
+
         budget = RestartBudget(0 if self._args.disable_recovery else self._args.max_restarts)
-        self._recovery = Recovery(
+        self._recovery = recovery = Recovery(
             self.children, budget, respawn, on_down, on_up, on_death, self._args.watchdog_timeout_s
         )
-        self._supervisor = Supervisor(self.children, on_death, manager.heartbeat_age_s, self._recovery.recover)
+        self._supervisor = Supervisor(self.children, on_death, manager.heartbeat_age_s, recover)
         self._supervisor.start()
 
     def stop(self) -> None:

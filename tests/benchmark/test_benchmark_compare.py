@@ -37,18 +37,18 @@ def rate(precision, preset, server, median, is_ours=False, errors=0):
 
 
 RATES = [
-    rate("16", "A", "ours", 60.0, is_ours=True),
+    rate("16", "A", "Headrace bf16", 60.0, is_ours=True),
     rate("16", "A", "slow", 30.0),
     rate("16", "A", "fast", 40.0),
-    rate("8", "A", "ours", 90.0, is_ours=True),
+    rate("8", "A", "Headrace int8", 90.0, is_ours=True),
     rate("8", "A", "fast", 100.0),
-    rate("8", "D", "ours", 1000.0, is_ours=True),
+    rate("8", "D", "Headrace int8", 1000.0, is_ours=True),
     rate("8", "D", "fast", 0.0, errors=2),
 ]
 
 
 def test_a_ratio_is_ours_over_the_best_peer_of_its_class_and_preset():
-    first, second, third = ratios(RATES, target=1.2)
+    first, second, third = ratios(RATES)
 
     assert (first.peer, first.ratio, first.is_reached) == ("fast", 1.5, True)
     assert (second.peer, second.ratio, second.is_reached) == ("fast", 0.9, False)
@@ -57,28 +57,30 @@ def test_a_ratio_is_ours_over_the_best_peer_of_its_class_and_preset():
 
 def test_a_server_with_errors_neither_wins_nor_loses():
     broken_peer = [
-        rate("16", "A", "ours", 10.0, is_ours=True), rate("16", "A", "broken", 99.0, errors=1), rate("16", "A", "sound", 5.0)
+        rate("16", "A", "Headrace int8", 10.0, is_ours=True), rate("16", "A", "broken", 99.0, errors=1), rate("16", "A", "sound", 5.0)
     ]  # fmt: skip
-    assert [each.peer for each in ratios(broken_peer, 1.0)] == ["sound"]
+    assert [each.peer for each in ratios(broken_peer)] == ["sound"]
 
-    broken_ours = [rate("16", "A", "ours", 99.0, is_ours=True, errors=1), rate("16", "A", "sound", 5.0)]
-    assert [each.ratio for each in ratios(broken_ours, 1.0)] == [None]
+    broken_ours = [rate("16", "A", "Headrace int8", 99.0, is_ours=True, errors=1), rate("16", "A", "sound", 5.0)]
+    assert [each.ratio for each in ratios(broken_ours)] == [None]
 
 
 def test_the_table_shows_ratio_and_target_in_eighty_columns():
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(ratio_table(ratios(RATES, target=1.2)))
+    console.print(ratio_table(ratios(RATES)))
     text = console.export_text()
 
-    assert all(word in text for word in ("16-bit", "8-bit", "1.50", "0.90", "1.20", "fast", "none without errors"))
+    assert all(word in text for word in ("bf16", "int8", "1.50", "0.90", "1.30", "fast", "none without errors"))
     assert "…" not in text
 
 
 def test_the_plot_has_a_bar_for_every_server_and_our_ratio(tmp_path):
-    draw(tmp_path / "deep" / "plot.svg", RATES, ratios(RATES, 1.0), "a machine")
+    draw(tmp_path / "deep" / "plot.svg", RATES, ratios(RATES), "a machine")
 
     text = (tmp_path / "deep" / "plot.svg").read_text()
-    assert all(word in text for word in ("16-bit weights", "8-bit weights", "ours", "slow", "×1.50", "a machine"))
+    assert all(
+        word in text for word in ("16-bit weights", "8-bit weights", "Headrace bf16", "slow", "×1.50", "a machine")
+    )
 
 
 def test_tokens_agree_up_to_the_first_that_differs():
@@ -105,7 +107,7 @@ async def run_class(*, peer_share=0.0):
     load = LoadOptions(presets="A,D", repeat=2, num_requests=1, warm_up=1)
     reference = [[ord("w")] * compare.NUM_TOKENS] * len(compare.CHECK_TEXTS)
     async with serving(ours), serving(peer):
-        servers = [RunningServer(ours, "ours"), RunningServer(peer, "peer", peer_share)]
+        servers = [RunningServer(ours, "Headrace int8"), RunningServer(peer, "peer", peer_share)]
         return await compare.run_class("8", servers, WordTokenizer(), reference, load, Console(quiet=True)), load
 
 
@@ -113,20 +115,22 @@ async def test_a_class_is_checked_then_measured_in_turns_and_reported(tmp_path):
     done, load = await run_class()
 
     assert [each.equal_texts for each in done.agreements] == [5, 5]
-    assert done.servers["ours"]["memory_mib"] == 12
+    assert done.servers["Headrace int8"]["memory_mib"] == 12
     rates = {(each.preset, each.server): each for each in done.rates}
-    assert set(rates) == {(preset, server) for preset in "AD" for server in ("ours", "peer")}
-    assert rates["A", "ours"].is_ours
+    assert set(rates) == {(preset, server) for preset in "AD" for server in ("Headrace int8", "peer")}
+    assert rates["A", "Headrace int8"].is_ours
     assert not rates["A", "peer"].is_ours
-    assert rates["A", "ours"].lowest <= rates["A", "ours"].median <= rates["A", "ours"].highest
+    assert (
+        rates["A", "Headrace int8"].lowest <= rates["A", "Headrace int8"].median <= rates["A", "Headrace int8"].highest
+    )
     assert rates["D", "peer"].errors > 0
 
     load = LoadOptions(presets="A,D", output=tmp_path / "out.json", plot=tmp_path / "out.svg")
-    compare.report([done], load, 1.0, Console(quiet=True))
+    compare.report([done], load, Console(quiet=True))
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["kind"] == "compare"
-    assert content["classes"][0]["servers"] == ["ours", "peer"]
-    assert [(each["preset"], each["target"]) for each in content["ratios"]] == [("A", 1.0), ("D", 1.0)]
+    assert content["classes"][0]["servers"] == ["Headrace int8", "peer"]
+    assert [(each["preset"], each["target"]) for each in content["ratios"]] == [("A", 1.7), ("D", 1.6)]
     assert (tmp_path / "out.svg").stat().st_size > 1000
 
 

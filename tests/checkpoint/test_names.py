@@ -24,7 +24,7 @@ def parts(tmp_path, monkeypatch):
     model = KnownModel("two-parts", "made by the test", "whole.gguf", digest, tuple(wheels))
     monkeypatch.setitem(names.KNOWN_MODELS, "two-parts", model)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "site"
 
 
@@ -110,7 +110,7 @@ def test_a_failed_pull_tells_the_last_line_of_pip(parts, monkeypatch):
 
 def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.delenv("HEADRACE_CACHE", raising=False)
+    monkeypatch.delenv("HEADRACE_CACHE_DIR", raising=False)
     assert cache_dir() == tmp_path / "xdg" / "headrace"
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "own"))
     assert cache_dir() == tmp_path / "own"

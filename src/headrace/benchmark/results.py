@@ -136,12 +136,12 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         main_rate = "prompt_throughput" if PRESETS[result.preset].max_new_tokens == 1 else "output_throughput"
         rates.add_row(
             *head,
-            f"{median['request_throughput']:.2f}",
+            _rate(median["request_throughput"]),
             f"{median['prompt_throughput']:.0f}",
-            f"{median['output_throughput']:.1f}",
+            _rate(median["output_throughput"]),
             f"{median['total_throughput']:.0f}",
             f"{spread[main_rate] / 2:.0%}" if len(result.repetitions) > 1 else "-",
-            f"{median['goodput']:.2f}" if "goodput" in median else "-",
+            _rate(median["goodput"]) if "goodput" in median else "-",
             f"[red]{num_errors}[/red]" if num_errors else "0",
             result.repetitions[0].token_source,
         )
@@ -151,6 +151,11 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         console.print(table)
     for error, count in sorted(_all_errors(results).items()):
         console.print(f"[red]{count} x[/red] {error}", markup=True, highlight=False)
+
+
+def _rate(value: float) -> str:
+    """Four digits are enough to compare by."""
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def print_agreements(console: Console, agreements: Sequence[Agreement]) -> None:

@@ -50,7 +50,7 @@ class LoadOptions:
 
     presets: names, comma-separated. tokenizer: a model's name or path, whose tokenizer cuts the prompts.
     rate: Poisson arrivals per second instead of the preset's closed loop. concurrency: instead of the preset's own.
-    num_requests: only so many of each preset. output, plot: files to write.
+    num_requests: only so many of each preset. rounds: only so many for each that runs at a time. output, plot: files to write.
     """
 
     presets: str = "A,B1,B8,B32,C,Ccold,D"
@@ -59,6 +59,7 @@ class LoadOptions:
     rate: float | None = None
     concurrency: int | None = None
     num_requests: int | None = None
+    rounds: int | None = None
     warm_up: int = 2
     seed: int = SEED
     limits: Limits = NO_LIMITS
@@ -68,7 +69,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         """Raises ConfigError for values that make no sense."""
         preset_names(self.presets)
-        for name in ("repeat", "concurrency", "num_requests"):
+        for name in ("repeat", "concurrency", "num_requests", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -86,6 +87,7 @@ class LoadOptions:
             "rate": self.rate,
             "concurrency": self.concurrency,
             "num_requests": self.num_requests,
+            "rounds": self.rounds,
             "warm_up": self.warm_up,
             "seed": self.seed,
         }
@@ -170,10 +172,10 @@ async def measure(
     text_ids = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False))
     summaries: dict[tuple[str, str], list[Summary]] = {}
     flushed: dict[str, bool] = {}
-    work = sum(map(_work, make_workloads(text_ids, options.seed, options.num_requests).chosen(names)))
+    work = sum(map(_work, make_workloads(text_ids, options.seed, options.num_requests, options.rounds).chosen(names)))
     with _progress(console, work * options.repeat * len(targets)) as start_bar:
         for repetition in range(options.repeat):
-            drawn = make_workloads(text_ids, options.seed + repetition, options.num_requests)
+            drawn = make_workloads(text_ids, options.seed + repetition, options.num_requests, options.rounds)
             if repetition == 0:
                 await _warm_up(targets, drawn.warm_up[: options.warm_up], start_bar)
             for name in names:

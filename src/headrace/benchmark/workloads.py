@@ -100,11 +100,13 @@ def preset_names(text: str) -> list[str]:
     return names
 
 
-def make_workloads(text_ids: Sequence[int], seed: int = SEED, max_requests: int | None = None) -> WorkloadSet:
+def make_workloads(
+    text_ids: Sequence[int], seed: int = SEED, max_requests: int | None = None, rounds: int | None = None
+) -> WorkloadSet:
     """Draw the prompts of every preset from `text_ids`.
 
     All presets are drawn each time, in one order, so that a preset has the same prompts whichever others are asked for.
-    max_requests: keep only so many requests of each preset.
+    max_requests: keep only so many requests of each preset. rounds: only so many for each that runs at a time.
     """
     rng = random.Random(seed)
 
@@ -125,10 +127,12 @@ def make_workloads(text_ids: Sequence[int], seed: int = SEED, max_requests: int 
     warm, cold = shared(), shared()
     prompts["C"], prompts["Ccold"] = warm[:_C_REQUESTS], cold[:_C_REQUESTS]
     prompts["D"] = [cut(2048) for _ in range(_SINGLE_STREAM_REQUESTS)]
+
+    def kept(preset: Preset) -> list[TokenIds]:
+        chosen = prompts[preset.name][:max_requests]
+        return chosen if rounds is None else chosen[: rounds * preset.concurrency]
+
     return WorkloadSet(
         warm_up,
-        {
-            name: Workload(preset, prompts[name][:max_requests], [warm[-1]] if preset.primed else [])
-            for name, preset in PRESETS.items()
-        },
+        {name: Workload(preset, kept(preset), [warm[-1]] if preset.primed else []) for name, preset in PRESETS.items()},
     )

@@ -41,13 +41,14 @@ class Communicator(Generic[R]):
         self._ids = itertools.count(1)
         self._waiting: dict[int, _Waiting[R]] = {}
 
-    async def call(self, send: Callable[[int], None], timeout_s: float) -> list[R]:
+    async def call(self, send: Callable[[int], None], timeout_s: float, num_wanted: int | None = None) -> list[R]:
         """Send a request with a fresh id and wait for all replies, in the order of their arrival.
 
+        num_wanted: how many, when `send` does not reach all.
         Raises ExecutionError when they do not all come within `timeout_s` seconds, or `fail_all`'s error.
         """
         request_id = next(self._ids)
-        waiting = _Waiting[R](asyncio.get_running_loop().create_future(), self._fan_out())
+        waiting = _Waiting[R](asyncio.get_running_loop().create_future(), num_wanted or self._fan_out())
         self._waiting[request_id] = waiting
         try:
             send(request_id)

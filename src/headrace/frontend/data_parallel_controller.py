@@ -8,7 +8,7 @@ does, which also moves the samples of a replica that has died. Event loop only.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -191,7 +191,7 @@ def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
 
 
 def sum_of_states(states: Sequence[InternalState]) -> InternalState:
-    """Counters and gauges of all replicas together; `new_token_ratio` is the mean, texts that differ are joined by commas."""
+    """Counters and gauges of all replicas together; `new_token_ratio` is the mean. What was asked of all is as the first one has it."""
     if len(states) == 1:
         return states[0]
     pools = [state.pool for state in states]
@@ -202,19 +202,7 @@ def sum_of_states(states: Sequence[InternalState]) -> InternalState:
     plain = {
         name: sum(getattr(state, name) for state in states)
         for name in InternalState.__struct_fields__
-        if name not in ("pool", "new_token_ratio", "dp_rank", "paused", "released", "weight_version")
+        if isinstance(getattr(states[0], name), int | float) and name not in ("new_token_ratio", "dp_rank")
     }
     ratio = sum(state.new_token_ratio for state in states) / len(states)
-    return InternalState(
-        pool=pool,
-        new_token_ratio=ratio,
-        dp_rank=0,
-        paused=_joined(state.paused for state in states),
-        released=tuple(sorted({tag for state in states for tag in state.released})),
-        weight_version=_joined(state.weight_version for state in states),
-        **plain,
-    )
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return ",".join(dict.fromkeys(text for text in texts if text))
+    return msgspec.structs.replace(states[0], pool=pool, new_token_ratio=ratio, dp_rank=0, **plain)

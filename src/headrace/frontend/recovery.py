@@ -67,7 +67,8 @@ class Recovery(Generic[P]):
     """See the module's text. Callbacks are called from threads.
 
     children: the live processes, shared with the supervisor; a dead one is taken out, its replacement put in when it can serve.
-    respawn: starts a process for a dead one. on_down, on_up: a process is out of service; its replacement is in service.
+    respawn: starts a process for a dead one. on_down, on_up: a process is out of service; its replacement can serve, or raises
+    HeadraceError why it cannot be put into service.
     on_failure: no more restarts, with a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
     """
 
@@ -119,9 +120,9 @@ class Recovery(Generic[P]):
                 process.kill()
                 return
             if error is None:
+                error = self._put_into_service(process)
+            if error is None:
                 logger.warning("the %s process is back after %.1f s", process.name, time.monotonic() - begin)
-                self._children.append(process)
-                self._on_up(process)
                 return
             process.kill()
             logger.error("the %s process could not be started again: %s", process.name, error.message)
@@ -129,6 +130,15 @@ class Recovery(Generic[P]):
             if isinstance(error, ConfigError | ModelError) or not self._budget.take():
                 self._on_failure(f"the {process.name} process has died and could not be started again")
                 return
+
+    def _put_into_service(self, process: P) -> HeadraceError | None:
+        self._children.append(process)
+        try:
+            self._on_up(process)
+        except HeadraceError as error:
+            self._children.remove(process)
+            return error
+        return None
 
     def _why_not_ready(self, process: P) -> HeadraceError | None:
         end_s = time.monotonic() + self._start_limit_s

@@ -196,7 +196,11 @@ class TokenizerManager:
         self._health_ids = itertools.count()
         self._heartbeats: dict[str, float] = {}
         self._weights = WeightControl(
-            to_scheduler, self._check_control, lambda: self.abort_request(abort_all=True), self._note_operation
+            self.link,
+            self.link.num_up,
+            self._check_control,
+            lambda: self.abort_request(abort_all=True),
+            self._note_operation,
         )
         self._flushes = Communicator[FlushCacheReply]("flush_cache", self.link.num_up)
         self._states = Communicator[InternalStateReply]("internal_state", self.link.num_up)
@@ -912,8 +916,17 @@ class TokenizerManager:
             return
         self.link.scheduler_down(rank)
         error = CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
-        for communicator in (self._flushes, self._states, self._healths, self._profiles):
+        for communicator in (self._flushes, self._states, self._healths, self._profiles, self._weights):
             communicator.fail_all(error)
+
+    def restore(self, sender: Sender) -> None:
+        """Tell a scheduler's new life what the old one had been told. From any thread but the loop's; returns when it has done it.
+
+        Raises ExecutionError when it cannot.
+        """
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._weights.restore(sender), loop).result()
 
     def part_up(self, name: str, rank: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
         """It is back. rank, source, sender: of a scheduler's new life."""

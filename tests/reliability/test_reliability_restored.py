@@ -1,0 +1,91 @@
+"""What a server was told at run time holds for all its replicas, and for one that was started again."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from reliability_harness import ADMIN_KEY, START_S, Server, Stream, greedy, wait_until
+from safetensors.torch import load_file, save, save_file
+
+BODY = {"text": "The weights are", "sampling_params": greedy(12)}
+
+
+@pytest.fixture(scope="module")
+def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with its rows of embeddings in another order: it says something else."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(tiny_model, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.embed_tokens.weight"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, path)
+    return folder
+
+
+def ids_of(reply: dict[str, Any]) -> list[int]:
+    return list(reply["output_ids"])
+
+
+def test_weights_and_pauses_outlive_a_scheduler(tiny_model: Path, other_model: Path):
+    with Server(other_model) as server, server.wait_started().client() as client:
+        want = ids_of(client.post("/generate", json=BODY).json())
+    with (
+        Server(tiny_model, ("--dp-size", "2")) as server,
+        server.wait_started().client() as client,
+        server.client(ADMIN_KEY) as admin,
+    ):
+
+        def of(rank: int) -> list[int]:
+            return ids_of(client.post("/generate", json=BODY | {"routed_dp_rank": rank}).json())
+
+        first = of(0)
+        assert first == of(1) != want
+        body = {"model_path": str(other_model), "weight_version": "other"}
+        updated = admin.post("/update_weights_from_disk", json=body)
+        assert updated.json()["success"], updated.text
+        assert [of(0), of(1)] == [want, want]
+        assert admin.post("/pause_generation", json={"mode": "retract"}).json()["success"]
+
+        victim = next(c for c in server.process.children() if "scheduler" in c.cmdline())
+        victim.kill()
+        wait_until(lambda: "process is back" in server.log(), "it is back", START_S)
+        waiting = [
+            Stream(client, "/generate", BODY | {"routed_dp_rank": rank, "rid": f"waits-{rank}"}, stream=False)
+            for rank in (0, 1)
+        ]
+        wait_until(lambda: server.state()["num_waiting"] == 2, "both wait")
+        assert [replica["paused"] for replica in server.state()["replicas"]] == ["retract", "retract"]
+        assert admin.post("/continue_generation", json={}).json()["success"]
+        for stream in waiting:
+            stream.join(START_S)
+        assert [ids_of(stream.last) for stream in waiting] == [want, want]
+        assert waiting[0].last["meta_info"]["weight_version"] == "other"
+
+        # Tensors that came from a trainer are nowhere else: without them there is nothing true to go on with.
+        tensors = save(load_file(tiny_model / "model.safetensors"))
+        pushed = admin.post(
+            "/update_weights_from_tensor", content=tensors, headers={"Content-Type": "application/octet-stream"}
+        )
+        assert pushed.json()["success"], pushed.text
+        assert [of(0), of(1)] == [first, first]
+        refused = admin.post(
+            "/init_weights_update_group",
+            json={
+                "master_address": "127.0.0.1",
+                "master_port": 1,
+                "rank_offset": 1,
+                "world_size": 2,
+                "group_name": "g",
+            },
+        )
+        assert refused.status_code == 400
+        assert "--dp-size" in refused.text
+        server.children = server.process.children()
+        next(c for c in server.children if "scheduler" in c.cmdline()).kill()
+        assert server.wait() == 1
+        _, alive = psutil.wait_procs([server.process, *server.children], timeout=10)
+        assert not alive
+        assert "not started again" in server.log()
