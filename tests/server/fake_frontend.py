@@ -95,6 +95,8 @@ class FakeFrontend:
         """Forget everything between tests."""
         self.script = Script()
         self.calls: list[GenerateReqInput] = []
+        self.callers: list[Any] = []
+        self.profiled: list[Any] = []
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []
@@ -116,11 +118,13 @@ class FakeFrontend:
         *,
         default_max_new_tokens: int = 128,
         incremental: bool | None = None,
+        caller: Any = None,
     ) -> AsyncGenerator[Any, None]:
         incremental = self.incremental if incremental is None else incremental
         limits = CallLimits(self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256)
         call = split_call(obj, limits)
         self.calls.append(obj)
+        self.callers.append(caller)
         script = self.script
         samples = []
         for prompt in call.prompts:
@@ -258,6 +262,22 @@ class FakeFrontend:
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive
+
+    def timelines(self, rid: str, tenant: str | None = None):
+        if rid != "known":
+            raise NotFoundError("there is no such request", "rid")
+        return [{"rid": rid, "tenant_asked": tenant}]
+
+    async def start_profile(self, output_name, num_steps, activities):
+        self.profiled.append((output_name, num_steps, activities))
+        return "profiling"
+
+    async def stop_profile(self):
+        raise RequestError("no profile is running")
+
+    def configure_logging(self, level, log_requests, log_requests_level):
+        self.logging = (level, log_requests, log_requests_level)
+        return {"level": level}
 
     def counters(self):
         return self.own_counters

@@ -119,7 +119,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
         _load_adapters(args, loras)
         runner = ModelRunner(model, attention, table, sampler, loras)
-        sync_worker = TpModelWorker(runner, weights, resources.pop_all())
+        sync_worker = TpModelWorker(runner, weights, resources.pop_all(), args.profile_dir)
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)

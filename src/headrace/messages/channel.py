@@ -25,6 +25,7 @@ from headrace.errors import ConfigError
 from headrace.log import get_logger
 from headrace.messages.control import (
     AbortReq,
+    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReply,
     FlushCacheReq,
@@ -33,6 +34,8 @@ from headrace.messages.control import (
     Heartbeat,
     InternalStateReply,
     InternalStateReq,
+    ProfileReply,
+    ProfileReq,
     ResetReq,
     SchedulerStats,
     ShutdownReq,
@@ -60,6 +63,9 @@ Message = (
     | LoadLoraReq
     | UnloadLoraReq
     | LoraReply
+    | ProfileReq
+    | ProfileReply
+    | ConfigureLoggingReq
     | SchedulerStats
     | Heartbeat
     | ShutdownReq

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import FaultReq
+from headrace.messages.control import FaultReq, ProfileReq
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.weights import WeightExecutor
@@ -113,6 +113,9 @@ class Worker(Protocol):
 
     def has_lora(self, lora_id: int) -> bool:
         """Whether sequences may use it."""
+
+    def profile(self, request: ProfileReq) -> str:
+        """Start or stop a profile between two steps; a line for the operator. Raises RequestError."""
 
     def close(self) -> None:
         """Release threads and memory."""

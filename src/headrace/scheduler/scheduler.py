@@ -4,21 +4,24 @@ Runs in one thread of the scheduler process (or of the main process with --singl
 computes one while the other is planned or committed here; with one it is the plain loop. Both give the same tokens.
 """
 
+import math
 import time
 from collections.abc import Callable
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
-from headrace.log import get_logger
+from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
+    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReq,
     HealthCheckReq,
     InternalState,
     InternalStateReply,
     InternalStateReq,
+    ProfileReq,
     ResetReq,
     SchedulerStats,
     ShutdownReq,
@@ -186,6 +189,10 @@ class Scheduler:
                 self._loras.load(message)
             case UnloadLoraReq():
                 self._loras.unload(message)
+            case ProfileReq():
+                self._to_tokenizer.send(control.profile(self.worker, message))
+            case ConfigureLoggingReq():
+                set_level(message.level)
             case ResetReq():
                 commit.reset(state)
                 state.source = message.source
@@ -210,6 +217,7 @@ class Scheduler:
                 req.stop_checker = self._stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
+            state.fair_share.arrive(req, state.waiting)
             state.waiting.append(req)
             return
         except HeadraceError as error:
@@ -225,6 +233,8 @@ class Scheduler:
         total = self.state.kv.total_tokens
         if req.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty")
+        if not 0 < req.asked.weight < math.inf:
+            raise RequestError(f"the weight of a tenant must be above 0, got {req.asked.weight}")
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
         # One that is sent again was accepted once.

@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
+from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
@@ -48,13 +49,18 @@ class RequestFrontend(Protocol):
     """What the server needs of the TokenizerManager."""
 
     def generate_request(
-        self, obj: GenerateReqInput, *, default_max_new_tokens: int = ..., incremental: bool | None = None
+        self,
+        obj: GenerateReqInput,
+        *,
+        default_max_new_tokens: int = ...,
+        incremental: bool | None = None,
+        caller: Caller = ...,
     ) -> AsyncGenerator[Any, None]:
         """Outputs of one call. Without `stream` exactly one item: an Output, or a list of them in prompt-major order.
 
         default_max_new_tokens: where the request does not say; never more than the context has room for.
         incremental: outputs of a stream hold what is new since the last one (the last of a sample: all ids and logprobs); None
-        = as the server was told. Closing the generator early aborts what is unfinished.
+        = as the server was told. caller: whose limits count. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """
         ...
@@ -99,6 +105,29 @@ class RequestFrontend(Protocol):
 
     async def health(self, generate: bool = False) -> bool:
         """The engine is alive; with `generate`, it has also just made a token."""
+        ...
+
+    def timelines(self, rid: str, tenant: str | None = None) -> list[dict[str, Any]]:
+        """What happened to a request's samples; tenant: whose they must be, None = anybody's. Raises NotFoundError."""
+        ...
+
+    async def start_profile(
+        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
+    ) -> str:
+        """Record the worker's steps. Raises RequestError."""
+        ...
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        ...
+
+    def configure_logging(
+        self,
+        level: Literal["debug", "info", "warning", "error"] | None,
+        log_requests: bool | None,
+        log_requests_level: int | None,
+    ) -> dict[str, Any]:
+        """Change what is logged; what now holds. Raises RequestError."""
         ...
 
     @property

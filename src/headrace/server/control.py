@@ -18,9 +18,19 @@ from headrace.metrics.export import CONTENT_TYPE, render
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
 
-_SECRETS = frozenset({"api_key", "admin_api_key"})
 _NAMED_INSTEAD = frozenset({"lora_paths"})
-_PATHS = frozenset({"model_path", "tokenizer_path", "chat_template", "custom_logit_processors"})
+_SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
+_PATHS = frozenset(
+    {
+        "model_path",
+        "tokenizer_path",
+        "chat_template",
+        "custom_logit_processors",
+        "api_key_file",
+        "profile_dir",
+        "crash_dump_dir",
+    }
+)
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -146,7 +156,9 @@ class ControlAPI:
     async def metrics(self, exchange: Exchange) -> None:
         """The Prometheus text."""
         assert self.context.metrics is not None, "the route exists only with metrics"
-        await send_response(exchange.send, 200, render(self.context.metrics), CONTENT_TYPE.encode())
+        await send_response(
+            exchange.send, 200, render(self.context.metrics, self.context.args.metrics_compat), CONTENT_TYPE.encode()
+        )
 
     async def inject_fault(self, exchange: Exchange) -> None:
         """Test hook; the route exists only under --enable-fault-injection."""
