@@ -139,6 +139,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         "model": {
             "path": server_args.model_path,
             "dtype": info.dtype,
+            "quantization": info.quantization,
             "kv_cache_dtype": info.kv_cache_dtype,
             "attention_backend": info.attention_backend,
             "weight_bytes": info.weight_bytes,
@@ -148,7 +149,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         "busy_neighbours": options.busy_neighbours,
     }
     content = timing_document("step", subject, results)
-    console.print(f"{server_args.model_path}: {info.dtype} weights, {info.kv_cache_dtype} KV, {fused}", highlight=False)
+    console.print(f"{server_args.model_path}: {info.weights} weights, {info.kv_cache_dtype} KV, {fused}", highlight=False)
     print_steps(console, content)
     if options.phases:
         print_phases(console, content)
@@ -158,24 +159,22 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
 
 
 def print_steps(console: Console, content: dict[str, Any]) -> None:
-    """The document's results as a table."""
+    """The document's results as a table of at most 80 columns."""
     limits = content["limits"]
-    table = Table(
-        title=f"Steps (ms, median; limit by {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
-        f"{limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s and {limits['dot_ops_per_s'] / 1e9:.0f} int8 GOP/s of this machine)",
-        title_justify="left",
+    console.print(
+        f"limits of this machine: {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, {limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s, "
+        f"{limits['dot_ops_per_s'] / 1e9:.0f} int8 GOP/s",
+        highlight=False,
     )
+    table = Table(title="Steps (ms, median)", title_justify="left")
     busy = content["busy_neighbours"]
-    columns = ["step", "rows", "cached", "new", "ms", "best", "host", "tok/s", "limit", "share"]
-    for name in columns + ([f"speed beside {busy} busy"] if busy else []):
+    columns = ["step", "ms", "best", "host", "tok/s", "limit", "share"]
+    for name in columns + ([f"beside\n{busy} busy"] if busy else []):
         table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
     for row in content["results"]:
         total = row["total"]
         table.add_row(
-            row["kind"],
-            str(row["batch"]),
-            str(row["context"]),
-            str(row["new_tokens"]),
+            _step_name(row),
             f"{total['median_s'] * 1e3:.2f}",
             f"{total['best_s'] * 1e3:.2f}",
             f"{row['host']['median_s'] * 1e3:.2f}",
@@ -188,18 +187,24 @@ def print_steps(console: Console, content: dict[str, Any]) -> None:
 
 
 def print_phases(console: Console, content: dict[str, Any]) -> None:
-    """The parts of each step as a table; nothing when the layers ran op by op."""
+    """The parts of each step as a table of at most 80 columns for three steps; nothing when the layers ran op by op."""
     results = [row for row in content["results"] if row["phases"]]
     if not results:
         console.print("no phases: the fused decoder does not run this model", highlight=False)
         return
     table = Table(title="Parts of a step (ms, median)", title_justify="left")
-    for name in ("step", "rows", "new", *results[0]["phases"], "host"):
-        table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
+    table.add_column("part")
     for row in results:
-        parts = [*row["phases"].values(), row["host"]["median_s"]]
-        table.add_row(row["kind"], str(row["batch"]), str(row["new_tokens"]), *(f"{part * 1e3:.2f}" for part in parts))
+        table.add_column(_step_name(row), justify="right")
+    for name in (*results[0]["phases"], "host"):
+        seconds = [row["host"]["median_s"] if name == "host" else row["phases"][name] for row in results]
+        table.add_row(name, *(f"{part * 1e3:.2f}" for part in seconds))
     console.print(table)
+
+
+def _step_name(row: dict[str, Any]) -> str:
+    rows, cached = row["batch"], f" over {row['context']}" if row["context"] else ""
+    return f"decode {rows}{cached}" if row["kind"] == "decode" else f"prefill {row['new_tokens']}{cached}"
 
 
 @contextmanager

@@ -138,6 +138,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         weight_bytes=weight_bytes,
         kv_bytes=pool.num_bytes,
         load_s=time.perf_counter() - begin,
+        quantization=config.quantization,
         decisions=tuple(decisions),
     )
 

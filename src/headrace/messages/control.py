@@ -195,4 +195,10 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     load_s: float
+    quantization: str = "none"
     decisions: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> str:
+        """The precision of the weights, for people: "bfloat16", or the scheme of the linear layers."""
+        return self.dtype if self.quantization == "none" else self.quantization
