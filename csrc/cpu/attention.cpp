@@ -160,28 +160,25 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
   for (int64_t k0 = split * kKeySplit; k0 < split_end; k0 += kKeyBlock) {
     const KeyBlock<T> block(a, t, k0);
     if (block.is_empty()) continue;
-    for_row_tiles(rows, [&](int64_t row, int64_t count) {
-#define HEADRACE_CALL(R) \
-  products.template score<R>(row, block.k, block.v, block.page_begin, block.page_end, scores + row * kScoreStride)
-      HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
-#undef HEADRACE_CALL
-    });
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t position = t.first_position + r / group;
-      softmax_block(scores + r * kScoreStride, max_of(0, first_key(position, a.window) - k0),
-                    min_of(block.keys, position + 1 - k0), block.page_begin * kPageSize, block.page_end * kPageSize, a.softcap,
-                    state.max[r], state.sum[r], state.values + r * head_dim, head_dim);
-    }
     const T* later_pages[kPagesOfBlock];
     const bool fetches = rows <= kTileRows && (k0 + kKeyBlock < tile_end || next != nullptr);
     if (fetches) {
       block.later_pages(k0 + kKeyBlock < tile_end ? KeyBlock<T>(a, t, k0 + kKeyBlock) : first_block<T>(a, *next), later_pages);
     }
     const T* const* const later = fetches ? later_pages : nullptr;
+    // A register tile of rows goes through both products at once: its scores stay in the first-level cache.
     for_row_tiles(rows, [&](int64_t row, int64_t count) {
-#define HEADRACE_CALL(R)                                                                                    \
-  products.template weigh<R>(scores + row * kScoreStride, block.v, later, block.skipped, block.keys, \
-                             state.values + row * head_dim)
+#define HEADRACE_CALL(R) products.template score<R>(row, block.k, block.v, block.page_begin, block.page_end, scores)
+      HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
+#undef HEADRACE_CALL
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t r = row + i, position = t.first_position + r / group;
+        softmax_block(scores + i * kScoreStride, max_of(0, first_key(position, a.window) - k0),
+                      min_of(block.keys, position + 1 - k0), block.page_begin * kPageSize, block.page_end * kPageSize,
+                      a.softcap, state.max[r], state.sum[r], state.values + r * head_dim, head_dim);
+      }
+#define HEADRACE_CALL(R) \
+  products.template weigh<R>(scores, block.v, later, block.skipped, block.keys, state.values + row * head_dim)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
     });
@@ -195,8 +192,8 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t, const Attention
   const int64_t state_floats = State::floats(rows, head_dim);
   const int64_t state_room = ceil_div(state_floats, 16) * 16;
   float* const scores = static_cast<float*>(thread_scratch(
-      static_cast<size_t>(rows * kScoreStride + 2 * state_room + Products<T>::memory_floats(rows, head_dim)) * 4));
-  float* const part_memory = scores + rows * kScoreStride;
+      static_cast<size_t>(kTileRows * kScoreStride + 2 * state_room + Products<T>::memory_floats(rows, head_dim)) * 4));
+  float* const part_memory = scores + kTileRows * kScoreStride;
   const State part = State::at(part_memory, rows, head_dim);
   const State total = State::at(part_memory + state_room, rows, head_dim);
   Products<T> products(part_memory + 2 * state_room, rows, head_dim);

@@ -149,7 +149,9 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         "busy_neighbours": options.busy_neighbours,
     }
     content = timing_document("step", subject, results)
-    console.print(f"{server_args.model_path}: {info.weights} weights, {info.kv_cache_dtype} KV, {fused}", highlight=False)
+    console.print(
+        f"{server_args.model_path}: {info.weights} weights, {info.kv_cache_dtype} KV, {fused}", highlight=False
+    )
     print_steps(console, content)
     if options.phases:
         print_phases(console, content)
