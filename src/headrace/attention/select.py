@@ -43,6 +43,12 @@ def preferred_page_size(name: str) -> int:
     return PAGE_SIZE if name == "cpu" else 1
 
 
+def captures(name: str) -> bool:
+    """Whether `prepare` and `forward` of a decode step can be captured in a CUDA graph: they never wait for the device, take lengths from
+    tensors, and the host integers of `StepRows` only as bounds."""
+    return name == "triton"
+
+
 def make_backend(name: str) -> AttentionBackend:
     """A backend without a pool yet."""
     return CpuAttention() if name == "cpu" else TorchNativeAttention()

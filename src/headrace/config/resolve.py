@@ -16,6 +16,13 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
 
+MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
+"""--mem-fraction-static by device. A GPU is nobody else's, but activations and graphs take their part."""
+
+_LARGEST_GRAPH = 256
+_GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """What was found on this machine.
@@ -47,17 +54,20 @@ class BackendChoices:
     """The attention backends, as `attention.select` knows them.
 
     preference: names, best first. reasons_against: why one cannot serve; empty when it can. page_size: what one likes.
+    captures: whether its decode can be captured in a CUDA graph.
     """
 
     preference: Sequence[str]
     reasons_against: Callable[[str, AttentionNeeds], list[str]]
     page_size: Callable[[str], int]
+    captures: Callable[[str], bool] = lambda name: False
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """Every choice made. Counts of tokens; chunked_prefill_size is -1 for whole prompts.
 
+    cuda_graph_sizes: batches of decode steps that are captured, ascending; empty = none.
     decisions: one sentence for each choice that the user did not make.
     """
 
@@ -74,6 +84,8 @@ class Config:
     native_kernels: bool
     overlap: bool
     quantization: Scheme
+    mem_fraction_static: float
+    cuda_graph_sizes: tuple[int, ...]
     decisions: tuple[str, ...]
 
 
@@ -95,6 +107,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         page_size = backends.page_size(attention_backend)
         decisions.append(f"page_size {page_size}: what attention backend {attention_backend} likes")
     context_length = _context_length(args, model, decisions)
+    cuda_graph_sizes = _cuda_graph_sizes(args, device, backends.captures(attention_backend), attention_backend, decisions)
     num_threads = args.num_threads or facts.num_cpus
     if args.num_threads is None and device == "cpu":
         decisions.append(f"num_threads {num_threads}: what this process may use")
@@ -112,6 +125,8 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         native_kernels=native,
         quantization=quantization,
         overlap=not args.disable_overlap_schedule,
+        mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
+        cuda_graph_sizes=cuda_graph_sizes,
         decisions=tuple(decisions),
     )
 
@@ -207,6 +222,39 @@ def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: Backen
             return name
         refused.append(f"{name} cannot: {', '.join(reasons)}")
     raise ConfigError(f"no attention backend serves this model here: {'; '.join(refused)}")
+
+
+def _cuda_graph_sizes(
+    args: ServerArgs, device: str, captures: bool, backend: str, decisions: list[str]
+) -> tuple[int, ...]:
+    asked = args.cuda_graph_bs or args.cuda_graph_max_bs is not None
+    if device != "cuda":
+        if asked:
+            raise ConfigError(f"--cuda-graph-bs and --cuda-graph-max-bs are for GPUs; the device is {device}")
+        return ()
+    if args.disable_cuda_graph:
+        return ()
+    if not captures:
+        if asked:
+            raise ConfigError(f"attention backend {backend} cannot be captured in a CUDA graph; leave --cuda-graph-* out")
+        decisions.append(f"cuda graphs: no, attention backend {backend} cannot be captured")
+        return ()
+    if args.cuda_graph_bs:
+        return _sizes(args.cuda_graph_bs, args.max_running_requests)
+    largest = min(args.cuda_graph_max_bs or _LARGEST_GRAPH, args.max_running_requests)
+    sizes = (*(size for size in _GRAPH_SIZES if size < largest), largest)
+    decisions.append(f"cuda graphs: {len(sizes)} sizes of batch up to {largest}")
+    return sizes
+
+
+def _sizes(text: str, largest: int) -> tuple[int, ...]:
+    try:
+        sizes = {int(part) for part in text.split(",")}
+    except ValueError:
+        raise ConfigError(f"--cuda-graph-bs takes whole numbers with commas between, got {text!r:.80}") from None
+    if not all(1 <= size <= largest for size in sizes):
+        raise ConfigError(f"--cuda-graph-bs {text}: sizes are from 1 to --max-running-requests, {largest}")
+    return tuple(sorted(sizes))
 
 
 def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str]) -> int:

@@ -119,10 +119,10 @@ class ServerArgs:
     )
     disable_openapi: bool = _opt(False, _S, "No /openapi.json and /docs.")
 
-    mem_fraction_static: float = _opt(
-        0.5,
+    mem_fraction_static: float | None = _opt(
+        None,
         _Q,
-        "Share of free memory (container limits respected) for weights and KV pool.",
+        "Share of free memory (container limits respected) for weights and KV pool; default: 0.5 on CPU, 0.85 on a GPU.",
         Bounds(above=0.0, below=1.0),
     )
     max_total_tokens: int | None = _opt(
@@ -166,6 +166,13 @@ class ServerArgs:
         "Linear layers in 8 or 4 bits, quantised at load, on CPU; a checkpoint that is quantised is served as it is stored. "
         "int8-fast is quicker and less exact. See docs/quantization.md.",
     )
+    disable_cuda_graph: bool = _opt(False, _K, "On a GPU, launch every kernel of a decode step instead of one graph.")
+    cuda_graph_bs: str = _opt(
+        "", _K, "Batch sizes that have a graph, comma-separated; default: 1, 2, 4, 8, then steps of 8, from 64 on of 16."
+    )
+    cuda_graph_max_bs: int | None = _opt(
+        None, _K, "Largest batch that has a graph; default: --max-running-requests, at most 256.", _POSITIVE
+    )
     disable_native_kernels: bool = _opt(False, _K, "Torch fallbacks instead of the native CPU kernels.")
 
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Least severe line that is logged.")
@@ -190,6 +197,10 @@ class ServerArgs:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
         if self.dp_size > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it does not go with --single-process")
+        if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
+            raise ConfigError("--cuda-graph-bs names the largest size too: leave --cuda-graph-max-bs out")
+        if self.cuda_graph_bs and self.disable_cuda_graph:
+            raise ConfigError("--cuda-graph-bs does not go with --disable-cuda-graph")
         if self.page_size not in (None, 1, 16):
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
         if self.log_requests_level and not self.log_requests:

@@ -13,11 +13,16 @@ import torch
 
 from headrace import kernels
 from headrace.attention import select
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
 from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
+from headrace.execution.device import CudaDevice
+from headrace.execution.device_runner import DeviceRunner
+from headrace.execution.device_worker import DeviceWorker
+from headrace.execution.graphs import GraphPool, graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.memory import available_bytes, give_back_free_memory, kv_token_budget
 from headrace.execution.model_runner import ModelRunner
@@ -38,7 +43,9 @@ from headrace.sampling.sampler import Sampler
 
 _logger = get_logger(__name__)
 
-BACKENDS = BackendChoices(select.PREFERENCE, select.reasons_against, select.preferred_page_size)
+BACKENDS = BackendChoices(
+    select.PREFERENCE, select.reasons_against, select.preferred_page_size, select.captures
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +98,29 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         decisions = [_model_decision(spec.name, model_config.model_type), *config.decisions]
         if cache is not None:
             decisions.append(f"weight cache: {cache.outcome}")
-        pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, device, decisions)
+        graph_sizes = _graph_sizes(config, spec.name, model_config, decisions)
+        reserved = (
+            graph_bytes(graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length)
+            if graph_sizes
+            else 0
+        )
+        pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions)
         attention = select.make_backend(config.attention_backend)
-        pool = attention.make_kv_pool(shape, pool_plan.num_tokens, config.page_size, device)
+        # The padding of a graph writes to a page of its own.
+        num_slots = pool_plan.num_tokens + (config.page_size if graph_sizes else 0)
+        pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
         reason = model.fuse(attention) if config.device == "cpu" else f"the device is {config.device}"
         decisions.append(
             f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
         )
+        link = None if config.device == "cpu" else CudaDevice(device)
         table = SequenceTable(
             config.max_running_requests,
             pool_plan.context_length,
             model_config.hidden_size,
             device,
             page_size=config.page_size if attention.paged_kv() is not None else 0,
+            link=link,
         )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
 
@@ -113,8 +130,19 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             return load_model(other, spec, placement, config=model_config)
 
         weights = ModelWeights(model, attention, pool, partial(spec.rename, model_config), spec.ignored, load)
-        sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), weights, resources.pop_all())
-    worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
+        runner = ModelRunner(model, attention, table, sampler)
+        worker: Worker
+        if link is not None:
+            graphs = None
+            if graph_sizes:
+                vocab_size = model_config.vocab_size
+                graphs = GraphPool(model, attention, table, link, graph_sizes, vocab_size, pool_plan.num_tokens)
+                _capture(graphs)
+                weights.moved = graphs.capture
+            worker = DeviceWorker(DeviceRunner(runner, link, graphs), weights, resources.pop_all())
+        else:
+            sync_worker = TpModelWorker(runner, weights, resources.pop_all())
+            worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)
     return worker, ReadyInfo(
@@ -175,11 +203,40 @@ def _model_decision(model_class: str, model_type: str) -> str:
     )
 
 
+def _graph_sizes(
+    config: Config, model_class: str, model_config: ModelConfig, decisions: list[str]
+) -> tuple[int, ...]:
+    """`config.cuda_graph_sizes`, or none for a model that waits for the device within a step."""
+    if not config.cuda_graph_sizes:
+        return ()
+    if model_class == "transformers":
+        reason = "the model class transformers may wait for the device"
+    elif model_config.moe is not None and not kernels.runs_fused_moe(config.device):
+        reason = "torch's mixture of experts waits for the device"
+    else:
+        return config.cuda_graph_sizes
+    decisions.append(f"cuda graphs: no after all, {reason}")
+    return ()
+
+
+def _capture(graphs: GraphPool) -> None:
+    """Raises ConfigError saying how to do without."""
+    begin = time.perf_counter()
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a decode step could not be captured in a CUDA graph ({error}); --disable-cuda-graph does without"
+        ) from error
+    _logger.info("captured %d CUDA graphs in %.1f s", len(graphs.sizes), time.perf_counter() - begin)
+
+
 def _plan_pool(
     args: ServerArgs,
     config: Config,
     bytes_per_token: int,
     weight_bytes: int,
+    reserved_bytes: int,
     device: torch.device,
     decisions: list[str],
 ) -> _PoolPlan:
@@ -197,7 +254,8 @@ def _plan_pool(
         budget = kv_token_budget(
             available=available_bytes(device),
             weight_bytes=weight_bytes,
-            mem_fraction_static=args.mem_fraction_static,
+            mem_fraction_static=config.mem_fraction_static,
+            reserved_bytes=reserved_bytes,
             bytes_per_token=bytes_per_token,
             page_size=page_size,
             max_tokens_useful=config.max_running_requests * context_length,

@@ -108,6 +108,11 @@ def runs_native(device_type: str) -> bool:
     return _choose(device_type)[0].name == "native"
 
 
+def runs_fused_moe(device_type: str) -> bool:
+    """Whether `moe` is something else there than torch's loop over the experts, which waits for the device."""
+    return select("moe", device_type).__module__ != "headrace.kernels.torch_fallback"
+
+
 def report() -> list[OpReport]:
     """What runs each op on CPU, and why not something faster."""
     implementation, reason = _choose("cpu")

@@ -1,0 +1,41 @@
+"""A model on a GPU as the scheduler sees it: `submit` queues a step, `collect` waits for the oldest.
+
+Owns the steps in flight. With two of them the device computes one while the scheduler commits the one before and plans the one after.
+Runs in the scheduler's thread: the device is the other one.
+"""
+
+from collections import deque
+from contextlib import ExitStack
+
+from headrace.errors import ExecutionError
+from headrace.execution.device_runner import DeviceRunner, Pending
+from headrace.execution.worker import guarded
+from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.weights import WeightExecutor
+
+
+class DeviceWorker:
+    """The `Worker` protocol over a `DeviceRunner`. resources: closed by `close`."""
+
+    def __init__(self, runner: DeviceRunner, weights: WeightExecutor, resources: ExitStack | None = None) -> None:
+        self.runner = runner
+        self.weights = weights
+        self._resources = resources or ExitStack()
+        self._in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """Queue the step; its failure waits for `collect`."""
+        self._in_flight.append((batch, guarded(batch, lambda: self.runner.launch(batch))))
+
+    def collect(self) -> StepResult:
+        """See `Worker.collect`."""
+        batch, pending = self._in_flight.popleft()
+        result = pending if isinstance(pending, ExecutionError) else guarded(batch, pending.result)
+        if isinstance(result, ExecutionError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Release what the worker holds. Idempotent."""
+        self._in_flight.clear()
+        self._resources.close()
