@@ -90,9 +90,7 @@ def device_driver(
     device = device or FakeDevice()
     where = torch.device(on)
     checkpoint = open_checkpoint(folder)
-    model = load_model(
-        checkpoint, model_class_for(checkpoint.config), Placement(where, torch.float32, CONTEXT)
-    )
+    model = load_model(checkpoint, model_class_for(checkpoint.config), Placement(where, torch.float32, CONTEXT))
     attention = TensorAttention()
     num_slots = NUM_SEQS * CONTEXT
     pool = attention.make_kv_pool(kv_shape(checkpoint.config, torch.float32), num_slots + 1, 1, where)

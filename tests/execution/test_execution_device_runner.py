@@ -126,7 +126,9 @@ def test_what_a_graph_does_not_give_goes_the_long_way(folder, expected):
     result = driver.step([(0, 1, True)])
 
     assert device.num_replays == 0
-    assert np.frombuffer(result.logprobs[0].token_ids, np.int32).tolist() == result.token_ids.tolist() == expected[0][1:2]
+    assert (
+        np.frombuffer(result.logprobs[0].token_ids, np.int32).tolist() == result.token_ids.tolist() == expected[0][1:2]
+    )
     assert len(result.hidden_states[0]) == 32 * 4
 
 

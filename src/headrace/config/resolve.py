@@ -15,7 +15,6 @@ from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
-
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is nobody else's, but activations and graphs take their part."""
 
@@ -107,7 +106,9 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         page_size = backends.page_size(attention_backend)
         decisions.append(f"page_size {page_size}: what attention backend {attention_backend} likes")
     context_length = _context_length(args, model, decisions)
-    cuda_graph_sizes = _cuda_graph_sizes(args, device, backends.captures(attention_backend), attention_backend, decisions)
+    cuda_graph_sizes = _cuda_graph_sizes(
+        args, device, backends.captures(attention_backend), attention_backend, decisions
+    )
     num_threads = args.num_threads or facts.num_cpus
     if args.num_threads is None and device == "cpu":
         decisions.append(f"num_threads {num_threads}: what this process may use")
@@ -236,7 +237,9 @@ def _cuda_graph_sizes(
         return ()
     if not captures:
         if asked:
-            raise ConfigError(f"attention backend {backend} cannot be captured in a CUDA graph; leave --cuda-graph-* out")
+            raise ConfigError(
+                f"attention backend {backend} cannot be captured in a CUDA graph; leave --cuda-graph-* out"
+            )
         decisions.append(f"cuda graphs: no, attention backend {backend} cannot be captured")
         return ()
     if args.cuda_graph_bs:

@@ -168,7 +168,9 @@ class ServerArgs:
     )
     disable_cuda_graph: bool = _opt(False, _K, "On a GPU, launch every kernel of a decode step instead of one graph.")
     cuda_graph_bs: str = _opt(
-        "", _K, "Batch sizes that have a graph, comma-separated; default: 1, 2, 4, 8, then steps of 8, from 64 on of 16."
+        "",
+        _K,
+        "Batch sizes that have a graph, comma-separated; default: 1, 2, 4, 8, then steps of 8, from 64 on of 16.",
     )
     cuda_graph_max_bs: int | None = _opt(
         None, _K, "Largest batch that has a graph; default: --max-running-requests, at most 256.", _POSITIVE

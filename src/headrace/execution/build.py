@@ -43,9 +43,7 @@ from headrace.sampling.sampler import Sampler
 
 _logger = get_logger(__name__)
 
-BACKENDS = BackendChoices(
-    select.PREFERENCE, select.reasons_against, select.preferred_page_size, select.captures
-)
+BACKENDS = BackendChoices(select.PREFERENCE, select.reasons_against, select.preferred_page_size, select.captures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +201,7 @@ def _model_decision(model_class: str, model_type: str) -> str:
     )
 
 
-def _graph_sizes(
-    config: Config, model_class: str, model_config: ModelConfig, decisions: list[str]
-) -> tuple[int, ...]:
+def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, decisions: list[str]) -> tuple[int, ...]:
     """`config.cuda_graph_sizes`, or none for a model that waits for the device within a step."""
     if not config.cuda_graph_sizes:
         return ()

@@ -77,11 +77,7 @@ class DeviceRunner:
             return _Done(runner.compute(plan))
         rows = np.flatnonzero(plan.samples).astype(np.int32)
         graphs = self.graphs
-        if (
-            graphs is not None
-            and plan.num_tokens == len(seqs) == len(rows)
-            and graphs.size_for(len(seqs)) is not None
-        ):
+        if graphs is not None and plan.num_tokens == len(seqs) == len(rows) and graphs.size_for(len(seqs)) is not None:
             ids: torch.Tensor | None = self._replay(plan, graphs)
         else:
             ids = self._eager(plan, rows)

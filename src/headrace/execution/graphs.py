@@ -64,7 +64,8 @@ class GraphPool:
         vocab_size: int,
         dummy_slot: int,
     ) -> None:
-        assert sizes == tuple(sorted(set(sizes))) and sizes[0] > 0, sizes
+        assert sizes == tuple(sorted(set(sizes))), sizes
+        assert sizes[0] > 0, sizes
         self.sizes = sizes
         self._model = model
         self._attention = attention
@@ -100,9 +101,7 @@ class GraphPool:
         self._fill(size, seqs, positions, out_slots)
         self._graphs[size].replay()
         at_rows, at_positions, _ = self._inputs[: 3 * size].view(3, size)
-        return GraphStep(
-            self._logits[:num_rows], self._greedy[:num_rows], at_rows[:num_rows], at_positions[:num_rows]
-        )
+        return GraphStep(self._logits[:num_rows], self._greedy[:num_rows], at_rows[:num_rows], at_positions[:num_rows])
 
     def _fill(self, size: int, seqs: Int32Array, positions: Int32Array, out_slots: Int32Array) -> None:
         """Queue the copy of a step's rows, and of padding up to `size`, to the inputs."""

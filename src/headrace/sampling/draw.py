@@ -62,9 +62,7 @@ class DrawTable:
         """Whether each of these sequences takes its most likely token."""
         return not self._temperatures[seqs].any()
 
-    def draw(
-        self, logits: torch.Tensor, seqs: Ints, positions: Ints, rows: Ints
-    ) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, seqs: Ints, positions: Ints, rows: Ints) -> torch.Tensor:
         """int64[R] on the device of float32[R, V] logits: an id for each of `rows`, -1 for the others.
 
         Row r is of sequence seqs[r]; positions: index that its token will have. -1, too, for a row with NaN or no finite largest logit.
