@@ -18,6 +18,8 @@ from headrace.errors import ConfigError
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is nobody else's, but activations and graphs take their part."""
 
+FP8_CAPABILITY = (8, 9)
+
 _LARGEST_GRAPH = 256
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
 
@@ -27,7 +29,7 @@ class DeviceFacts:
     """What was found on this machine.
 
     has_cuda: torch sees a GPU. native_kernels: the native CPU kernels load; native_reason says why not. num_cpus: processors that this
-    process may use. cuda_bfloat16: the GPU computes in bfloat16.
+    process may use. cuda_bfloat16: the GPU computes in bfloat16. cuda_capability: (major, minor).
     """
 
     has_cuda: bool
@@ -35,6 +37,7 @@ class DeviceFacts:
     native_reason: str
     num_cpus: int
     cuda_bfloat16: bool = False
+    cuda_capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         reason = "--disable-native-kernels" if args.disable_native_kernels else facts.native_reason
         decisions.append(f"torch runs every CPU op, slower than the native kernels: {reason}")
     dtype = _dtype(args, model, device, facts, decisions)
-    quantization = _quantization(args, model, device, decisions)
+    quantization = _quantization(args, model, device, dtype, facts, decisions)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
     needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size)
     attention_backend = _attention_backend(args, needs, backends, decisions)
@@ -177,17 +180,17 @@ def _dtype(args: ServerArgs, model: ModelConfig, device: str, facts: DeviceFacts
     return dtype
 
 
-def _quantization(args: ServerArgs, model: ModelConfig, device: str, decisions: list[str]) -> Scheme:
+def _quantization(
+    args: ServerArgs, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts, decisions: list[str]
+) -> Scheme:
     stored = stored_scheme(model.quantization)
-    if device != "cpu":
-        if args.quantization != "none":
-            raise ConfigError(
-                f"--quantization {args.quantization}: quantised linear layers run on CPU, not on {device}"
-            )
-        if stored != "none":
-            decisions.append(
-                f"quantization none: the checkpoint's {stored} weights are widened, {device} has no kernel for them"
-            )
+    refusal = _quantization_refusal(
+        stored if args.quantization == "none" else args.quantization, model, device, dtype, facts
+    )
+    if refusal and args.quantization != "none":
+        raise ConfigError(f"--quantization {args.quantization}: {refusal}")
+    if refusal:
+        decisions.append(f"quantization none: the checkpoint's {stored} weights are widened, for {refusal}")
         return "none"
     if stored == "none":
         return args.quantization
@@ -197,6 +200,23 @@ def _quantization(args: ServerArgs, model: ModelConfig, device: str, decisions: 
         )
     decisions.append(f"quantization {stored}: the checkpoint is")
     return stored
+
+
+def _quantization_refusal(scheme: Scheme, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts) -> str:
+    """Why linear layers cannot compute so there; "" when they can."""
+    if scheme == "none":
+        return ""
+    if device == "cpu":
+        return "fp8 runs on GPUs; a CPU has int8" if scheme == "fp8" else ""
+    if scheme in ("int8", "int8-fast"):
+        return f"{scheme} linear layers run on CPU, not on {device}; fp8 and int4 do"
+    if model.moe is not None:
+        return f"the experts of a mixture have no {scheme} kernel on {device}"
+    if scheme == "fp8" and facts.cuda_capability < FP8_CAPABILITY:
+        return f"fp8 needs compute capability 8.9 or later, this GPU has {'.'.join(map(str, facts.cuda_capability))}"
+    if scheme == "int4" and dtype != "bfloat16":
+        return f"the int4 kernel of {device} computes in bfloat16, not in {dtype}; give --dtype bfloat16"
+    return ""
 
 
 def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[str]) -> str:

@@ -160,11 +160,11 @@ class ServerArgs:
         "auto", _K, "Attention kernels; see `headrace doctor`."
     )
     num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.", _POSITIVE)
-    quantization: Literal["none", "int8", "int8-fast", "int4"] = _opt(
+    quantization: Literal["none", "int8", "int8-fast", "int4", "fp8"] = _opt(
         "none",
         _K,
-        "Linear layers in 8 or 4 bits, quantised at load, on CPU; a checkpoint that is quantised is served as it is stored. "
-        "int8-fast is quicker and less exact. See docs/quantization.md.",
+        "Linear layers in 8 or 4 bits, quantised at load: int8, int8-fast, int4 on CPU, fp8, int4 on a GPU; a checkpoint that is quantised "
+        "is served as it is stored. int8-fast is quicker and less exact. See docs/quantization.md.",
     )
     disable_cuda_graph: bool = _opt(False, _K, "On a GPU, launch every kernel of a decode step instead of one graph.")
     cuda_graph_bs: str = _opt(

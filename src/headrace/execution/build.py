@@ -172,6 +172,7 @@ def device_facts() -> DeviceFacts:
         native_reason=reason,
         num_cpus=default_num_threads(),
         cuda_bfloat16=has_cuda and torch.cuda.is_bf16_supported(),
+        cuda_capability=torch.cuda.get_device_capability() if has_cuda else (0, 0),
     )
 
 
