@@ -158,6 +158,19 @@ def test_a_step_that_fails_is_the_only_one(folder, expected, sizes):
     assert driver.worker.collect().token_ids.tolist() == expected[0][1:2]
 
 
+def test_a_fault_of_the_device_ends_the_process_of_the_scheduler(folder, monkeypatch):
+    driver, runner, _ = device_driver(folder)
+    driver.step([(0, 40, True)], (driver.new(0, A),))
+
+    def fail(*args):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.runner.model, "forward", fail)
+        with pytest.raises(torch.AcceleratorError):  # no ExecutionError: that would fail step after step for ever
+            driver.step([(0, 1, True)])
+
+
 def test_weights_that_moved_are_captured_again(folder, expected):
     device = FakeDevice()
     driver, runner, _ = device_driver(folder, sizes=(1, 2), device=device)

@@ -27,7 +27,7 @@ class Pending(Protocol):
     """A step that was queued."""
 
     def result(self) -> StepResult:
-        """What it gave; waits for it. `forward_s` is counted from its launch."""
+        """What it gave; waits for it. Once, in the order of the launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,23 @@ class _Done:
         return self.step
 
 
+@dataclass(slots=True)
+class _Busy:
+    """until: when the step that was collected last was done."""
+
+    until: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """rows: those that sample, in the order of the ids."""
+    """rows: those that sample, in the order of the ids. begin: when it was queued; it runs when the one before is done."""
 
     step: int
     num_rows: int
     rows: Int32Array
     ids: Download | None
     begin: float
+    busy: _Busy
 
     def result(self) -> StepResult:
         token_ids = np.full(self.num_rows, -1, np.int32)
@@ -55,7 +63,8 @@ class _Queued:
             ids = self.ids.wait()
             token_ids[self.rows] = ids
             errors = dict.fromkeys(self.rows[ids < 0].tolist(), BAD_LOGITS)
-        return StepResult(self.step, token_ids, errors, forward_s=time.perf_counter() - self.begin)
+        begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
+        return StepResult(self.step, token_ids, errors, forward_s=self.busy.until - begin)
 
 
 class DeviceRunner:
@@ -65,6 +74,7 @@ class DeviceRunner:
         self.runner = runner
         self.graphs = graphs
         self._device = device
+        self._busy = _Busy()
 
     @torch.inference_mode()
     def launch(self, plan: ModelWorkerBatch) -> Pending:
@@ -82,7 +92,7 @@ class DeviceRunner:
         else:
             ids = self._eager(plan, rows)
         copy = None if ids is None else self._device.download(ids)
-        return _Queued(plan.step, len(seqs), rows, copy, begin)
+        return _Queued(plan.step, len(seqs), rows, copy, begin, self._busy)
 
     def _replay(self, plan: ModelWorkerBatch, graphs: GraphPool) -> torch.Tensor:
         """int64[num_rows], the sampled ids."""

@@ -6,12 +6,17 @@ Runs in the scheduler's thread: the device is the other one.
 
 from collections import deque
 from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
 
 from headrace.errors import ExecutionError
 from headrace.execution.device_runner import DeviceRunner, Pending
 from headrace.execution.worker import guarded
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
+
+_Result = TypeVar("_Result")
 
 
 class DeviceWorker:
@@ -25,12 +30,12 @@ class DeviceWorker:
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Queue the step; its failure waits for `collect`."""
-        self._in_flight.append((batch, guarded(batch, lambda: self.runner.launch(batch))))
+        self._in_flight.append((batch, _alive(guarded(batch, lambda: self.runner.launch(batch)))))
 
     def collect(self) -> StepResult:
         """See `Worker.collect`."""
         batch, pending = self._in_flight.popleft()
-        result = pending if isinstance(pending, ExecutionError) else guarded(batch, pending.result)
+        result = pending if isinstance(pending, ExecutionError) else _alive(guarded(batch, pending.result))
         if isinstance(result, ExecutionError):
             raise result
         return result
@@ -39,3 +44,10 @@ class DeviceWorker:
         """Release what the worker holds. Idempotent."""
         self._in_flight.clear()
         self._resources.close()
+
+
+def _alive(result: _Result | ExecutionError) -> _Result | ExecutionError:
+    """The same. Raises the error that only another process gets over: after a fault of the device every later call fails, too."""
+    if isinstance(result, ExecutionError) and isinstance(result.__cause__, torch.AcceleratorError):
+        raise result.__cause__
+    return result
