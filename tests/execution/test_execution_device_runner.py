@@ -48,6 +48,7 @@ def test_tokens_are_those_of_the_cpu(folder, expected, sizes):
     driver, _, _ = device_driver(folder, sizes=sizes, device=device)
 
     assert driver.generate(0, A, 8, chunks=(7, 16)) == expected[0]
+    assert device.num_waits == 10, "each step is waited for once, a chunk that samples nothing, too"
     assert driver.generate(1, B, 8, sampling=DRAWN) == expected[1]
     assert device.num_replays == (14 if sizes else 0)
     assert driver.generate(2, C, 8, sampling=PENALISED) == expected[2]

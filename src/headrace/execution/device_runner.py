@@ -52,17 +52,15 @@ class _Queued:
     step: int
     num_rows: int
     rows: Int32Array
-    ids: Download | None
+    ids: Download
     begin: float
     busy: _Busy
 
     def result(self) -> StepResult:
         token_ids = np.full(self.num_rows, -1, np.int32)
-        errors: dict[int, str] = {}
-        if self.ids is not None:
-            ids = self.ids.wait()
-            token_ids[self.rows] = ids
-            errors = dict.fromkeys(self.rows[ids < 0].tolist(), BAD_LOGITS)
+        ids = self.ids.wait()
+        token_ids[self.rows] = ids
+        errors = dict.fromkeys(self.rows[ids < 0].tolist(), BAD_LOGITS)
         begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
         return StepResult(self.step, token_ids, errors, forward_s=self.busy.until - begin)
 
@@ -88,11 +86,10 @@ class DeviceRunner:
         rows = np.flatnonzero(plan.samples).astype(np.int32)
         graphs = self.graphs
         if graphs is not None and plan.num_tokens == len(seqs) == len(rows) and graphs.size_for(len(seqs)) is not None:
-            ids: torch.Tensor | None = self._replay(plan, graphs)
+            ids = self._replay(plan, graphs)
         else:
             ids = self._eager(plan, rows)
-        copy = None if ids is None else self._device.download(ids)
-        return _Queued(plan.step, len(seqs), rows, copy, begin, self._busy)
+        return _Queued(plan.step, len(seqs), rows, self._device.download(ids), begin, self._busy)
 
     def _replay(self, plan: ModelWorkerBatch, graphs: GraphPool) -> torch.Tensor:
         """int64[num_rows], the sampled ids."""
@@ -104,13 +101,14 @@ class DeviceRunner:
         self.runner.table.tokens.index_put_((step.seqs, step.positions + 1), ids.clamp(min=0))
         return ids
 
-    def _eager(self, plan: ModelWorkerBatch, rows: Int32Array) -> torch.Tensor | None:
-        """int64[len(rows)], the ids of the rows that sample; None when none does."""
+    def _eager(self, plan: ModelWorkerBatch, rows: Int32Array) -> torch.Tensor:
+        """int64[len(rows)], the ids of the rows that sample."""
         runner = self.runner
         batch = ForwardBatch.from_plan(plan, runner.table)
         hidden = runner.hidden_states(batch)
         if not len(rows):
-            return None
+            # Waited for all the same, or the scheduler would plan chunk after chunk of a long prompt ahead.
+            return torch.empty(0, dtype=torch.int64, device=hidden.device)
         ends = np.cumsum(plan.counts, dtype=np.int64)[rows]
         seqs, positions = plan.seqs[rows], (plan.starts + plan.counts)[rows]
         last, at_rows, at_positions = upload_parts(
