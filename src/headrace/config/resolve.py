@@ -101,6 +101,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         decisions.append(f"torch runs every CPU op, slower than the native kernels: {reason}")
     dtype = _dtype(args, model, device, facts, decisions)
     quantization = _quantization(args, model, device, dtype, facts, decisions)
+    _check_compile(args, device, quantization)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
     needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size)
     attention_backend = _attention_backend(args, needs, backends, decisions)
@@ -217,6 +218,15 @@ def _quantization_refusal(scheme: Scheme, model: ModelConfig, device: str, dtype
     if scheme == "int4" and dtype != "bfloat16":
         return f"the int4 kernel of {device} computes in bfloat16, not in {dtype}; give --dtype bfloat16"
     return ""
+
+
+def _check_compile(args: ServerArgs, device: str, quantization: Scheme) -> None:
+    if not args.enable_torch_compile:
+        return
+    if device == "cpu":
+        raise ConfigError("--enable-torch-compile is for GPUs; on a CPU the native kernels run whole layers already")
+    if quantization != "none":
+        raise ConfigError(f"--enable-torch-compile does not go with quantised weights ({quantization})")
 
 
 def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[str]) -> str:

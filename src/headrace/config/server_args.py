@@ -175,6 +175,9 @@ class ServerArgs:
     cuda_graph_max_bs: int | None = _opt(
         None, _K, "Largest batch that has a graph; default: --max-running-requests, at most 256.", _POSITIVE
     )
+    enable_torch_compile: bool = _opt(
+        False, _K, "On a GPU, compile what lies between attentions with torch.compile instead of the project's kernels."
+    )
     disable_native_kernels: bool = _opt(False, _K, "Torch fallbacks instead of the native CPU kernels.")
 
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Least severe line that is logged.")

@@ -37,6 +37,7 @@ from headrace.layers.weight import Placement
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
+from headrace.models.decoder import DecoderLM
 from headrace.models.spec import CausalLM, kv_shape, model_class_for
 from headrace.sampling.logit_processors import load_processors
 from headrace.sampling.sampler import Sampler
@@ -96,6 +97,8 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         decisions = [_model_decision(spec.name, model_config.model_type), *config.decisions]
         if cache is not None:
             decisions.append(f"weight cache: {cache.outcome}")
+        if args.enable_torch_compile:
+            _compile(model, spec.name)
         graph_sizes = _graph_sizes(config, spec.name, model_config, decisions)
         reserved = (
             graph_bytes(graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length)
@@ -214,6 +217,15 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
         return config.cuda_graph_sizes
     decisions.append(f"cuda graphs: no after all, {reason}")
     return ()
+
+
+def _compile(model: CausalLM, model_class: str) -> None:
+    """Raises ConfigError when the model has no pieces to compile."""
+    reason = (
+        model.compile_pieces() if isinstance(model, DecoderLM) else f"the model class {model_class} has other layers"
+    )
+    if reason:
+        raise ConfigError(f"--enable-torch-compile: {reason}")
 
 
 def _capture(graphs: GraphPool) -> None:
