@@ -16,6 +16,7 @@ from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.graphs import GraphPool
 from headrace.execution.load_weights import load_model
+from headrace.execution.lora import LoraPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.sequence_table import SequenceTable
 from headrace.layers.weight import Placement
@@ -90,12 +91,14 @@ def device_driver(
     device = device or FakeDevice()
     where = torch.device(on)
     checkpoint = open_checkpoint(folder)
-    model = load_model(checkpoint, model_class_for(checkpoint.config), Placement(where, torch.float32, CONTEXT))
+    placement = Placement(where, torch.float32, CONTEXT)
+    model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
     attention = TensorAttention()
     num_slots = NUM_SEQS * CONTEXT
     pool = attention.make_kv_pool(kv_shape(checkpoint.config, torch.float32), num_slots + 1, 1, where)
     table = SequenceTable(NUM_SEQS, CONTEXT, checkpoint.config.hidden_size, where, link=device)
-    runner = ModelRunner(model, attention, table, Sampler(VOCAB_SIZE, NUM_SEQS, where, {}))
+    loras = LoraPool(model, placement, max_loras=2, max_rank=8)
+    runner = ModelRunner(model, attention, table, Sampler(VOCAB_SIZE, NUM_SEQS, where, {}), loras)
     graphs = None
     if sizes:
         graphs = GraphPool(model, attention, table, device, sizes, VOCAB_SIZE, num_slots)

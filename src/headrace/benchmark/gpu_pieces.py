@@ -36,6 +36,7 @@ from headrace.execution.load_weights import load_model
 from headrace.kernels.torch_quantized import fp8_per_row, fp8_product, int4_product, pack_fp8, pack_int4, unpack_fp8
 from headrace.layers.quantization import quantize
 from headrace.layers.weight import Placement
+from headrace.messages.control import ProfileReq
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
@@ -691,6 +692,18 @@ class _MarkedWorker:
 
     def collect(self) -> StepResult:
         return self._worker.collect()
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        self._worker.load_lora(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        self._worker.unload_lora(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        return self._worker.has_lora(lora_id)
+
+    def profile(self, request: ProfileReq) -> str:
+        return self._worker.profile(request)
 
     def close(self) -> None:
         self._worker.close()

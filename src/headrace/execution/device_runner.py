@@ -1,8 +1,8 @@
 """Steps on a GPU, queued without waiting for one another.
 
 Owns which way a step goes: a captured graph (decode of few enough rows), the same layers eagerly (prefill and mixed steps), or the
-`ModelRunner` that waits for every value (rows that want logprobs, hidden states, input embeddings or edited logits, and injected
-faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
+`ModelRunner` that waits for every value (rows that want logprobs, hidden states, input embeddings, adapters or edited logits, and
+injected faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
 
 A step's tokens stay on the device: it writes them to the token buffer, from which the next step, queued before this one has run, takes
 its input. The host reads a copy of them when it collects the step.
@@ -81,8 +81,11 @@ class DeviceRunner:
         runner = self.runner
         runner.add(plan)
         seqs = plan.seqs.tolist()
-        if plan.faults or not runner.table.special.isdisjoint(seqs) or not runner.sampler.edited.isdisjoint(seqs):
+        table = runner.table
+        by_host = (table.special, table.adapted, runner.sampler.edited)
+        if plan.faults or not all(rows.isdisjoint(seqs) for rows in by_host):
             return _Done(runner.compute(plan))
+        runner.loras.step.rows = None
         rows = np.flatnonzero(plan.samples).astype(np.int32)
         graphs = self.graphs
         if graphs is not None and plan.num_tokens == len(seqs) == len(rows) and graphs.size_for(len(seqs)) is not None:

@@ -12,7 +12,9 @@ import torch
 
 from headrace.errors import ExecutionError
 from headrace.execution.device_runner import DeviceRunner, Pending
+from headrace.execution.profiler import StepProfiler
 from headrace.execution.worker import guarded
+from headrace.messages.control import ProfileReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -20,17 +22,25 @@ _Result = TypeVar("_Result")
 
 
 class DeviceWorker:
-    """The `Worker` protocol over a `DeviceRunner`. resources: closed by `close`."""
+    """The `Worker` protocol over a `DeviceRunner`. resources: closed by `close`. profile_dir: see `StepProfiler`."""
 
-    def __init__(self, runner: DeviceRunner, weights: WeightExecutor, resources: ExitStack | None = None) -> None:
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        weights: WeightExecutor,
+        resources: ExitStack | None = None,
+        profile_dir: str | None = None,
+    ) -> None:
         self.runner = runner
         self.weights = weights
+        self.profiler = StepProfiler(profile_dir)
         self._resources = resources or ExitStack()
         self._in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Queue the step; its failure waits for `collect`."""
-        self._in_flight.append((batch, _alive(guarded(batch, lambda: self.runner.launch(batch)))))
+        with self.profiler.step(batch.step):
+            self._in_flight.append((batch, _alive(guarded(batch, lambda: self.runner.launch(batch)))))
 
     def collect(self) -> StepResult:
         """See `Worker.collect`."""
@@ -39,6 +49,22 @@ class DeviceWorker:
         if isinstance(result, ExecutionError):
             raise result
         return result
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """See `Worker.load_lora`."""
+        self.runner.runner.loras.load(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """See `Worker.unload_lora`."""
+        self.runner.runner.loras.unload(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        """See `Worker.has_lora`."""
+        return lora_id in self.runner.runner.loras
+
+    def profile(self, request: ProfileReq) -> str:
+        """See `Worker.profile`. A step is named where it is queued."""
+        return self.profiler.handle(request)
 
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""

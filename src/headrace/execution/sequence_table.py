@@ -41,7 +41,7 @@ class SequenceTable:
     """Rows 0 .. max_seqs - 1, one a live sequence; row contents of ended sequences are junk until reused.
 
     tokens: int64[max_seqs + 1, context_length + 1]. slots: int32[max_seqs + 1, context_length]. Both on the model's device; the last row,
-    `spare`, is no sequence's. special: rows whose `SequenceSpec` is not plain.
+    `spare`, is no sequence's. special: rows whose `SequenceSpec` is not plain. adapted: rows with an adapter.
     link: how values reach a device without waiting; None where the tables are in host memory. host: the same memory; None with a link.
     page_size: given (without a link), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
     """
@@ -67,6 +67,7 @@ class SequenceTable:
         pages = np.zeros((max_seqs, num_pages), np.int32)
         self.host = HostTables(self.tokens.numpy(), self.slots.numpy(), pages) if link is None else None
         self.special: set[int] = set()
+        self.adapted: set[int] = set()
         self.specs: dict[int, SequenceSpec] = {}
         self._hidden_size = hidden_size
         self._device = device
@@ -91,6 +92,10 @@ class SequenceTable:
             self.special.discard(new.seq)
         else:
             self.special.add(new.seq)
+        if new.lora_id:
+            self.adapted.add(new.seq)
+        else:
+            self.adapted.discard(new.seq)
 
     def _placed(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values) if self.link is None else self.link.upload(values)

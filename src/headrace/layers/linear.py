@@ -19,6 +19,7 @@ from headrace.errors import ModelError
 from headrace.kernels import PackedLinear
 from headrace.kernels.packing import quantized_matrix, unpack_quantized
 from headrace.kernels.torch_quantized import fp8_per_row, pack_fp8, unpack_fp8, unpack_int4, why_not_fp8
+from headrace.layers.lora import LinearAdapters
 from headrace.layers.quantization import bytes_per_weight, join
 from headrace.layers.weight import Kept, Parts, Placement, Weight
 
@@ -40,6 +41,7 @@ class Linear:
         self._parts: dict[str, torch.Tensor | QuantizedMatrix] = {}
         self._packed: PackedLinear
         self.observer: Callable[[torch.Tensor], None] | None = None
+        self.adapters: LinearAdapters | None = None
 
     @property
     def packed(self) -> PackedLinear:
@@ -50,7 +52,14 @@ class Linear:
         """x [rows, in_size] -> [rows, sum(outputs)]."""
         if self.observer is not None:
             self.observer(x)
-        return kernels.linear(x, self._packed)
+        y = kernels.linear(x, self._packed)
+        if self.adapters is not None:
+            self.adapters.add(y, x)
+        return y
+
+    def columns(self, projection: str) -> slice:
+        """Where the output of one projection lies in y."""
+        return self._columns[projection]
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix><projection>.weight`, and `.bias` where there is one."""
