@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from device_harness import NUM_SEQS, FakeDevice, device_driver, reference
+from lora_harness import tiny_adapter
 from runner_harness import CONTEXT, int32, prompt, save_llama
 
 from headrace import kernels
@@ -20,10 +21,14 @@ PENALISED = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0, r
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder)
-    return folder
+    return folder, save_llama(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return checkpoint[0]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +136,29 @@ def test_what_a_graph_does_not_give_goes_the_long_way(folder, expected):
         np.frombuffer(result.logprobs[0].token_ids, np.int32).tolist() == result.token_ids.tolist() == expected[0][1:2]
     )
     assert len(result.hidden_states[0]) == 32 * 4
+
+
+def test_steps_with_an_adapter_go_the_long_way_and_leave_no_trace(checkpoint, expected, tmp_path):
+    folder, model = checkpoint
+    adapter = tiny_adapter(model)
+    merged = adapter.merged(model)
+    want = list(A)
+    with torch.inference_mode():
+        for _ in range(3):
+            want.append(int(merged(torch.tensor([want])).logits[0, -1].argmax()))
+    device = FakeDevice()
+    driver, _, _ = device_driver(folder, sizes=(1, 2), device=device)
+    driver.worker.load_lora(1, adapter.save(tmp_path))
+    assert driver.worker.has_lora(1)
+
+    got = driver.generate(1, A, 3, lora_id=1)
+
+    assert got == want[len(A) :] != expected[0][:3]
+    assert device.num_replays == 0
+    assert driver.generate(0, A, 4) == expected[0][:4]
+    assert device.num_replays == 3
+    driver.worker.unload_lora(1)
+    assert not driver.worker.has_lora(1)
 
 
 def test_a_row_without_finite_logits_ends_alone(folder, expected, sizes):
