@@ -576,7 +576,7 @@ def extend_tile(group: int, head_dim: int, itemsize: int, *, deterministic: bool
     rows = 64 if itemsize > 2 or head_dim > 128 else 128
     keys = _keys(head_dim, itemsize)
     rows = max(rows, triton.next_power_of_2(group))
-    return Tile(rows, keys, 8 if rows * max(head_dim, 64) >= 128 * 128 else 4, _stages(head_dim, keys, itemsize))
+    return Tile(rows, keys, 8 if rows >= 128 or head_dim > 128 else 4, _stages(head_dim, keys, itemsize))
 
 
 def num_splits(plan: Plan, num_kv_heads: int, keys: int, window: int) -> int:
