@@ -15,6 +15,8 @@ from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
+_KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -33,13 +35,15 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What an attention backend is asked to serve. page_size: None = as the backend likes."""
+    """What an attention backend is asked to serve. page_size: None = as the backend likes. deterministic: the bits of a row must depend on its
+    position and its own sequence alone, on a GPU, too."""
 
     device: str
     native_kernels: bool
     head_dim: int
     kv_cache_dtype: str
     page_size: int | None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class BackendChoices:
 class Config:
     """Every choice made. Counts of tokens; chunked_prefill_size is -1 for whole prompts.
 
+    deterministic: a GPU, too, gives bits that do not depend on the batch. On CPU it is so in any case.
+
     decisions: one sentence for each choice that the user did not make.
     """
 
@@ -72,6 +78,7 @@ class Config:
     max_prefill_tokens: int
     num_threads: int
     native_kernels: bool
+    deterministic: bool
     overlap: bool
     quantization: Scheme
     decisions: tuple[str, ...]
@@ -88,7 +95,8 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
     dtype = _dtype(args, model, device, facts, decisions)
     quantization = _quantization(args, model, device, decisions)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
-    needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size)
+    deterministic = _deterministic(args, device, decisions)
+    needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size, deterministic)
     attention_backend = _attention_backend(args, needs, backends, decisions)
     page_size = args.page_size
     if page_size is None:
@@ -110,6 +118,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         max_prefill_tokens=args.max_prefill_tokens,
         num_threads=num_threads,
         native_kernels=native,
+        deterministic=deterministic,
         quantization=quantization,
         overlap=not args.disable_overlap_schedule,
         decisions=tuple(decisions),
@@ -189,7 +198,21 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[s
         return dtype
     if device == "cpu" and args.kv_cache_dtype == "float16":
         raise ConfigError("--kv-cache-dtype float16 is not served on CPU; use bfloat16 or float32")
-    return "bfloat16" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype
+    if device == "cpu" and args.kv_cache_dtype == "fp8_e4m3":
+        raise ConfigError("--kv-cache-dtype fp8_e4m3 is not served on CPU; use int8")
+    return _KV_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
+
+
+def _deterministic(args: ServerArgs, device: str, decisions: list[str]) -> bool:
+    if not args.enable_deterministic_inference:
+        return False
+    if device == "cpu":
+        decisions.append("deterministic inference: so is every kernel on CPU, with or without the option")
+        return False
+    decisions.append(
+        "deterministic inference: attention and linear layers in shapes that do not depend on the batch, slower"
+    )
+    return True
 
 
 def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: BackendChoices, decisions: list[str]) -> str:

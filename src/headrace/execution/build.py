@@ -61,8 +61,14 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
     config = resolve(args, model_config, device_facts(), BACKENDS)
     processors = load_processors(args.custom_logit_processors)
     with ExitStack() as resources:
-        if not config.native_kernels:
+        if config.device == "cpu" and not config.native_kernels:
             resources.enter_context(kernels.prefer("torch"))
+        if config.deterministic:
+            if spec.name == "transformers":
+                raise ConfigError(
+                    f"--enable-deterministic-inference: model type {model_config.model_type} runs transformers' code, whose bits depend on the batch"
+                )
+            resources.enter_context(kernels.batch_invariant())
         if config.device == "cpu":
             kernels.set_num_threads(config.num_threads)
         device = torch.device(config.device)
@@ -92,7 +98,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         if cache is not None:
             decisions.append(f"weight cache: {cache.outcome}")
         pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, device, decisions)
-        attention = select.make_backend(config.attention_backend)
+        attention = select.make_backend(config.attention_backend, deterministic=config.deterministic)
         pool = attention.make_kv_pool(shape, pool_plan.num_tokens, config.page_size, device)
         reason = model.fuse(attention) if config.device == "cpu" else f"the device is {config.device}"
         decisions.append(

@@ -90,7 +90,9 @@ def _invariant_why_not(device_type: str) -> str:
 
 IMPLEMENTATIONS = (
     Implementation("native", "headrace.kernels.cpu.native_ops", _native_why_not),
-    Implementation("triton, batch-invariant", "headrace.kernels.triton.invariant_ops", _invariant_why_not, ("linear", "moe")),
+    Implementation(
+        "triton, batch-invariant", "headrace.kernels.triton.invariant_ops", _invariant_why_not, ("linear", "moe")
+    ),
     Implementation("triton", "headrace.kernels.triton.ops", _triton_why_not, TRITON_OPS),
     Implementation("torch", "headrace.kernels.torch_fallback", lambda device_type: ""),
 )
@@ -162,7 +164,9 @@ def report(device_type: str = "cpu") -> list[OpReport]:
     for op in OPS:
         implementation, reason = _choose(op, device_type)
         name = implementation.name
-        rows.append(OpReport(op, f"native ({native.isa()})" if name == "native" and native is not None else name, reason))
+        rows.append(
+            OpReport(op, f"native ({native.isa()})" if name == "native" and native is not None else name, reason)
+        )
     return rows
 
 
@@ -190,7 +194,11 @@ def _choose(
     reasons: list[str] = []
     for implementation in candidates:
         reason = implementation.why_not(device_type)
-        if not reason and _preferred not in (None, implementation.name) and _can_run(_preferred, device_type, candidates):
+        if (
+            not reason
+            and _preferred not in (None, implementation.name)
+            and _can_run(_preferred, device_type, candidates)
+        ):
             reason = f"{_preferred} is preferred"
         if not reason:
             return implementation, "; ".join(reasons)

@@ -189,7 +189,9 @@ def _first_key(seq_len, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _split_range(split, num_splits, seq_len, window, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def _split_range(
+    split, num_splits, seq_len, window, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
     """[begin, end) of a split of a decode row: SPLIT keys at a multiple of it, or (SPLIT 0) an equal share of those it sees."""
     first = _first_key(seq_len, window, HAS_WINDOW)
     if SPLIT > 0:
@@ -375,7 +377,7 @@ def _extend_kernel(
             low = middle
         else:
             high = middle
-    row = low
+    row = tl.zeros((), tl.int32) + low
     row_start = tl.load(row_starts_ptr + row)
     count = tl.load(row_starts_ptr + row + 1) - row_start
     first = (tile - row_start // POSITIONS - row) * POSITIONS
@@ -546,7 +548,14 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: tor
 
 
 def attend(
-    q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, plan: Plan, scale: float, *, window: int, soft_cap: float
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    plan: Plan,
+    scale: float,
+    *,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """Causal attention of q [num_tokens, num_q_heads, head_dim] over the pools -> [num_tokens, num_q_heads, head_dim], contiguous.
 

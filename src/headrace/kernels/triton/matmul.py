@@ -212,7 +212,9 @@ def _moe(
     x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts, tile: _Tile
 ) -> torch.Tensor:
     rows, top_k = expert_ids.shape
-    if experts.table is None or any(w.bias is not None or w.data.dtype != x.dtype for w in (*experts.gate_up, *experts.down)):
+    if experts.table is None or any(
+        w.bias is not None or w.data.dtype != x.dtype for w in (*experts.gate_up, *experts.down)
+    ):
         return torch_fallback.moe(x, expert_ids, shares, experts)
     hidden, intermediate = experts.hidden_size, experts.intermediate_size
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)

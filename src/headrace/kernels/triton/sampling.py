@@ -59,9 +59,7 @@ def _load_row(logits_ptr, row_offset, ids, size):
 
 
 @triton.jit
-def _peak_kernel(
-    logits_ptr, row_stride, size, part_values_ptr, part_ids_ptr, num_parts, BLOCK: tl.constexpr
-):
+def _peak_kernel(logits_ptr, row_stride, size, part_values_ptr, part_ids_ptr, num_parts, BLOCK: tl.constexpr):
     """The largest logit of a part of a row and its lowest id; NaN and -1 when the part holds a NaN."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -136,9 +134,7 @@ def _above(logits_ptr, row_offset, size, peak, temperature, cut, COUNT: tl.const
 
 
 @triton.jit
-def _above_three(
-    logits_ptr, row_offset, size, peak, temperature, low, step, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
+def _above_three(logits_ptr, row_offset, size, peak, temperature, low, step, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """`_above` of low + step - 1, low + 2 step - 1 and low + 3 step - 1, in one pass."""
     first = tl.zeros((BLOCK,), tl.int64)
     second = tl.zeros((BLOCK,), tl.int64)
@@ -158,17 +154,13 @@ def _above_three(
 
 
 @triton.jit
-def _find_cut(
-    logits_ptr, row_offset, size, peak, temperature, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
+def _find_cut(logits_ptr, row_offset, size, peak, temperature, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest value (as `_ordered` gives it) above which there is less than `limit` (float64)."""
     # The answer is in [low, low + 4 step).
     low = tl.full((), 0, tl.int64)
     step = tl.full((), 1 << 30, tl.int64)
     for _ in range(16):
-        first, second, third = _above_three(
-            logits_ptr, row_offset, size, peak, temperature, low, step, COUNT, BLOCK
-        )
+        first, second, third = _above_three(logits_ptr, row_offset, size, peak, temperature, low, step, COUNT, BLOCK)
         # Above low + j step - 1 lies enough: the answer is not below low + j step.
         low += step * (
             (first.to(tl.float64) >= limit).to(tl.int64)
@@ -240,9 +232,7 @@ def _draw_kernel(
         weight_above = tl.full((), 0, tl.int64)
         limit = tl.full((), float("inf"), tl.float64)
         if (top_k > 0) & (top_k < size):
-            cut = _find_cut(
-                logits_ptr, row_offset, size, peak, temperature, top_k.to(tl.float64), True, BLOCK
-            )
+            cut = _find_cut(logits_ptr, row_offset, size, peak, temperature, top_k.to(tl.float64), True, BLOCK)
             ties_allowed = top_k - _above(logits_ptr, row_offset, size, peak, temperature, cut, True, BLOCK)
         if top_p < 1.0:
             # What top-k leaves: all above its cut, and so many of the ties. Their weights are equal.
