@@ -201,20 +201,33 @@ def test_a_split_decode_has_splits(triton_device: torch.device, monkeypatch: pyt
     assert counts[0] > 2
 
 
+@pytest.mark.gpu
+def test_an_fp8_cache_holds_what_torch_would_round_to(triton_device: torch.device):
+    if triton_device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with fp8: Triton's interpreter drops carries when it rounds to fp8")
+    from headrace.kernels.triton import attention
+
+    _, k, v = random_qkv(Case(4, 2, 64, ()), 100, 0)
+    v[3] = 1000.0  # beyond the range: becomes its end
+    pools = [torch.zeros(128, 2, 64, dtype=torch.float8_e4m3fn, device=triton_device) for _ in range(2)]
+    slots = torch.arange(100, dtype=torch.int32, device=triton_device) + 7
+
+    attention.write_kv(k.to(triton_device), v.to(triton_device), *pools, slots)
+
+    for pool, x in zip(pools, (k, v), strict=True):
+        want = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        assert torch.equal(pool[7:107].cpu().view(torch.uint8), want.view(torch.uint8))
+
+
 def test_an_fp8_cache_gives_what_its_values_give(triton_device: torch.device):
     if triton_device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with fp8")
     from headrace.kernels.triton import attention
 
-    case = Case(4, 2, 64, ())
-    q, k, v = random_qkv(case, 100, 0)
-    v[3] = 1000.0  # beyond the range: becomes 448
-    stored = [x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn) for x in (k, v)]
-    pools = [torch.zeros(128, 2, 64, dtype=torch.float8_e4m3fn, device=triton_device) for _ in range(2)]
-    slots = torch.arange(100, dtype=torch.int32, device=triton_device) + 7
-    attention.write_kv(k.to(triton_device), v.to(triton_device), *pools, slots)
-    for pool, want in zip(pools, stored, strict=True):
-        assert torch.equal(pool[7:107].cpu().view(torch.uint8), want.view(torch.uint8))
+    q, k, v = random_qkv(Case(4, 2, 64, ()), 100, 0)
+    pools = [x.to(triton_device, torch.float8_e4m3fn) for x in (k, v)]
+    stored = [pool.cpu().float() for pool in pools]
+    slots = torch.arange(100, dtype=torch.int32, device=triton_device)
     plan = attention.Plan(
         table=slots[None],
         page_size=1,
@@ -231,8 +244,8 @@ def test_an_fp8_cache_gives_what_its_values_give(triton_device: torch.device):
     got = attention.attend(q[99:].to(triton_device).half(), *pools, plan, 0.125, window=0, soft_cap=0.0)
 
     layer = AttentionLayerSpec(0, 4, 2, 64, 0.125)
-    want = exact((q.half(), *(x.float() for x in stored)), layer)[99:]
-    torch.testing.assert_close(got.cpu().flatten(1).double(), want, atol=0.0, rtol=HALF_TOLERANCE)
+    want = exact((q.half(), *stored), layer)[99:]
+    torch.testing.assert_close(got.cpu().flatten(1).double(), want, atol=HALF_TOLERANCE / 10, rtol=0.0)
 
 
 def test_rows_that_pad_a_graph_write_nothing_and_harm_nobody(triton_device: torch.device):
