@@ -42,6 +42,8 @@ def generate(folder, **options) -> list[int]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_triton_gives_the_tokens_of_the_reference(tmp_path, device: str, deterministic: bool):
+    if deterministic and device == "cpu":
+        pytest.skip("needs a GPU: on CPU the option changes nothing")
     save_llama(tmp_path)
 
     with kernels.prefer("triton"):
