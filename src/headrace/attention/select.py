@@ -11,9 +11,10 @@ from headrace.attention.base import AttentionBackend
 from headrace.attention.cpu import CpuAttention
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.config.resolve import AttentionNeeds
-from headrace.kernels import PAGE_SIZE, triton
+from headrace.kernels import PAGE_SIZE
 from headrace.kernels.cpu import why_not
 from headrace.kernels.packing import MAX_INT8_HEAD_DIM
+from headrace.kernels.registry import triton_why_not
 
 PREFERENCE = ("cpu", "flashinfer", "triton", "torch_native")
 """Names, best first."""
@@ -85,7 +86,7 @@ def _reasons_against_cpu(needs: AttentionNeeds) -> list[str]:
 
 
 def _reasons_against_triton(needs: AttentionNeeds) -> list[str]:
-    reason = triton.why_not(needs.device)
+    reason = triton_why_not(needs.device)
     reasons = [reason] if reason else []
     least, most = _TRITON_HEAD_DIMS
     if not least <= needs.head_dim <= most or needs.head_dim % 8:

@@ -76,7 +76,8 @@ def _native_why_not(device_type: str) -> str:
     return cpu.why_not() if device_type == "cpu" else f"the native kernels run on CPU, not on {device_type}"
 
 
-def _triton_why_not(device_type: str) -> str:
+def triton_why_not(device_type: str) -> str:
+    """Why Triton's kernels do not run on this device type; "" when they do. On a CPU they do where they are preferred, and interpreted."""
     if device_type == "cpu" and _preferred != "triton":
         return "the Triton kernels run on CUDA; on a CPU they are interpreted, for tests"
     return triton.why_not(device_type)
@@ -85,7 +86,7 @@ def _triton_why_not(device_type: str) -> str:
 def _invariant_why_not(device_type: str) -> str:
     if not _batch_invariant:
         return "the vendor's matrix products are faster; these are for batch-invariant bits"
-    return _triton_why_not(device_type)
+    return triton_why_not(device_type)
 
 
 IMPLEMENTATIONS = (
@@ -93,7 +94,7 @@ IMPLEMENTATIONS = (
     Implementation(
         "triton, batch-invariant", "headrace.kernels.triton.invariant_ops", _invariant_why_not, ("linear", "moe")
     ),
-    Implementation("triton", "headrace.kernels.triton.ops", _triton_why_not, TRITON_OPS),
+    Implementation("triton", "headrace.kernels.triton.ops", triton_why_not, TRITON_OPS),
     Implementation("torch", "headrace.kernels.torch_fallback", lambda device_type: ""),
 )
 
