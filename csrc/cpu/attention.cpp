@@ -110,52 +110,87 @@ HEADRACE_INLINE int64_t first_key(int64_t position, int64_t window) {
   return window > 0 ? max_of(0, position - window + 1) : 0;
 }
 
-// Keys [split * kKeySplit, ...) of a tile into `state`.
+// Up to kKeyBlock keys of a tile: the pages that hold those that any of its queries sees.
 template <class T>
-void attend_split(const AttentionArgs& a, const AttentionTile& t, int64_t split, const Products<T>& products, float* scores,
-                  const State& state) {
+struct KeyBlock {
+  int64_t keys = 0, skipped = 0, page_begin = 0, page_end = 0;  // keys [skipped, keys) of the block are seen
+  const T *k[kPagesOfBlock], *v[kPagesOfBlock];
+
+  bool is_empty() const { return skipped >= keys; }
+
+  // The block from key `begin`.
+  KeyBlock(const AttentionArgs& a, const AttentionTile& t, int64_t begin) {
+    keys = min_of(kKeyBlock, t.first_position + t.num_positions - begin);
+    skipped = max_of(0, first_key(t.first_position, a.window) - begin);
+    if (is_empty()) return;
+    page_begin = skipped / kPageSize;
+    page_end = ceil_div(keys, kPageSize);
+    const int64_t page_elements = kv_page_elements(a.cache.type, a.cache.head_dim);
+    const int32_t* const table = a.page_table + t.sequence * a.page_table_stride + begin / kPageSize;
+    for (int64_t p = page_begin; p < page_end; ++p) {
+      const int64_t at = (table[p] * a.cache.num_kv_heads + t.kv_head) * page_elements;
+      k[p] = static_cast<const T*>(a.cache.k) + at;
+      v[p] = static_cast<const T*>(a.cache.v) + at;
+    }
+  }
+
+  // Where the keys after this block begin, as pages beside v: `next`'s, and something near where it has none.
+  void later_pages(const KeyBlock& next, const T** pages) const {
+    for (int64_t p = page_begin; p < page_end; ++p) {
+      pages[p] = !next.is_empty() && p >= next.page_begin && p < next.page_end ? next.k[p] : v[p];
+    }
+  }
+};
+
+// The first block that a tile reads.
+template <class T>
+KeyBlock<T> first_block(const AttentionArgs& a, const AttentionTile& t) {
+  return KeyBlock<T>(a, t, max_of(t.split_begin * kKeySplit, first_key(t.first_position, a.window) / kKeyBlock * kKeyBlock));
+}
+
+// Keys [split * kKeySplit, ...) of tile `t` into `state`. next: the tile that this thread computes afterwards, or null. A decode step
+// finds keys and values in memory: those that come next are fetched while the present ones are computed with.
+template <class T>
+void attend_split(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next, int64_t split,
+                  const Products<T>& products, float* scores, const State& state) {
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_positions * group;
-  const int64_t page_elements = kv_page_elements(a.cache.type, head_dim), page_stride = page_elements * a.cache.num_kv_heads;
-  const T* const k_cache = static_cast<const T*>(a.cache.k) + t.kv_head * page_elements;
-  const T* const v_cache = static_cast<const T*>(a.cache.v) + t.kv_head * page_elements;
-  const int32_t* const table = a.page_table + t.sequence * a.page_table_stride;
-  const int64_t tile_end = t.first_position + t.num_positions, tile_begin = first_key(t.first_position, a.window);
+  const int64_t tile_end = min_of(t.split_end * kKeySplit, t.first_position + t.num_positions);
   clear(state, rows, head_dim);
   const int64_t split_end = min_of((split + 1) * kKeySplit, tile_end);
   for (int64_t k0 = split * kKeySplit; k0 < split_end; k0 += kKeyBlock) {
-    const int64_t keys = min_of(kKeyBlock, tile_end - k0), skipped = max_of(0, tile_begin - k0);
-    if (skipped >= keys) continue;
-    const int64_t page_begin = skipped / kPageSize, page_end = ceil_div(keys, kPageSize);
-    const T* k_pages[kPagesOfBlock];
-    const T* v_pages[kPagesOfBlock];
-    for (int64_t p = page_begin; p < page_end; ++p) {
-      const int64_t page = table[k0 / kPageSize + p];
-      k_pages[p] = k_cache + page * page_stride;
-      v_pages[p] = v_cache + page * page_stride;
-    }
+    const KeyBlock<T> block(a, t, k0);
+    if (block.is_empty()) continue;
     for_row_tiles(rows, [&](int64_t row, int64_t count) {
 #define HEADRACE_CALL(R) \
-  products.template score<R>(row, k_pages, v_pages, page_begin, page_end, scores + row * kScoreStride)
+  products.template score<R>(row, block.k, block.v, block.page_begin, block.page_end, scores + row * kScoreStride)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
     });
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t position = t.first_position + r / group;
-      softmax_block(scores + r * kScoreStride, max_of(0, first_key(position, a.window) - k0), min_of(keys, position + 1 - k0),
-                    page_begin * kPageSize, page_end * kPageSize, a.softcap, state.max[r], state.sum[r],
-                    state.values + r * head_dim, head_dim);
+      softmax_block(scores + r * kScoreStride, max_of(0, first_key(position, a.window) - k0),
+                    min_of(block.keys, position + 1 - k0), block.page_begin * kPageSize, block.page_end * kPageSize, a.softcap,
+                    state.max[r], state.sum[r], state.values + r * head_dim, head_dim);
     }
+    const T* later_pages[kPagesOfBlock];
+    const bool fetches = rows <= kTileRows && (k0 + kKeyBlock < tile_end || next != nullptr);
+    if (fetches) {
+      block.later_pages(k0 + kKeyBlock < tile_end ? KeyBlock<T>(a, t, k0 + kKeyBlock) : first_block<T>(a, *next), later_pages);
+    }
+    const T* const* const later = fetches ? later_pages : nullptr;
     for_row_tiles(rows, [&](int64_t row, int64_t count) {
-#define HEADRACE_CALL(R) \
-  products.template weigh<R>(scores + row * kScoreStride, v_pages, skipped, keys, state.values + row * head_dim)
+#define HEADRACE_CALL(R)                                                                                    \
+  products.template weigh<R>(scores + row * kScoreStride, block.v, later, block.skipped, block.keys, \
+                             state.values + row * head_dim)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
     });
   }
 }
 
+// next: as of attend_split.
 template <class T>
-void attend_tile(const AttentionArgs& a, const AttentionTile& t) {
+void attend_tile(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next) {
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_positions * group;
   const int64_t state_floats = State::floats(rows, head_dim);
   const int64_t state_room = ceil_div(state_floats, 16) * 16;
@@ -170,7 +205,7 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t) {
   }
   if (t.partial != nullptr) {
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<T>(a, t, split, products, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
+      attend_split<T>(a, t, next, split, products, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
     }
     if (__atomic_sub_fetch(t.pending, 1, __ATOMIC_ACQ_REL) != 0) return;
     clear(total, rows, head_dim);
@@ -180,7 +215,7 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t) {
   } else {
     clear(total, rows, head_dim);
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<T>(a, t, split, products, scores, part);
+      attend_split<T>(a, t, next, split, products, scores, part);
       merge(total, part, rows, head_dim);
     }
   }
@@ -197,15 +232,16 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t) {
 void attention(const AttentionArgs& a, const AttentionTile* tiles, int64_t num_tiles) {
   parallel_for(num_tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
+      const AttentionTile* const next = i + 1 < end ? tiles + i + 1 : nullptr;
       switch (a.cache.type) {
         case KvType::kFloat:
-          attend_tile<float>(a, tiles[i]);
+          attend_tile<float>(a, tiles[i], next);
           break;
         case KvType::kBf16:
-          attend_tile<bf16>(a, tiles[i]);
+          attend_tile<bf16>(a, tiles[i], next);
           break;
         case KvType::kInt8:
-          attend_tile<int8_t>(a, tiles[i]);
+          attend_tile<int8_t>(a, tiles[i], next);
           break;
       }
     }

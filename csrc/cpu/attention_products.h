@@ -52,6 +52,12 @@ HEADRACE_INLINE void load_key_pair(const float* keys, int64_t i, vf& even, vf& o
   odd = load(keys + (2 * i + 1) * kPageSize);
 }
 
+template <int64_t kCount, class T>
+HEADRACE_INLINE void prefetch_elements(const T* elements) {
+  const char* const bytes = reinterpret_cast<const char*>(elements);
+  HEADRACE_UNROLL for (int64_t i = 0; i < kCount * static_cast<int64_t>(sizeof(T)); i += 64) prefetch(bytes + i);
+}
+
 template <class T>
 class Products {
  public:
@@ -71,11 +77,16 @@ class Products {
     });
   }
 
-  // values[r][d] += weights[r][key] V[key][d] over keys [key_begin, key_end), for rows [row, row + R).
+  // values[r][d] += weights[r][key] V[key][d] over keys [key_begin, key_end), for rows [row, row + R). later_pages: pages to fetch
+  // meanwhile, as many as v_pages, or null.
   template <int R>
-  void weigh(const float* weights, const T* const* v_pages, int64_t key_begin, int64_t key_end, float* values) const {
+  void weigh(const float* weights, const T* const* v_pages, const T* const* later_pages, int64_t key_begin, int64_t key_end,
+             float* values) const {
     for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
-      weigh_vectors<R, decltype(count)::value>(weights, v_pages, key_begin, key_end, vector * kLanes, values);
+      constexpr int kCount = decltype(count)::value;
+      later_pages == nullptr
+          ? weigh_vectors<R, kCount, false>(weights, v_pages, v_pages, key_begin, key_end, vector * kLanes, values)
+          : weigh_vectors<R, kCount, true>(weights, v_pages, later_pages, key_begin, key_end, vector * kLanes, values);
     });
   }
 
@@ -109,17 +120,20 @@ class Products {
   }
 
   // C vectors from element d.
-  template <int R, int C>
-  inline __attribute__((always_inline)) void weigh_vectors(const float* weights, const T* const* pages, int64_t key_begin, int64_t key_end,
-                                            int64_t d, float* values) const {
+  template <int R, int C, bool kFetch>
+  inline __attribute__((always_inline)) void weigh_vectors(const float* weights, const T* const* pages, const T* const* later_pages,
+                                            int64_t key_begin, int64_t key_end, int64_t d, float* values) const {
     vf sum[R][C];
     unrolled<R>([&](auto r) HEADRACE_LAMBDA {
       unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = load(values + r * head_dim_ + d + c * kLanes); });
     });
     for (int64_t key = key_begin; key < key_end;) {
-      const T* v = pages[key / kPageSize] + key % kPageSize * head_dim_ + d;
+      const int64_t offset = key % kPageSize * head_dim_ + d;
+      const T* v = pages[key / kPageSize] + offset;
+      const T* later = later_pages[key / kPageSize] + offset;
       const int64_t stop = min_of(key_end, (key / kPageSize + 1) * kPageSize);
-      for (; key < stop; ++key, v += head_dim_) {
+      for (; key < stop; ++key, v += head_dim_, later += head_dim_) {
+        if constexpr (kFetch) prefetch_elements<C * kLanes>(later);
         vf value[C];
         unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = load(v + c * kLanes); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {
@@ -170,11 +184,15 @@ class Products<int8_t> {
   }
 
   template <int R>
-  void weigh(const float* weights, const int8_t* const* v_pages, int64_t key_begin, int64_t key_end, float* values) const {
+  void weigh(const float* weights, const int8_t* const* v_pages, const int8_t* const* later_pages, int64_t key_begin,
+             int64_t key_end, float* values) const {
     const int64_t page_begin = key_begin / kPageSize, page_end = ceil_div(key_end, kPageSize);
     unrolled<R>([&](auto r) HEADRACE_LAMBDA { set_weights(r, weights + r * kScoreStride, v_pages, page_begin, page_end); });
     for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
-      weigh_vectors<R, decltype(count)::value>(v_pages, page_begin, page_end, vector * kLanes, values);
+      constexpr int kCount = decltype(count)::value;
+      later_pages == nullptr
+          ? weigh_vectors<R, kCount, false>(v_pages, v_pages, page_begin, page_end, vector * kLanes, values)
+          : weigh_vectors<R, kCount, true>(v_pages, later_pages, page_begin, page_end, vector * kLanes, values);
     });
   }
 
@@ -244,17 +262,19 @@ class Products<int8_t> {
     }
   }
 
-  template <int R, int C>
-  inline __attribute__((always_inline)) void weigh_vectors(const int8_t* const* pages, int64_t page_begin, int64_t page_end, int64_t d,
-                                            float* values) const {
+  template <int R, int C, bool kFetch>
+  inline __attribute__((always_inline)) void weigh_vectors(const int8_t* const* pages, const int8_t* const* later_pages,
+                                            int64_t page_begin, int64_t page_end, int64_t d, float* values) const {
     vi sum[R][C];
     unrolled<R>([&](auto r) HEADRACE_LAMBDA {
       unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = splat_int(0); });
     });
     for (int64_t page = page_begin; page < page_end; ++page) {
       const int8_t* v = pages[page] + 2 * d;
+      const int8_t* later = later_pages[page] + 2 * d;
       const int16_t* w = weights_ + page * kPageSize;
-      for (int64_t i = 0; i < kPageSize / 2; ++i, v += 2 * head_dim_, w += 2) {
+      for (int64_t i = 0; i < kPageSize / 2; ++i, v += 2 * head_dim_, later += 2 * head_dim_, w += 2) {
+        if constexpr (kFetch) prefetch_elements<2 * C * kLanes>(later);
         vi value[C];
         unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = widen_bytes(v + c * 2 * kLanes); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {

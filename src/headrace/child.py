@@ -219,6 +219,7 @@ def main() -> None:
     """Entry of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     kind = sys.argv[1]
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.frontend.chat_templates import ChatTemplate
+    from headrace.frontend.spans import Spans
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.frontend.tokenizers import Tokenizer
     from headrace.metrics.catalog import Metrics
@@ -311,8 +312,8 @@ class ChildParts(Parts):
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
         """Start children that die again and tell `manager`; call `on_death(message)` from a thread when that is not to be."""
-        # What fitted into memory when all was new is what clients have been told of.
-        args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens)
+        # What fitted into memory when all was new is what clients have been told of. Adapters are sent: others may have come since.
+        args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
         def respawn(dead: ChildProcess) -> ChildProcess:
             return ChildProcess(dead.kind, args, self._ports, dead.rank, manager.link.new_source())
@@ -476,6 +477,7 @@ def launch_engine(
     on_progress: bytes of the checkpoint loaded so far and in all. should_stop: asked while waiting; True gives up.
     meanwhile: called once while the children load.
     """
+    spans = _open_spans(args)
     with contextlib.ExitStack() as resources:
         parts: ChildParts | ThreadParts
         if args.single_process:
@@ -500,6 +502,8 @@ def launch_engine(
         defaults = model.sampling_defaults
         metrics = Metrics(served_name(args))
         watchdog = Watchdog("tokenizer manager", args.soft_watchdog_timeout_s)
+        if spans is not None:
+            resources.callback(spans.close)
         manager = TokenizerManager(
             args,
             ready,
@@ -517,6 +521,7 @@ def launch_engine(
             to_detokenizer=parts.channels.sender("to_detokenizer"),
             more_schedulers=[parts.channels.sender("to_scheduler", rank) for rank in range(1, args.dp_size)],
             watchdog=watchdog,
+            spans=spans,
         )
         engine = RunningEngine(args, manager, ready, tokenizer, template, model, metrics, parts, resources.pop_all())
 
@@ -527,6 +532,15 @@ def launch_engine(
         manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, died)
         return engine
+
+
+def _open_spans(args: ServerArgs) -> "Spans | None":
+    """Where traces go. Raises ConfigError before anything is loaded."""
+    if args.otlp_traces_endpoint is None:
+        return None
+    from headrace.frontend.spans import Spans, otlp_exporter
+
+    return Spans(served_name(args), otlp_exporter(args.otlp_traces_endpoint))
 
 
 # -- the server
@@ -598,7 +612,8 @@ async def _serve(
         ready=engine.ready,
         model_type=engine.model.model_type,
     )
-    server = Server(create_app(manager, args, model, engine.metrics, status), args, listening=listening)
+    app = create_app(manager, args, model, engine.metrics, status)
+    server = Server(app, args, listening=listening)
     loop = asyncio.get_running_loop()
     exit_code = 0
     num_signals = 0
@@ -627,6 +642,8 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if app.state.keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, app.state.keys.reload)
     engine.on_death = on_death
     manager.start()
     if stopping.is_set():

@@ -26,6 +26,11 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("headrace") else f"headrace.{name}")
 
 
+def set_level(level: str) -> None:
+    """Log from `level` (debug, info, warning, error) on."""
+    logging.getLogger("headrace").setLevel(level.upper())
+
+
 def configure(level: str = "info", process: str = "main") -> None:
     """Send the tree to stderr with the name of this process; replaces what an earlier call set up.
 

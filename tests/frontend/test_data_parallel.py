@@ -13,7 +13,7 @@ from headrace.frontend import data_parallel_controller as dp
 from headrace.frontend.replay import Balancer
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
-from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq
+from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq, ProfileReply
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
@@ -98,6 +98,10 @@ def test_states_add_up():
     total = dp.sum_of_states([STATE, msgspec.structs.replace(STATE, dp_rank=1, num_retracted=4)])
     assert (total.num_retracted, total.pool.total_tokens, total.pool.consistent) == (7, 8192, True)
     assert total.new_token_ratio == 0.5
+    assert (total.paused, total.released, total.weight_version) == ("", (), "default")
+    other = msgspec.structs.replace(STATE, paused="retract", released=("weights",), weight_version="2")
+    mixed = dp.sum_of_states([STATE, other])
+    assert (mixed.paused, mixed.released, mixed.weight_version) == ("", (), "default")
 
 
 def test_threads_do_not_go_with_replicas():
@@ -215,6 +219,29 @@ async def test_control_messages_reach_all_that_live():
     assert [state.dp_rank for state in await asking] == [0, 2]
     house.manager.abort_request(abort_all=True)
     assert house.inboxes[0].recv_nowait() == AbortReq(abort_all=True)
+    await house.manager.close()
+
+
+async def test_every_replica_is_profiled_and_one_that_had_ended_by_itself_is_no_error():
+    house = House()
+    for start, replies in (
+        (True, [(True, "profiling")] * 3),
+        (False, [(True, "wrote 0"), (False, "no profile"), (True, "wrote 2")]),
+    ):
+        asking = asyncio.create_task(house.manager.start_profile() if start else house.manager.stop_profile())
+        await turns()
+        seen = [inbox.recv_nowait() for inbox in house.inboxes]
+        assert [message.start for message in seen] == [start] * 3
+        for success, message in replies:
+            house.from_engine.send(ProfileReply(seen[0].id, success, message))
+        assert await asking == ("profiling" if start else "wrote 0; no profile; wrote 2")
+    asking = asyncio.create_task(house.manager.stop_profile())
+    await turns()
+    asked_id = house.inboxes[0].recv_nowait().id
+    for _ in range(3):
+        house.from_engine.send(ProfileReply(asked_id, False, "none"))
+    with pytest.raises(RequestError, match="none"):
+        await asking
     await house.manager.close()
 
 

@@ -16,7 +16,6 @@ NOT_YET = {
     "image_data": "x",
     "audio_data": "x",
     "video_data": "x",
-    "lora_path": "x",
     "bootstrap_host": "h",
     "bootstrap_port": 1,
     "bootstrap_room": 1,
@@ -150,6 +149,7 @@ CARRIED = {
     "cache_salt": ("s", "namespace", ['["", "s"]'] * 4),
 }
 SEEN_ELSEWHERE = {
+    "lora_path",
     "routed_dp_rank",
     "text",
     "input_ids",

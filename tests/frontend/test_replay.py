@@ -1,6 +1,7 @@
 """What is held, what is sent again and who is given up, when a scheduler or the detokenizer dies. Real front end, fake engine."""
 
 import asyncio
+import json
 
 import pytest
 import pytest_asyncio
@@ -9,9 +10,10 @@ from frontend_fakes import FakeEngine, Frontend, turns
 from headrace.errors import CapacityError, ExecutionError, LateError
 from headrace.frontend import replay
 from headrace.messages.channel import LocalQueue
-from headrace.messages.control import ResetReq, SourceGone
+from headrace.messages.control import ConfigureLoggingReq, ResetReq, SourceGone
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_int32, unpack_int32
+from headrace.metrics.export import render
 
 END = FinishReason("length", length=4)
 
@@ -141,6 +143,58 @@ async def test_a_held_sample_ends_when_its_time_is_up(make_frontend):
 
     with pytest.raises(LateError):
         await asyncio.wait_for(call, 20)
+
+
+async def test_a_held_sample_is_refused_when_it_has_waited_too_long_and_one_that_answered_is_not(make_frontend):
+    now = [100.0]
+    lives = Lives(make_frontend(clock=lambda: now[0], queue_timeout_s=5.0))
+    answered = lives.frontend.start("p", rid="a", stream=True, sampling_params=GREEDY)
+    await lives.has("a")
+    await lives.say("a", "wx")
+    lives.die()
+    call = lives.frontend.start("p", rid="b", sampling_params=GREEDY)
+    await turns()
+    now[0] += 6.0
+
+    with pytest.raises(CapacityError, match="waited longer"):
+        await asyncio.wait_for(call, 20)
+    lives.rise()
+    await lives.has("a")
+    assert lives.engine.requests["a"].queue_deadline_s == 0.0
+    assert not answered.done()
+    lives.manager.abort_request("a")
+    await lives.settle()
+    await answered
+    metrics = render(lives.manager.metrics).decode()
+    assert 'rejected_requests_total{model_name="fake",reason="queue_timeout"} 1.0' in metrics
+
+
+async def test_the_story_tells_of_the_death_and_a_dump_is_left(make_frontend, tmp_path):
+    lives = Lives(make_frontend(crash_dump_dir=str(tmp_path)))
+    call = lives.frontend.start("p", rid="a", stream=True, sampling_params=GREEDY)
+    await lives.has("a")
+    await lives.say("a", "wx")
+    lives.die()
+    lives.rise()
+    await lives.has("a")
+    lives.manager.abort_request("a")
+    await lives.settle()
+    await call
+
+    [told] = lives.manager.timelines("a")
+    events = [(event["event"], event.get("completion_tokens")) for event in told["events"]]
+    assert [e for e in events if e[0] in ("lost", "replayed")] == [("lost", 2), ("replayed", 2)]
+    assert (told["num_replays"], told["state"]) == (1, "finished")
+    [dump] = tmp_path.iterdir()
+    assert [request["rid"] for request in json.loads(dump.read_text())["requests"]] == ["a"]
+
+
+async def test_a_new_life_logs_as_it_was_told(lives):
+    lives.manager.configure_logging("debug")
+    lives.die()
+    lives.rise()
+
+    assert lives.engine.inbox.recv_nowait() == ConfigureLoggingReq("debug")
 
 
 async def test_one_that_was_aborted_before_the_death_is_not_sent_again(lives):

@@ -175,7 +175,7 @@ def test_nothing_is_fetched_and_no_path_is_opened(server: Server, client: httpx.
             name: port if value == "{port}" else value.replace("{port}", str(port)) if isinstance(value, str) else value
             for name, value in field.items()
         }
-        status = 404 if "session_params" in field else 400
+        status = 404 if "session_params" in field or "lora_path" in field else 400
         error = check_refused(client.post("/generate", json={"text": "hi", **filled}), status)
         url = f"http://127.0.0.1:{port}/x.png"
         part = {"type": "image_url", "image_url": {"url": url}}

@@ -81,7 +81,8 @@ def test_every_source_folder_is_a_package():
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/setup", "scripts/test", "scripts/sanitize", ".ci/run", "benchmarks/compare/setup"]
+    "script",
+    ["scripts/setup", "scripts/test", "scripts/sanitize", "scripts/soak", ".ci/run", "benchmarks/compare/setup"],
 )
 def test_scripts_can_be_run_and_are_valid_bash(script):
     path = ROOT / script
@@ -90,7 +91,9 @@ def test_scripts_can_be_run_and_are_valid_bash(script):
     subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-@pytest.mark.parametrize("script", ["scripts/setup", "scripts/test", "scripts/sanitize", "benchmarks/compare/setup"])
+@pytest.mark.parametrize(
+    "script", ["scripts/setup", "scripts/test", "scripts/sanitize", "scripts/soak", "benchmarks/compare/setup"]
+)
 def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp_path):
     shown = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert shown.stdout.startswith("usage:")

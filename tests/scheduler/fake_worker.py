@@ -12,7 +12,7 @@ import numpy as np
 from headrace.cache.allocator import PageAllocator
 from headrace.cache.chunk_cache import ChunkCache
 from headrace.cache.radix_cache import RadixCache
-from headrace.errors import ExecutionError
+from headrace.errors import ExecutionError, ModelError
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
 from headrace.messages.requests import LogprobSpec, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
@@ -30,15 +30,20 @@ def history_hash(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token + 7) % 2_147_483_647
 
 
+def first_history(version: int, lora_id: int) -> int:
+    """Every history begins with the weights that made it."""
+    return version + 100_003 * lora_id
+
+
 def next_token(history: int, eos_every: int) -> int:
     """EOS about once in `eos_every` tokens, else token 0."""
     return EOS if (history // 7) % eos_every == 0 else 0
 
 
 def expected_outputs(
-    prompt: list[int], max_new_tokens: int, eos_every: int, ignore_eos: bool = False, version: int = 0
+    prompt: list[int], max_new_tokens: int, eos_every: int, ignore_eos: bool = False, version: int = 0, lora_id: int = 0
 ) -> list[int]:
-    history = version
+    history = first_history(version, lora_id)
     for token in prompt:
         history = history_hash(history, token)
     made: list[int] = []
@@ -104,6 +109,9 @@ class FakeWorker:
         self.fail_steps: set[int] = set()
         self.nan_rids: set[str] = set()
         self.rids: dict[int, str] = {}
+        self.lora_ids: dict[int, int] = {}
+        self.loras: set[int] = set()  # in memory
+        self.bad_paths: set[str] = set()
         self.broken: set[int] = set()  # rows of a failed step: what a step already planned makes of them is thrown away
         self.num_computed = 0
         self.num_prefill_rows = 0
@@ -117,6 +125,17 @@ class FakeWorker:
     def close(self) -> None:
         self.closed = True
 
+    def load_lora(self, lora_id: int, path: str) -> None:
+        if path in self.bad_paths:
+            raise ModelError("no good")
+        self.loras.add(lora_id)
+
+    def unload_lora(self, lora_id: int) -> None:
+        self.loras.discard(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        return lora_id in self.loras
+
     def collect(self) -> StepResult:
         batch = self.queue.popleft()
         for new in batch.new:
@@ -125,6 +144,7 @@ class FakeWorker:
             self.slots[new.seq] = [int(s) for s in new.prefix_slots]
             self.specs[new.seq] = (new.logprobs, new.num_prompt_tokens)
             self.rids[new.seq] = new.rid
+            self.lora_ids[new.seq] = new.lora_id
             self.broken.discard(new.seq)
         assert len(set(batch.seqs.tolist())) == len(batch.seqs), "a sequence stands twice in a step"
         assert len(set(batch.out_slots.tolist())) == len(batch.out_slots), "a slot is written twice in a step"
@@ -145,7 +165,9 @@ class FakeWorker:
             tokens, slots = self.tokens[seq], self.slots[seq]
             assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
             assert start + count <= len(tokens), "computes a token that is not known"
-            history = self.version
+            lora_id = self.lora_ids[seq]
+            assert lora_id == 0 or lora_id in self.loras, "its adapter has gone"
+            history = first_history(self.version, lora_id)
             for position in range(start):
                 history = history_hash(history, tokens[position])
                 assert self.kv[slots[position]] == history, "the KV of an earlier position is not this sequence's"

@@ -95,9 +95,13 @@ class FakeFrontend:
         """Forget everything between tests."""
         self.script = Script()
         self.calls: list[GenerateReqInput] = []
+        self.callers: list[Any] = []
+        self.profiled: list[Any] = []
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []
+        self.adapters: list[str] = []
+        self.loads: list[tuple[str, str, bool]] = []
         self.faults: list[FaultReq] = []
         self.started = threading.Event()
         self.closed_early = threading.Event()
@@ -114,11 +118,13 @@ class FakeFrontend:
         *,
         default_max_new_tokens: int = 128,
         incremental: bool | None = None,
+        caller: Any = None,
     ) -> AsyncGenerator[Any, None]:
         incremental = self.incremental if incremental is None else incremental
         limits = CallLimits(self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256)
         call = split_call(obj, limits)
         self.calls.append(obj)
+        self.callers.append(caller)
         script = self.script
         samples = []
         for prompt in call.prompts:
@@ -228,6 +234,22 @@ class FakeFrontend:
             raise NotFoundError("there is no such session", "session_id")
         self.closed.append(session_id)
 
+    def lora_adapters(self) -> list[str]:
+        return list(self.adapters)
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        if lora_name in self.adapters:
+            raise RequestError("there already", "lora_name")
+        if "broken" in lora_path:
+            raise RequestError("broken", "lora_path")
+        self.loads.append((lora_name, lora_path, pinned))
+        self.adapters.append(lora_name)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        if lora_name not in self.adapters:
+            raise NotFoundError("there is no such adapter", "lora_name")
+        self.adapters.remove(lora_name)
+
     async def flush_cache(self) -> FlushCacheReply:
         return self.flush
 
@@ -240,6 +262,22 @@ class FakeFrontend:
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive
+
+    def timelines(self, rid: str, tenant: str | None = None):
+        if rid != "known":
+            raise NotFoundError("there is no such request", "rid")
+        return [{"rid": rid, "tenant_asked": tenant}]
+
+    async def start_profile(self, output_name, num_steps, activities):
+        self.profiled.append((output_name, num_steps, activities))
+        return "profiling"
+
+    async def stop_profile(self):
+        raise RequestError("no profile is running")
+
+    def configure_logging(self, level, log_requests, log_requests_level):
+        self.logging = (level, log_requests, log_requests_level)
+        return {"level": level}
 
     def counters(self):
         return self.own_counters

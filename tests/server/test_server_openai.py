@@ -218,7 +218,6 @@ def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Runnin
         ({"verbosity": "low"}, "verbosity"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"separate_reasoning": True}, "separate_reasoning"),
-        ({"lora_path": "x"}, "lora_path"),
         ({"regex": "a"}, "regex"),
         ({"ebnf": "a"}, "ebnf"),
         ({"priority": 5}, "priority"),

@@ -111,6 +111,11 @@ def test_paused_requests_go_on_with_the_new_weights_only(mode, engine, old, new)
     assert engine.continue_generation()[0]
     outputs = flight.join()
     assert {output["meta_info"]["weight_version"] for output in outputs} == {"2"}
+    for output, ids in zip(outputs, made, strict=True):
+        [told] = engine._manager.timelines(output["meta_info"]["id"])
+        noted = [(event["event"], event.get("completion_tokens")) for event in told["events"]]
+        changes = [(kind, len(ids)) for kind in ("paused", "weights_updated", "continued")]
+        assert [event for event in noted if event[0] in dict(changes)] == changes
     # Had anything of the old weights' KV been used, what follows would differ from a computation that never saw it.
     engine.flush_cache()
     left = [LONG | {"max_new_tokens": LONG["max_new_tokens"] - len(ids)} for ids in made]

@@ -1,4 +1,5 @@
-"""Random histories of pause, continue, update, release, abort and flush on a scheduler whose worker notices KV of other weights.
+"""Random histories of pause, continue, update, release, adapters that come and go, abort, disconnect and flush, on a scheduler whose
+worker notices KV of other weights and of other adapters.
 
 Whatever the order: no step meets an operation, every request ends exactly once, and when all is continued the pool is whole.
 """
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace.messages.control import AbortReq, FlushCacheReply, FlushCacheReq, HealthCheckReply, HealthCheckReq
+from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.weights import (
     ContinueGeneration,
     InitGroup,
@@ -23,6 +25,16 @@ from headrace.messages.weights import (
 
 MODES = st.sampled_from(["abort", "retract", "in_place"])
 TAGS = st.sampled_from([("kv_cache",), ("weights",), ("kv_cache", "weights")])
+
+
+class Inline:
+    """What a scheduler reads adapters with, in its own thread."""
+
+    def submit(self, work, *arguments):
+        work(*arguments)
+
+    def shutdown(self, **_options):
+        pass
 
 
 class Operations(RuleBasedStateMachine):
@@ -41,6 +53,11 @@ class Operations(RuleBasedStateMachine):
         self.next_version = 1
         self.num_operations = 0
         self.replies = {}
+        self.lora_replies = []
+        self.num_loras = 0
+        self.loras = {0}  # what a request may name
+        self.rig.worker.bad_paths = {"bad"}
+        self.rig.scheduler._loras._thread = Inline()
 
     def operate(self, operation):
         self.num_operations += 1
@@ -57,13 +74,36 @@ class Operations(RuleBasedStateMachine):
                 if isinstance(message, WeightOpReply):
                     assert message.id not in self.replies, "answered twice"
                     self.replies[message.id] = message
+                elif isinstance(message, LoraReply):
+                    self.lora_replies.append(message.id)
             self.rig.back.messages.clear()
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), max_new_tokens=st.integers(1, 12))
-    def generate(self, prompt, max_new_tokens):
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_new_tokens=st.integers(1, 12),
+        choice=st.integers(0, 3),
+    )
+    def generate(self, prompt, max_new_tokens, choice):
         rid = f"r{len(self.asked)}"
-        self.asked[rid] = (prompt, max_new_tokens)
-        self.rig.add(rid, prompt, max_new_tokens, stream=True)
+        lora_id = sorted(self.loras)[choice % len(self.loras)]
+        self.asked[rid] = (prompt, max_new_tokens, lora_id)
+        namespace = f"lora {lora_id}" if lora_id else ""
+        self.rig.add(rid, prompt, max_new_tokens, stream=True, lora_id=lora_id, namespace=namespace)
+
+    @rule(bad=st.booleans())
+    def load_adapter(self, bad):
+        self.num_loras += 1
+        self.rig.inbox.send(LoadLoraReq(2 * self.num_loras, self.num_loras, "bad" if bad else "good", at_once=True))
+        if not bad:
+            self.loras.add(self.num_loras)
+
+    @rule(choice=st.integers(0, 3))
+    def unload_adapter(self, choice):
+        loaded = sorted(self.loras - {0})
+        if loaded:
+            lora_id = loaded[choice % len(loaded)]
+            self.loras.discard(lora_id)  # the front end lets nobody name it any more
+            self.rig.inbox.send(UnloadLoraReq(2 * lora_id + 1, lora_id))
 
     @rule(count=st.integers(1, 6))
     def turns(self, count):
@@ -129,6 +169,8 @@ class Operations(RuleBasedStateMachine):
             return
         self.rig.inbox.send(WeightOpReq(0, ResumeMemory(("kv_cache", "weights"))))
         self.operate(ContinueGeneration())
+        for lora_id in self.loras - {0}:
+            self.rig.inbox.send(UnloadLoraReq(2 * lora_id + 1, lora_id))
         for _ in range(4000):
             self.rig.worker.weights.finish()
             self.turn()
@@ -137,14 +179,20 @@ class Operations(RuleBasedStateMachine):
         assert not self.rig.busy, "it does not come to rest"
         assert set(self.replies) == set(range(self.num_operations + 1)), "an operation was not answered"
         assert set(self.rig.finish) == set(self.asked), "a request did not end"
-        for rid, (prompt, max_new_tokens) in self.asked.items():
+        self.turn()
+        assert not self.rig.worker.loras, "an adapter was not let go"
+        assert len(self.lora_replies) == len(set(self.lora_replies)), "answered twice"
+        assert {i // 2 for i in self.lora_replies} == set(range(1, self.num_loras + 1)), "a load was not answered"
+        for rid, (prompt, max_new_tokens, lora_id) in self.asked.items():
             finish = self.rig.finish[rid]
             if finish.type == "abort":
                 assert rid in self.aborted or "alone" in finish.message
             elif rid not in self.mixed:
                 version = self.rig.rows[rid][-1].stats.weight_version
                 version = 0 if version == "default" else int(version)
-                assert self.rig.ids[rid] == expected_outputs(prompt, max_new_tokens, 9, version=version)
+                assert self.rig.ids[rid] == expected_outputs(
+                    prompt, max_new_tokens, 9, version=version, lora_id=lora_id
+                )
         self.rig.check_idle()
 
 

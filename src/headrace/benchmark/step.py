@@ -334,10 +334,12 @@ class _TimedModel:
         self.seconds += time.perf_counter() - begin
         return out
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+    ) -> torch.Tensor:
         """The model's, timed."""
         begin = time.perf_counter()
-        out = self._inner.forward(hidden, positions, attention)
+        out = self._inner.forward(hidden, positions, attention, by_layer=by_layer)
         self.seconds += time.perf_counter() - begin
         return out
 

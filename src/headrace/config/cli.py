@@ -21,7 +21,7 @@ ENV_VARS = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_
 ALIASES = {"model_path": ("--model", "-m")}
 
 # What a command that runs an engine of its own, without HTTP, may be told.
-ENGINE_GROUPS = ("Model", "Memory and schedule", "Kernels")
+ENGINE_GROUPS = ("Model", "Adapters", "Memory and schedule", "Kernels")
 ENGINE_FIELDS = frozenset(
     [f.name for f in fields(ServerArgs) if f.metadata["group"] in ENGINE_GROUPS] + ["single_process", "log_level"]
 )

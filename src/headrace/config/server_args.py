@@ -37,7 +37,8 @@ def _opt(default: Any, group: str, help_text: str, bounds: Bounds = Bounds()) ->
     return field(default=default, metadata={"group": group, "help": help_text, "bounds": bounds})
 
 
-_M, _S, _Q, _K, _O = "Model", "Serving", "Memory and schedule", "Kernels", "Observability"
+_M, _L, _S, _Q = "Model", "Adapters", "Serving", "Memory and schedule"
+_K, _O = "Kernels", "Observability"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +73,24 @@ class ServerArgs:
     random_seed: int = _opt(0, _M, "Seed of dummy weights, and of the seeds given to requests that bring none.", _COUNT)
     json_model_override_args: str = _opt("{}", _M, "JSON object merged into config.json.")
 
+    lora_paths: str = _opt(
+        "",
+        _L,
+        "Adapters to load at start: name=path, comma-separated. Paths are the operator's; requests name adapters.",
+    )
+    max_loras: int = _opt(
+        8, _L, "Most adapters in memory; one more takes the place of the one that was not used longest.", _COUNT
+    )
+    max_lora_rank: int = _opt(64, _L, "Adapters of a higher rank are refused.", _POSITIVE)
+
     host: str = _opt("127.0.0.1", _S, "Address to listen on.", _FILLED)
     port: int = _opt(30000, _S, "Port to listen on; 0 = any free one.", Bounds(least=0, most=65535))
     api_key: str | None = _opt(None, _S, "Key for every route but health, ready and metrics.", _FILLED)
     admin_api_key: str | None = _opt(
         None, _S, "Key for the control routes; default: the api key guards them too.", _FILLED
+    )
+    api_key_file: str | None = _opt(
+        None, _S, "TOML or JSON file of keys with a name, a weight and limits each; read again on SIGHUP.", _FILLED
     )
     allow_origins: str = _opt("*", _S, "CORS origins, comma-separated; empty = no CORS.")
     warmups: str = _opt("", _S, "Comma-separated warm-up routines to run before ready: generate, chat.")
@@ -105,6 +119,15 @@ class ServerArgs:
         _S,
         "Abort a request after so long (408, or what there is when it has begun to answer); 0 = never.",
         _SECONDS,
+    )
+    queue_timeout_s: float = _opt(
+        0.0, _S, "Refuse a request (503) that has waited so long and never ran; 0 = never.", _SECONDS
+    )
+    max_stream_buffer_bytes: int = _opt(
+        1 << 20,
+        _S,
+        "Abort a stream whose client leaves so much output unread, beyond what the socket holds.",
+        _POSITIVE,
     )
     max_sessions: int = _opt(1000, _S, "Most sessions that are open at once.", _COUNT)
     max_session_tokens: int = _opt(4_000_000, _S, "Most tokens that all sessions together may hold.", _COUNT)
@@ -180,6 +203,22 @@ class ServerArgs:
     )
     decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every so many steps; 0 = never.", _COUNT)
     disable_metrics: bool = _opt(False, _O, "No /metrics.")
+    metrics_compat: Literal["none", "vllm", "sglang"] = _opt(
+        "none", _O, "Export the metrics under the names of another server too, for its dashboards."
+    )
+    timeline_requests: int = _opt(
+        1000, _O, "/v1/requests/{rid} tells what happened to each of so many finished requests; 0 = none.", _COUNT
+    )
+    profile_dir: str | None = _opt(
+        None, _O, "Folder that /start_profile may write traces to; without it there is no profiling.", _FILLED
+    )
+    crash_dump_dir: str | None = _opt(
+        None, _O, "When a part of the engine dies, write what the last requests were to this folder.", _FILLED
+    )
+    crash_dump_prompts: bool = _opt(False, _O, "Prompts in crash dumps, too. Off by default: they are private.")
+    otlp_traces_endpoint: str | None = _opt(
+        None, _O, "Send a span per request to this OTLP/HTTP URL; needs the extra `otel`.", _FILLED
+    )
     watchdog_timeout_s: float = _opt(
         300.0, _O, "End the server when a step takes longer than this; 0 = never.", _SECONDS
     )
@@ -197,6 +236,8 @@ class ServerArgs:
             raise ConfigError("--dp-size needs processes: it does not go with --single-process")
         if self.page_size not in (None, 1, 16):
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
+        if self.crash_dump_prompts and self.crash_dump_dir is None:
+            raise ConfigError("--crash-dump-prompts says what --crash-dump-dir holds: give both")
         if self.log_requests_level and not self.log_requests:
             raise ConfigError("--log-requests-level 1 says what --log-requests writes: give both")
 

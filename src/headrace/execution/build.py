@@ -15,10 +15,12 @@ from headrace import kernels
 from headrace.attention import select
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
+from headrace.config.adapters import lora_paths
 from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_weights import load_model
+from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, give_back_free_memory, kv_token_budget
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
@@ -112,14 +114,18 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             page_size=config.page_size if attention.paged_kv() is not None else 0,
         )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
+        rename = partial(spec.rename, model_config)
 
         def load(model_path: str, load_format: LoadFormat) -> CausalLM:
             other = open_model(replace(args, model_path=model_path, load_format=load_format))
             check_same_model(model_config, override_model(other.config, args.json_model_override_args))
             return load_model(other, spec, placement, config=model_config)
 
-        weights = ModelWeights(model, attention, pool, partial(spec.rename, model_config), spec.ignored, load)
-        sync_worker = TpModelWorker(ModelRunner(model, attention, table, sampler), weights, resources.pop_all())
+        weights = ModelWeights(model, attention, pool, rename, spec.ignored, load)
+        loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
+        _load_adapters(args, loras)
+        runner = ModelRunner(model, attention, table, sampler, loras)
+        sync_worker = TpModelWorker(runner, weights, resources.pop_all(), args.profile_dir)
     worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)
@@ -140,6 +146,15 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         load_s=time.perf_counter() - begin,
         decisions=tuple(decisions),
     )
+
+
+def _load_adapters(args: ServerArgs, loras: LoraPool) -> None:
+    """Those of --lora-paths, numbered from 1. Raises ModelError naming the adapter."""
+    for lora_id, (name, path) in enumerate(lora_paths(args), start=1):
+        try:
+            loras.load(lora_id, path)
+        except ModelError as error:
+            raise ModelError(f"--lora-paths: adapter {name!r:.80}: {error.message}") from None
 
 
 def device_facts() -> DeviceFacts:

@@ -16,6 +16,7 @@ import torch
 from headrace.attention.base import AttentionBackend
 from headrace.errors import ExecutionError
 from headrace.execution.forward_batch import ForwardBatch
+from headrace.execution.lora import LoraPool
 from headrace.execution.sequence_table import SequenceTable
 from headrace.log import get_logger
 from headrace.messages.control import FaultReq
@@ -44,13 +45,16 @@ class _Outcome:
 
 
 class ModelRunner:
-    """A model with its attention backend (whose pool is made), its tables and its sampler."""
+    """A model with its attention backend (whose pool is made), its tables, its sampler and the adapters on its layers."""
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, table: SequenceTable, sampler: Sampler) -> None:
+    def __init__(
+        self, model: CausalLM, attention: AttentionBackend, table: SequenceTable, sampler: Sampler, loras: LoraPool
+    ) -> None:
         self.model = model
         self.attention = attention
         self.table = table
         self.sampler = sampler
+        self.loras = loras
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
@@ -102,8 +106,12 @@ class ModelRunner:
                 begin = batch.row_starts[row]
                 inputs[begin : begin + len(given)] = given.to(inputs.dtype)
         self.attention.prepare(batch.rows)
+        loras = None
+        if self.table.adapted:
+            loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
+        self.loras.step.rows = loras
         on_layers()
-        return self.model.forward(inputs, batch.rows.positions, self.attention)
+        return self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=loras is not None)
 
     def _prompt_logprobs(
         self,

@@ -13,8 +13,9 @@ for, and the scheduler, woken earlier, would compete with it for the interpreter
 import queue
 import threading
 
-from headrace.errors import ExecutionError
+from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.worker import TpModelWorker, run_guarded
+from headrace.messages.control import ProfileReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 
 
@@ -24,7 +25,8 @@ class TpModelWorkerClient:
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
         self.weights = worker.weights
-        self._todo: queue.SimpleQueue[ModelWorkerBatch | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[ModelWorkerBatch | ProfileReq | None] = queue.SimpleQueue()
+        self._profiled: queue.SimpleQueue[str | HeadraceError] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()
         self._num_in_flight = 0
         self._finished: StepResult | ExecutionError | None = None
@@ -45,6 +47,26 @@ class TpModelWorkerClient:
             raise result
         return result
 
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """See `Worker.load_lora`."""
+        self._worker.load_lora(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """See `Worker.unload_lora`."""
+        self._worker.unload_lora(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        """See `Worker.has_lora`."""
+        return self._worker.has_lora(lora_id)
+
+    def profile(self, request: ProfileReq) -> str:
+        """See `Worker.profile`: done by the thread, after the steps before it."""
+        self._todo.put(request)
+        result = self._profiled.get()
+        if isinstance(result, HeadraceError):
+            raise result
+        return result
+
     def close(self) -> None:
         """Let the steps in flight finish, end the thread, release the worker. Idempotent."""
         if self._thread.is_alive():
@@ -54,12 +76,23 @@ class TpModelWorkerClient:
 
     def _run(self) -> None:
         while (batch := self._todo.get()) is not None:
-            result = run_guarded(self._worker.runner, batch, self._hand_over)
+            if isinstance(batch, ProfileReq):
+                self._hand_over()  # nothing follows that would
+                self._profiled.put(self._profile(batch))
+                continue
+            with self._worker.profiler.step(batch.step):
+                result = run_guarded(self._worker.runner, batch, self._hand_over)
             self._hand_over()  # of the step before, should this one have failed before its layers
             self._finished = result
             if self._todo.empty():
                 self._hand_over()
         self._hand_over()
+
+    def _profile(self, request: ProfileReq) -> str | HeadraceError:
+        try:
+            return self._worker.profile(request)
+        except HeadraceError as error:
+            return error
 
     def _hand_over(self) -> None:
         if self._finished is not None:

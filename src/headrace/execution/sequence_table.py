@@ -40,7 +40,7 @@ class SequenceTable:
     """Rows 0 .. max_seqs - 1, one a live sequence; row contents of ended sequences are junk until reused.
 
     tokens: int64[max_seqs, context_length + 1]. slots: int32[max_seqs, context_length]. Both on the model's device. host: the same
-    memory, None on other devices than the CPU. special: rows whose `SequenceSpec` is not plain.
+    memory, None on other devices than the CPU. special: rows whose `SequenceSpec` is not plain. adapted: rows with an adapter.
     page_size: given (CPU only), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
     """
 
@@ -57,6 +57,7 @@ class SequenceTable:
         pages = np.zeros((max_seqs, num_pages), np.int32)
         self.host = HostTables(self.tokens.numpy(), self.slots.numpy(), pages) if device.type == "cpu" else None
         self.special: set[int] = set()
+        self.adapted: set[int] = set()
         self.specs: dict[int, SequenceSpec] = {}
         self._hidden_size = hidden_size
         self._device = device
@@ -82,3 +83,7 @@ class SequenceTable:
             self.special.discard(new.seq)
         else:
             self.special.add(new.seq)
+        if new.lora_id:
+            self.adapted.add(new.seq)
+        else:
+            self.adapted.discard(new.seq)

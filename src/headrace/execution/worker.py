@@ -10,7 +10,9 @@ from contextlib import ExitStack
 
 from headrace.errors import ExecutionError
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.profiler import StepProfiler
 from headrace.log import get_logger
+from headrace.messages.control import ProfileReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -18,17 +20,25 @@ _logger = get_logger(__name__)
 
 
 class TpModelWorker:
-    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`."""
+    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`. profile_dir: see `StepProfiler`."""
 
-    def __init__(self, runner: ModelRunner, weights: WeightExecutor, resources: ExitStack | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        weights: WeightExecutor,
+        resources: ExitStack | None = None,
+        profile_dir: str | None = None,
+    ) -> None:
         self.runner = runner
         self.weights = weights
+        self.profiler = StepProfiler(profile_dir)
         self._resources = resources or ExitStack()
         self._done: deque[StepResult | ExecutionError] = deque()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Run the step; its result, or its failure, waits for `collect`."""
-        self._done.append(run_guarded(self.runner, batch))
+        with self.profiler.step(batch.step):
+            self._done.append(run_guarded(self.runner, batch))
 
     def collect(self) -> StepResult:
         """See `Worker.collect`."""
@@ -36,6 +46,22 @@ class TpModelWorker:
         if isinstance(result, ExecutionError):
             raise result
         return result
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """See `Worker.load_lora`."""
+        self.runner.loras.load(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """See `Worker.unload_lora`."""
+        self.runner.loras.unload(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        """See `Worker.has_lora`."""
+        return lora_id in self.runner.loras
+
+    def profile(self, request: ProfileReq) -> str:
+        """See `Worker.profile`. In the thread that runs the steps."""
+        return self.profiler.handle(request)
 
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.log import get_logger
+from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
-from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ShutdownReq, SourceGone
+from headrace.messages.control import AbortReq, ConfigureLoggingReq, FaultReq, Heartbeat, ShutdownReq, SourceGone
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, DecodeOptions, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import unpack_int32
 from headrace.metrics.watchdog import Watchdog
@@ -88,6 +88,8 @@ class DetokenizerManager:
                         self.forget(message.source)
                     case FaultReq():
                         self.add_fault(message)
+                    case ConfigureLoggingReq():
+                        set_level(message.level)
                     case ShutdownReq():
                         return
                     case _:

@@ -163,6 +163,22 @@ class Engine(WeightOperations):
 
         self._wait(self._submit(close_session()))
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Load an adapter in peft's format; `generate(..., lora_path=lora_name)` uses it. Raises RequestError, CapacityError."""
+        self._wait(self._submit(self._manager.load_lora_adapter(lora_name, lora_path, pinned)))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter, once the requests that use it have ended. Raises NotFoundError."""
+        self._wait(self._submit(self._manager.unload_lora_adapter(lora_name)))
+
+    def lora_adapters(self) -> list[str]:
+        """Names of the adapters that there are."""
+
+        async def names() -> list[str]:
+            return self._manager.lora_adapters()
+
+        return self._wait(self._submit(names()))
+
     def flush_cache(self) -> bool:
         """Empty the prefix cache. False when it cannot be now: requests run."""
 

@@ -29,7 +29,6 @@ _NOT_YET: tuple[tuple[str, str], ...] = (
     ("image_data", "image input"),
     ("audio_data", "audio input"),
     ("video_data", "video input"),
-    ("lora_path", "adapters"),
     ("bootstrap_host", "disaggregated prefill"),
     ("bootstrap_port", "disaggregated prefill"),
     ("bootstrap_room", "disaggregated prefill"),
@@ -59,7 +58,7 @@ class Prompt:
     """One prompt of a call. Exactly one of text, input_ids and input_embeds is set.
 
     rid: the prompt's own. start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
-    session: the prompt goes on there.
+    session: the prompt goes on there. adapter: name; empty = the base model.
     """
 
     rid: str
@@ -75,6 +74,7 @@ class Prompt:
     custom_logit_processor: str
     namespace: str
     session: SessionParams | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     sessions = _spread("session_params", obj.session_params, count, is_batch, SessionParams)
     for session, sampling, rows in zip(sessions, samplings, embeds, strict=True):
         _check_session(session, sampling, rows is not None)
+    adapters = _spread("lora_path", obj.lora_path, count, is_batch, str)
     call_rid, rids = _rids(obj.rid, count, is_batch)
     prompts = tuple(
         Prompt(
@@ -169,6 +170,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
             custom_logit_processor=processors[i] or "",
             namespace=_namespace(extra_keys[i], salts[i]),
             session=sessions[i],
+            adapter=adapters[i] or "",
         )
         for i in range(count)
     )
@@ -368,3 +370,8 @@ def _check_rid(rid: str) -> None:
 def _namespace(extra_key: str | None, cache_salt: str | None) -> str:
     """One string of both keys, different for every different pair; empty when neither is given."""
     return json.dumps([extra_key or "", cache_salt or ""]) if extra_key or cache_salt else ""
+
+
+def adapter_namespace(namespace: str, lora_id: int) -> str:
+    """`namespace` within an adapter's. Numbers of adapters are never used twice: what is loaded again finds no KV of before."""
+    return json.dumps([namespace, lora_id]) if lora_id else namespace

@@ -23,7 +23,7 @@ from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Sender
 from headrace.messages.control import AbortReq, FaultReq, ResetReq, SourceGone
-from headrace.messages.outputs import FinishReason
+from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.metrics.catalog import Metrics
@@ -226,6 +226,7 @@ class EngineLink:
         for sample in lost:
             self.left(sample)
             sample.rank = NOWHERE
+            sample.note("lost", self._clock())
             sample.num_deaths = 1 if _has_passed(sample) else sample.num_deaths + 1
             sample.num_outputs_at_death = len(sample.output_ids)
             if sample.abort_asked or sample.call.abandoned:
@@ -277,12 +278,18 @@ class EngineLink:
             return request
         self.num_replayed += 1
         self._metrics.replayed_requests.inc()
+        sample.note("replayed", self._clock())
         logprobs = request.logprobs
         if logprobs is not None and sample.output_ids:
             # Those of the prompt came with the first output.
             logprobs = msgspec.structs.replace(logprobs, prompt_start=sample.num_prompt_tokens + 1)
         return msgspec.structs.replace(
-            request, output_ids=pack_int32(sample.output_ids), attempt=attempt, logprobs=logprobs
+            request,
+            output_ids=pack_int32(sample.output_ids),
+            attempt=attempt,
+            logprobs=logprobs,
+            # One that has begun to answer does not wait as a new one does.
+            queue_deadline_s=0.0 if sample.output_ids else request.queue_deadline_s,
         )
 
     # -- while something is held
@@ -312,6 +319,8 @@ class EngineLink:
             assert sample.request is not None, sample.rid
             if 0 < sample.request.deadline_s <= now_s:
                 self._end(sample, FinishReason("abort", message=TOO_LATE, status_code=408))
+            elif 0 < sample.request.queue_deadline_s <= now_s and not sample.output_ids:
+                self._end(sample, FinishReason("abort", message=WAITED_TOO_LONG, status_code=503))
 
 
 def _has_passed(sample: ReqState) -> bool:

@@ -24,10 +24,16 @@ from headrace.errors import (
     RequestError,
     TooLargeError,
 )
+from headrace.frontend.adapters import Adapter
 from headrace.frontend.sessions import Turn
+from headrace.frontend.tenants import Tenant, TenantLimits
+from headrace.frontend.timeline import Note, Timeline
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
+
+UNREAD_CHECK_TOKENS = 64
+"""With fewer tokens unread, their text is not looked at: that would cost every token something."""
 
 LogprobItem = tuple[float | None, int, str | None]
 """(logprob or None, token id, text or None)."""
@@ -79,6 +85,7 @@ class ReqState:
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
     the leader end before its first token, there are none. logged_prompt: for the log. turn: its place in a session.
+    adapter: what it holds in memory until it leaves the table.
     request: as it was first sent. rank: the replica that has it, -1 = none. routed_rank: the only one that may. num_sends, num_deaths,
     num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
     """
@@ -97,7 +104,10 @@ class ReqState:
     num_prompt_tokens: int = 0
     leader: "ReqState | None" = None
     logged_prompt: str = ""
+    retry_after_s: float = 1.0
+    timeline: Timeline = field(default_factory=lambda: Timeline("", "", "", 0.0, 0.0))
     turn: Turn | None = None
+    adapter: Adapter | None = None
     picked_ids: tuple[int, ...] = ()
     top_num: int = 0
     wants_logprobs: bool = False
@@ -133,11 +143,20 @@ class ReqState:
         return self._text
 
     @property
+    def num_unread_bytes(self) -> int:
+        """About how much output waits for a client that streams."""
+        ids = len(self.output_ids) - self._num_taken_ids
+        logprobs = len(self.output_logprobs.tokens) - self._num_taken_logprobs
+        # Mostly text of one byte a character; an id, and each entry of a logprob list, is some digits.
+        characters = len(self.text) - self._num_taken_characters if ids > UNREAD_CHECK_TOKENS else 0
+        return characters + 4 * ids + 32 * logprobs * (1 + self.top_num + len(self.picked_ids))
+
+    @property
     def failed(self) -> HeadraceError | None:
         """The error an abort of the engine's stands for; None for other ends, and for aborts that were asked for."""
         if self.finish is None or self.finish.type != "abort" or self.finish.status_code < 400:
             return None
-        return error_of(self.finish)
+        return error_of(self.finish, self.retry_after_s)
 
     def apply(self, row: StrOut, now_s: float, hidden_size: int) -> None:
         """Accumulate an output; its finish reason is for `end`. Raises ValueError for arrays that do not fit together."""
@@ -175,6 +194,24 @@ class ReqState:
         self.finish = finish
         self.finished_s = now_s
         self._tell()
+
+    def write_timeline(self) -> None:
+        """Bring `timeline` up to date."""
+        timeline = self.timeline
+        timeline.sent_s = self.sent_s
+        timeline.first_token_s = self.first_token_s
+        timeline.finished_s = self.finished_s
+        timeline.num_prompt_tokens = self.num_prompt_tokens
+        timeline.num_output_tokens = len(self.output_ids)
+        timeline.num_replays = max(0, self.num_sends - 1)
+        timeline.stats = self.stats
+        timeline.finish = self.finish
+        timeline.prompt = self.logged_prompt
+
+    def note(self, kind: Note, now_s: float) -> None:
+        """Remember in `timeline` what happened to it outside the scheduler."""
+        self.timeline.num_output_tokens = len(self.output_ids)
+        self.timeline.note(kind, now_s)
 
     def follow(self, leader: "ReqState") -> None:
         """Show the prompt logprobs of `leader`, which alone asks for them. Before anything is sent."""
@@ -258,7 +295,7 @@ class CallState:
     """The samples of one call, and which of them have something new for the one waiter.
 
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
-    is_list: chunks carry `index`. token_text: text of a token for logprob lists.
+    is_list: chunks carry `index`. tenant: whose limits count. token_text: text of a token for logprob lists.
     """
 
     def __init__(self, *, stream: bool, is_list: bool, incremental: bool, token_text: TokenText) -> None:
@@ -270,6 +307,8 @@ class CallState:
         self.names: dict[str, list[ReqState]] = {}
         self._names_of: dict[ReqState, list[str]] = {}
         self._num_live: dict[str, int] = {}
+        self.tenant = Tenant(TenantLimits(name=""))
+        self.created_s = 0.0
         self.abandoned = False
         self.error: HeadraceError | None = None
         self._news: dict[int, ReqState] = {}
@@ -336,7 +375,7 @@ def finish_reason_dict(finish: FinishReason) -> dict[str, Any]:
             return {"type": "abort", "message": finish.message, "status_code": finish.status_code}
 
 
-def error_of(finish: FinishReason) -> HeadraceError:
+def error_of(finish: FinishReason, retry_after_s: float = 1.0) -> HeadraceError:
     """The error of an abort that carries a status code."""
     match finish.status_code:
         case 404:
@@ -346,7 +385,7 @@ def error_of(finish: FinishReason) -> HeadraceError:
         case 413:
             return TooLargeError(finish.message)
         case 429 | 503:
-            return CapacityError(finish.message, status_code=finish.status_code)
+            return CapacityError(finish.message, retry_after_s, status_code=finish.status_code)
         case code if code < 500:
             return RequestError(finish.message)
         case _:

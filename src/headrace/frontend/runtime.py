@@ -171,6 +171,18 @@ class Runtime(WeightOperations):
         with self._open("/close_session", json.dumps({"session_id": session_id}).encode()) as reply, _faults_mapped():
             reply.read()
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """As `Engine.load_lora_adapter`; the path is one of the server's machine. Raises RequestError, CapacityError."""
+        given = {"lora_name": lora_name, "lora_path": lora_path, "pinned": pinned}
+        with self._open("/load_lora_adapter", json.dumps(given).encode()) as reply, _faults_mapped():
+            reply.read()
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter, once the requests that use it have ended. Raises NotFoundError."""
+        given = {"lora_name": lora_name}
+        with self._open("/unload_lora_adapter", json.dumps(given).encode()) as reply, _faults_mapped():
+            reply.read()
+
     def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
         """See `WeightOperations.get_weights_by_name`."""
         answer = self._post("/get_weights_by_name", json.dumps({"name": name, "truncate_size": truncate_size}).encode())

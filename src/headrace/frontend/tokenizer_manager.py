@@ -12,24 +12,30 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import msgspec
 
+from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFoundError, RequestError
+from headrace.frontend.adapters import Adapters
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
+from headrace.frontend.crash_dump import write_crash_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
-from headrace.frontend.prompts import Call, CallLimits, Prompt, check_text, split_call
+from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, split_call
 from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sessions import Sessions
+from headrace.frontend.tenants import Caller, QueuePace, Tenant, TenantLimits
+from headrace.frontend.timeline import Note, Timeline, Timelines
 from headrace.frontend.weight_control import WeightControl
-from headrace.log import get_logger
+from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
+    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReply,
     FlushCacheReq,
@@ -39,29 +45,54 @@ from headrace.messages.control import (
     InternalState,
     InternalStateReply,
     InternalStateReq,
+    ProfileReply,
+    ProfileReq,
     ReadyInfo,
     SchedulerStats,
 )
 from headrace.messages.dispatch import TypeBasedDispatcher
-from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
     LogprobSpec,
     TokenizedGenerateReqInput,
 )
-from headrace.messages.weights import WeightOpReply
+from headrace.messages.weights import (
+    ContinueGeneration,
+    PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+    WeightOperation,
+    WeightOpReply,
+)
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams, SamplingParams
 
 logger = get_logger(__name__)
 
+
+class SpanSink(Protocol):
+    """Takes what happened to each sample, for traces."""
+
+    def add(self, timeline: Timeline) -> None:
+        """A sample has ended. Must not block."""
+
+
 IsDisconnected = Callable[[], Awaitable[bool]]
 
 DEFAULT_MAX_NEW_TOKENS = 128
+STOPPED = "the server has stopped"
 DISCONNECT_POLL_S = 0.25
 CONTROL_TIMEOUT_S = 10.0
+LORA_TIMEOUT_S = 120.0
+PROFILE_TIMEOUT_S = 120.0
+"""Writing a long trace takes its time, and no step runs meanwhile."""
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
@@ -73,7 +104,11 @@ RESTARTING = "a part of the engine has died and is being started again"
 RESTART_RETRY_S = 2.0
 DEADLINE_STATUS = 408
 """Status of the scheduler's aborts of requests that ran out of time."""
+NO_ROOM_STATUS = 503
+"""Status of aborts of requests that waited too long, or found the scheduler's queue full."""
 HEALTH_RID_PREFIX = "headrace-health-"
+NOBODY = Caller()
+"""A call from within, or one without a key of its own."""
 
 
 class TokenizerManager:
@@ -82,6 +117,7 @@ class TokenizerManager:
     ready: what the scheduler said of the model. more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in
     the detokenizer, and news of deaths.
     clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs.
+    spans: is told of every sample that ended. log_requests, log_requests_level: as the options, until `configure_logging`.
     on_broken: set by the owner; called in the event loop when that loop has failed, after every waiter has been answered.
     """
 
@@ -98,6 +134,7 @@ class TokenizerManager:
         to_detokenizer: Sender | None = None,
         more_schedulers: Sequence[Sender] = (),
         watchdog: Watchdog | None = None,
+        spans: SpanSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.args = args
@@ -115,6 +152,13 @@ class TokenizerManager:
         # Requests without a seed differ from each other, and repeat when a server is started again.
         self._seeds = random.Random(args.random_seed)
         self._num_queued = 0
+        self._pace = QueuePace()
+        self._anybody = Tenant(TenantLimits(name=""))
+        self._timelines = Timelines(args.timeline_requests)
+        self.spans = spans
+        self._log_level = args.log_level
+        self.log_requests = args.log_requests
+        self.log_requests_level: int = args.log_requests_level
         self._max_queued = ready.max_running_requests + args.max_queued_requests
         self._accepting = True
         self._idle = asyncio.Event()
@@ -156,12 +200,29 @@ class TokenizerManager:
         self._health_ids = itertools.count()
         self._heartbeats: dict[str, float] = {}
         self._weights = WeightControl(
-            self.link, self.link.num_up, self._check_control, lambda: self.abort_request(abort_all=True)
+            self.link,
+            self.link.num_up,
+            self._check_control,
+            lambda: self.abort_request(abort_all=True),
+            self._note_operation,
         )
         self._flushes = Communicator[FlushCacheReply]("flush_cache", self.link.num_up)
         self._states = Communicator[InternalStateReply]("internal_state", self.link.num_up)
         self._healths = Communicator[HealthCheckReply]("health", self.link.num_up)
+        self._lora_replies = Communicator[LoraReply]("adapters", self.link.num_up)
+        self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora)
+        self._profiles = Communicator[ProfileReply]("profile", self.link.num_up)
+        self._communicators = (
+            self._flushes,
+            self._states,
+            self._healths,
+            self._lora_replies,
+            self._profiles,
+            self._weights,
+        )
         self._dispatcher = TypeBasedDispatcher()
+        self._dispatcher.register(LoraReply, self._on_lora_reply)
+        self._dispatcher.register(ProfileReply, self._profiles.handle)
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
@@ -179,6 +240,7 @@ class TokenizerManager:
         *,
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         incremental: bool | None = None,
+        caller: Caller = NOBODY,
     ) -> AsyncGenerator[Any, None]:
         """The answers of one call (SPEC H1).
 
@@ -188,14 +250,15 @@ class TokenizerManager:
 
         default_max_new_tokens: for prompts that do not say; never more than the context has room for.
         incremental: text and ids of a chunk are what is new since the last one; None = as the server was told.
-        Raises, before any output: RequestError, CapacityError (queue full, stopping), ExecutionError (engine gone, or the
+        caller: whose limits count.
+        Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
         """
         self.start()
         self._check_accepting()
         call = split_call(obj, self._limits)
         state = self._register(
-            call, obj, self.args.incremental_streaming_output if incremental is None else incremental
+            call, obj, self.args.incremental_streaming_output if incremental is None else incremental, caller
         )
         try:
             requests = await self._prepare(call, obj, state, default_max_new_tokens)
@@ -219,15 +282,16 @@ class TokenizerManager:
         if not self._accepting:
             raise CapacityError("the server is stopping and takes no new requests", retry_after_s=5.0)
 
-    def _register(self, call: Call, obj: GenerateReqInput, incremental: bool) -> CallState:
+    def _register(self, call: Call, obj: GenerateReqInput, incremental: bool, caller: Caller) -> CallState:
         """Enter every sample into the table before anything is awaited or sent: no output can be missed, no rid taken twice.
 
-        Raises RequestError for a rid in use and CapacityError when the queue is full.
+        Raises RequestError for a rid in use and CapacityError when the queue is full or a limit of the caller's key is reached.
         """
         token_text = self._token_text if obj.return_text_in_logprobs else _no_text
         state = CallState(
             stream=obj.stream, is_list=call.is_list, incremental=incremental and obj.stream, token_text=token_text
         )
+        state.tenant = caller.tenant or self._anybody
         now = self._clock()
         for prompt in call.prompts:
             own = []
@@ -247,21 +311,46 @@ class TokenizerManager:
             shown = taken[0] if taken else call.rid
             raise RequestError(f"rid {shown[:100]!r} is in use by another request", "rid")
         if self._num_queued + len(rids) > self._max_queued:
+            self.metrics.count_rejected("queue_full")
             raise CapacityError(
                 f"the queue is full: {self._num_queued} samples have no token yet, {len(rids)} more were asked for, "
-                f"the limit is {self._max_queued}"
+                f"the limit is {self._max_queued}",
+                self._retry_after_s(now),
             )
+        try:
+            state.tenant.enter(len(rids), now)
+        except CapacityError:
+            self.metrics.count_rejected("key_limit")
+            raise
+        state.created_s = now
         self._num_queued += len(rids)
         self.rid_to_state.update(zip(rids, state.samples, strict=True))
+        arrived_unix_s = time.time()
+        for sample in state.samples:
+            sample.timeline = Timeline(
+                sample.rid,
+                sample.shown_id,
+                state.tenant.name,
+                now,
+                arrived_unix_s,
+                traceparent=caller.traceparent,
+                stream=obj.stream,
+            )
+            self._timelines.add(sample.timeline)
         self._names.update(dict.fromkeys(state.names, state))
         self._calls.add(state)
         self._idle.clear()
         return state
 
+    def _retry_after_s(self, now_s: float) -> float:
+        """When about half of the queue will be gone: early enough to keep the slots full, late enough to find room."""
+        return self._pace.wait_s(max(1, self._num_queued // 2), now_s)
+
     async def _prepare(
         self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
     ) -> list[TokenizedGenerateReqInput]:
         """Tokenize and check every prompt: nothing is sent unless all are good. Raises RequestError."""
+        self._adapters.check_number(prompt.adapter for prompt in call.prompts)
         texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
         encoded = iter(await self._batch_tokenizer.encode(texts) if texts else ())
         samples = iter(state.samples)
@@ -285,8 +374,16 @@ class TokenizerManager:
                     raise RequestError(f"prompt {index}: {error.message}", error.param, error.code) from None
                 raise
             own = list(itertools.islice(samples, prompt.sampling.n))
+            if prompt.adapter:
+                await self._use_adapter(prompt.adapter, own)
             requests += self._samples(prompt, ids, sampling, logprobs, own, obj)
         return requests
+
+    async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
+        """Hold the adapter in memory until the samples have left the table. Raises NotFoundError, RequestError, CapacityError."""
+        adapter = await self._adapters.acquire(name, len(samples))
+        for sample in samples:
+            sample.adapter = adapter
 
     def _go_on(self, prompt: Prompt, ids: list[int], sample: ReqState) -> list[int]:
         """The prompt's tokens after those of its session. Raises RequestError, CapacityError."""
@@ -360,15 +457,17 @@ class TokenizerManager:
     ) -> list[TokenizedGenerateReqInput]:
         """What the scheduler gets for each sample of a prompt."""
         packed = pack_int32(ids)
+        lora_id = own[0].adapter.lora_id if own[0].adapter is not None else 0
         embeds = pack_float32(itertools.chain.from_iterable(prompt.input_embeds)) if prompt.input_embeds else b""
-        timeout_s = self.args.request_timeout_s
+        timeout_s, queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
+        limits = own[0].call.tenant.limits
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
         wants_prompt = logprobs is not None and logprobs.prompt_start < len(ids)
         is_shared = not (self.args.disable_radix_cache or prompt.return_hidden_states or embeds)
         requests = []
         for j, sample in enumerate(own):
             sample.num_prompt_tokens = len(ids)
-            if self.args.log_requests_level:
+            if self.log_requests_level or self.args.crash_dump_prompts:
                 sample.logged_prompt = _beginning(prompt, ids)
             sample.wants_hidden_states = prompt.return_hidden_states
             if logprobs is not None:
@@ -389,11 +488,15 @@ class TokenizerManager:
                     return_hidden_states=prompt.return_hidden_states,
                     input_embeds=embeds,
                     custom_logit_processor=prompt.custom_logit_processor,
-                    namespace=prompt.namespace,
+                    namespace=adapter_namespace(prompt.namespace, lora_id),
                     priority=obj.priority or 0,
                     group=prompt.rid if len(own) > 1 else "",
                     created_s=sample.created_s,
                     deadline_s=sample.created_s + timeout_s if timeout_s > 0 else 0.0,
+                    lora_id=lora_id,
+                    queue_deadline_s=sample.created_s + queue_timeout_s if queue_timeout_s > 0 else 0.0,
+                    tenant=limits.name,
+                    weight=limits.weight,
                 )
             )
         return requests
@@ -443,6 +546,7 @@ class TokenizerManager:
         """The waiter has left: abort what is unfinished. A sample that was sent keeps its rid until its last output has come."""
         state.abandoned = True
         self._calls.discard(state)
+        state.tenant.leave(self._clock() - state.created_s)
         sent = []
         for sample in state.unfinished:
             if self.failure is None and sample.sent_s:
@@ -458,17 +562,24 @@ class TokenizerManager:
         if self.rid_to_state.get(sample.rid) is not sample:
             return
         del self.rid_to_state[sample.rid]
+        sample.write_timeline()
+        self._timelines.finish(sample.rid)
         self.link.left(sample)
         self._leave_queue(sample)
         if sample.turn is not None:
             self.sessions.give_up(sample.turn)
+        if sample.adapter is not None:
+            self._adapters.release(sample.adapter)
         for name in sample.call.forget_names(sample):
             del self._names[name]
 
     def _leave_queue(self, sample: ReqState) -> None:
         """It has its first token, or has ended."""
-        self._num_queued -= sample.queued
-        sample.queued = False
+        if sample.queued:
+            sample.queued = False
+            self._num_queued -= 1
+            sample.call.tenant.leave_queue()
+            self._pace.note(self._clock())
 
     def _note_idle(self) -> None:
         if not self._calls and not self.rid_to_state:
@@ -526,9 +637,20 @@ class TokenizerManager:
         new_tokens = len(sample.output_ids) - had_tokens
         if new_tokens:
             self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
+            sample.call.tenant.use_tokens(new_tokens)
+            if sample.call.stream and sample.num_unread_bytes > self.args.max_stream_buffer_bytes:
+                self._cut_off(sample)
         if row.finish is not None:
             self._finish(sample, row.finish, now_s)
         return new_tokens
+
+    def _cut_off(self, sample: ReqState) -> None:
+        """Its client does not read. What it has left unread stays for it, but no more is made."""
+        if not sample.abort_asked:
+            sample.abort_asked = True
+            limit = self.args.max_stream_buffer_bytes
+            logger.warning("aborted rid %s: its client left more than %d bytes unread", sample.rid, limit)
+            self._to_scheduler.send(AbortReq((sample.rid,), message=f"more than {limit} bytes were left unread"))
 
     def _finish(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
         late = finish.status_code == DEADLINE_STATUS and sample.output_ids
@@ -552,13 +674,19 @@ class TokenizerManager:
         if sample.first_of_prompt:
             self.metrics.prompt_tokens.inc(sample.num_prompt_tokens)
             self.metrics.cached_tokens.inc(sample.stats.cached_tokens)
+            sample.call.tenant.use_tokens(sample.num_prompt_tokens - sample.stats.cached_tokens)
 
     def _end(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
         """The sample's one end: out of the table, counted, logged, its waiter woken."""
         if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
             self.sessions.finish(sample.turn, sample.output_ids)
-        self._forget(sample)
+        if finish.status_code == NO_ROOM_STATUS:
+            self.metrics.count_rejected("queue_timeout" if finish.message == WAITED_TOO_LONG else "queue_full")
+            sample.retry_after_s = self._retry_after_s(now_s)
         sample.end(finish, now_s)
+        self._forget(sample)
+        if self.spans is not None:
+            self.spans.add(sample.timeline)
         metrics = self.metrics
         metrics.count_end(finish.type)
         metrics.e2e_latency_s.observe(now_s - sample.created_s)
@@ -568,17 +696,18 @@ class TokenizerManager:
             metrics.queue_time_s.observe(sample.stats.queue_time_s)
         elif finish.type != "abort":
             self._count_prompt(sample)
-        if self.args.log_requests:
+        if self.log_requests:
             self._log(sample)
         self._note_idle()
 
     def _log(self, sample: ReqState) -> None:
         assert sample.finish is not None
         text = ""
-        if self.args.log_requests_level:
+        if self.log_requests_level:
             text = f" prompt={sample.logged_prompt} text={sample.text[:LOGGED_CHARACTERS]!r}"
         logger.info(
-            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs%s",
+            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs "
+            "retractions=%d replays=%d chunks=%d%s",
             sample.rid,
             sample.finish.type,
             sample.num_prompt_tokens,
@@ -587,6 +716,9 @@ class TokenizerManager:
             sample.stats.queue_time_s,
             max(0.0, sample.first_token_s - sample.created_s),
             sample.finished_s - sample.created_s,
+            sample.stats.num_retractions,
+            max(0, sample.num_sends - 1),
+            sum(event.kind == "chunk" for event in sample.stats.events),
             text,
         )
 
@@ -598,6 +730,20 @@ class TokenizerManager:
         """Seconds since a process was last heard, None when it never was. From any thread."""
         last_s = self._heartbeats.get(process)
         return None if last_s is None else self._clock() - last_s
+
+    def timelines(self, rid: str, tenant: str | None = None) -> list[dict[str, Any]]:
+        """What happened to the sample `rid`, or to all samples of a call that the client knows by it; see `Timeline`.
+
+        tenant: whose they must be; None = anybody's. Raises NotFoundError.
+        """
+        found = [each for each in self._timelines.find(rid) if tenant is None or each.tenant == tenant]
+        if not found:
+            kept = self.args.timeline_requests
+            raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
+        for timeline in found:
+            if (sample := self.rid_to_state.get(timeline.rid)) is not None:
+                sample.write_timeline()
+        return [timeline.describe() for timeline in found]
 
     def counters(self) -> dict[str, int]:
         """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
@@ -648,6 +794,34 @@ class TokenizerManager:
         """Forget a session. Its running requests go on. Raises NotFoundError."""
         self.sessions.close(session_id)
 
+    def lora_adapters(self) -> list[str]:
+        """Names of the adapters that requests may ask for."""
+        return self._adapters.names
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """See `Adapters.load`."""
+        self._check_control()
+        await self._adapters.load(lora_name, lora_path, pinned)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """See `Adapters.unload`."""
+        self._check_control()
+        await self._adapters.unload(lora_name)
+
+    async def _call_about_lora(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
+        if self.failure is not None:
+            raise ExecutionError(self.failure)
+        # The detokenizer has no part in it.
+        if not self.link.num_up():
+            raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+        return await self._lora_replies.call(lambda i: self._to_scheduler.send(make(i)), LORA_TIMEOUT_S)
+
+    def _on_lora_reply(self, reply: LoraReply) -> None:
+        if reply.id != RESTORED:
+            self._lora_replies.handle(reply)
+        elif self._adapters.lost(reply):
+            self._to_scheduler.send(UnloadLoraReq(RESTORED, reply.lora_id))
+
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""
         self._check_control()
@@ -663,6 +837,49 @@ class TokenizerManager:
     async def internal_state(self) -> InternalState:
         """As `internal_states`, of all together."""
         return sum_of_states(await self.internal_states())
+
+    async def start_profile(
+        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+    ) -> str:
+        """Record the worker's steps to a file below --profile-dir; a line for the operator. Raises RequestError, ExecutionError.
+
+        num_steps: stop by itself after so many; 0 = when told.
+        """
+        return await self._profile(lambda i: ProfileReq(i, True, output_name, num_steps, activities))
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError, ExecutionError."""
+        return await self._profile(lambda i: ProfileReq(i, False))
+
+    async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
+        self._check_control()
+        replies = await self._profiles.call(lambda i: self._to_scheduler.send(make(i)), PROFILE_TIMEOUT_S)
+        if not any(reply.success for reply in replies):
+            raise RequestError(replies[0].message)
+        return "; ".join(dict.fromkeys(reply.message for reply in replies))
+
+    def configure_logging(
+        self,
+        level: Literal["debug", "info", "warning", "error"] | None = None,
+        log_requests: bool | None = None,
+        log_requests_level: int | None = None,
+    ) -> dict[str, Any]:
+        """Change what is logged, in every process; None = as it is. What now holds.
+
+        Raises RequestError for --log-requests-level without --log-requests.
+        """
+        requests = self.log_requests if log_requests is None else log_requests
+        requests_level = self.log_requests_level if log_requests_level is None else log_requests_level
+        if requests_level and not requests:
+            raise RequestError("log_requests_level 1 says what log_requests writes: turn both on", "log_requests_level")
+        self.log_requests, self.log_requests_level = requests, requests_level
+        if level is not None:
+            self._log_level = level
+            set_level(level)
+            for sender in (self._to_scheduler, self._to_detokenizer):
+                if sender is not None:
+                    sender.send(ConfigureLoggingReq(level))
+        return {"level": self._log_level, "log_requests": requests, "log_requests_level": requests_level}
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
@@ -699,6 +916,25 @@ class TokenizerManager:
             return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
         return False
 
+    def _note_operation(self, operation: WeightOperation) -> None:
+        """Every live sample was there when it was done."""
+        match operation:
+            case PauseGeneration():
+                kind: Note = "paused"
+            case ContinueGeneration():
+                kind = "continued"
+            case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
+                kind = "weights_updated"
+            case ReleaseMemory():
+                kind = "memory_released"
+            case ResumeMemory():
+                kind = "memory_resumed"
+            case _:
+                return
+        now_s = self._clock()
+        for sample in self.rid_to_state.values():
+            sample.note(kind, now_s)
+
     @property
     def weights(self) -> WeightControl:
         """Operations on weights, generation and memory."""
@@ -730,12 +966,13 @@ class TokenizerManager:
         if not self._is_in_loop(self.part_down, name, rank):
             return
         self._heartbeats.pop(name, None)
+        self._dump(f"the {name} process has died and is being started again")
         if rank is None:
             self.link.detokenizer_down()
             return
         self.link.scheduler_down(rank)
         error = CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
-        for communicator in (self._flushes, self._states, self._healths, self._weights):
+        for communicator in self._communicators:
             communicator.fail_all(error)
 
     def restore(self, sender: Sender) -> None:
@@ -754,10 +991,23 @@ class TokenizerManager:
         self._heartbeats.pop(name, None)
         self.num_restarts += 1
         self.metrics.count_restart(name)
+        started = sender if rank is not None else self._to_detokenizer
+        if started is not None and self._log_level != self.args.log_level:
+            started.send(ConfigureLoggingReq(self._log_level))
         if rank is None or sender is None:
             self.link.detokenizer_up()
         else:
+            # A load under way has not been sent to this one: it is taken back.
+            self._lora_replies.fail_all(CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S))
+            self._adapters.restore(sender)
             self.link.scheduler_up(rank, source, sender)
+
+    def _dump(self, message: str) -> None:
+        """Write what the requests were, if that was asked for."""
+        if self.args.crash_dump_dir is not None:
+            for sample in self.rid_to_state.values():
+                sample.write_timeline()
+            write_crash_dump(self.args.crash_dump_dir, message, self._timelines, self.args.crash_dump_prompts)
 
     def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:
         """True here, in the loop's thread (or before there is one). Else `method` will be called there."""
@@ -796,11 +1046,13 @@ class TokenizerManager:
         if self.failure is not None:
             return
         self.failure = message
+        if message != STOPPED:
+            self._dump(message)
         self.link.close()
         error = ExecutionError(message)
         for state in self._calls:
             state.fail(error)
-        for communicator in (self._flushes, self._states, self._healths, self._weights):
+        for communicator in self._communicators:
             communicator.fail_all(error)
         for sample in list(self.rid_to_state.values()):
             if sample.call.abandoned:
@@ -809,7 +1061,7 @@ class TokenizerManager:
 
     async def close(self) -> None:
         """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""
-        self.fail_all("the server has stopped")
+        self.fail_all(STOPPED)
         if self._handle_task is not None and not self._handle_task.done():
             self._handle_task.cancel()
             await asyncio.gather(self._handle_task, return_exceptions=True)

@@ -39,7 +39,7 @@ class WeightControl:
     """See the module's text.
 
     to_schedulers: reaches all of them. num_schedulers: how many answer. check: raises when the engine is gone. abort_all: ends every
-    request, also those that have not reached a scheduler.
+    request, also those that have not reached a scheduler. on_done: told of every operation that succeeded on all.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class WeightControl:
         num_schedulers: Callable[[], int],
         check: Callable[[], None],
         abort_all: Callable[[], None],
+        on_done: Callable[[WeightOperation], None] = lambda operation: None,
     ) -> None:
         self.version = "default"
         self._to_schedulers = to_schedulers
         self._num_schedulers = num_schedulers
         self._check = check
         self._abort_all = abort_all
+        self._on_done = on_done
         self._replies = Communicator[WeightOpReply]("weights", num_schedulers)
         self._pushed = False
         self._loaded: UpdateFromDisk | None = None
@@ -75,6 +77,7 @@ class WeightControl:
         failed = [reply for reply in replies if not reply.success]
         if not failed:
             self._note(operation)
+            self._on_done(operation)
         elif len(failed) < len(replies):
             return msgspec.structs.replace(failed[0], message=f"replicas differ, do it again: {failed[0].message}")
         num_paused = sum(reply.num_paused_requests for reply in replies)

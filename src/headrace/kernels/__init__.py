@@ -2,6 +2,7 @@
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.experts import PackedExperts, pack_experts
+from headrace.kernels.lora import LoraFactors, LoraPart, LoraRows
 from headrace.kernels.ops import (
     argmax,
     draw,
@@ -11,6 +12,7 @@ from headrace.kernels.ops import (
     gelu_tanh_mul,
     layer_norm,
     linear,
+    lora_delta,
     moe,
     pack_linear,
     paged_attention,
@@ -28,6 +30,9 @@ __all__ = [
     "DecoderLayerSpec",
     "DecoderSpec",
     "FusedDecoder",
+    "LoraFactors",
+    "LoraPart",
+    "LoraRows",
     "OpReport",
     "PackedExperts",
     "PackedLinear",
@@ -41,6 +46,7 @@ __all__ = [
     "kv_cache_shapes",
     "layer_norm",
     "linear",
+    "lora_delta",
     "moe",
     "num_threads",
     "pack_experts",

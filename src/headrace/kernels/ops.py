@@ -8,12 +8,14 @@ On CPU `linear`, `moe`, the norms and `paged_attention` are batch-invariant: the
 position and what it sees), never on the other rows, the chunking or the number of threads.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.experts import PackedExperts
+from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import PackedLinear
 from headrace.kernels.registry import for_layout, select
 
@@ -154,6 +156,15 @@ def paged_attention(
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """int64[rows]: index of the largest of each row of float32 [rows, size], the lowest on ties, -1 when the row holds a NaN."""
     return cast(torch.Tensor, select("argmax", x.device.type)(x))
+
+
+def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mapping[int, LoraFactors]) -> None:
+    """y[row] += (x[row] @ A^T) @ B^T with the factors of the row's adapter, in place; an adapter that is not in `adapters` adds nothing.
+
+    y [rows, n]: the layer's output. x [rows, k]: its input. The delta is summed by itself, then added: on CPU its bits depend on the
+    row and the adapter alone, and rows of the base model are not touched. ValueError unless `rows` is of as many rows as x.
+    """
+    select("lora_delta", x.device.type)(y, x, rows, adapters)
 
 
 def draw(

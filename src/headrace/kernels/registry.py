@@ -34,6 +34,7 @@ OPS = (
     "argmax",
     "draw",
     "exp_sums",
+    "lora_delta",
 )
 
 TRITON_OPS = (

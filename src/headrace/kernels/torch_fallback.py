@@ -4,6 +4,8 @@ Same meaning, same checks of indices by torch itself. On CPU `linear` and `paged
 so that a row's bits do not depend on the rows beside it; on other devices they are whole-tensor calls. Runs where it is called.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,7 @@ from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.drawing import draw, exp_sums
 from headrace.kernels.experts import PackedExperts
+from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import (
     PAGE_SIZE,
     PackedLinear,
@@ -20,6 +23,7 @@ from headrace.kernels.packing import (
     pack_torch,
     pack_torch_quantized,
 )
+from headrace.kernels.registry import for_layout
 
 __all__ = [
     "argmax",
@@ -30,6 +34,7 @@ __all__ = [
     "gelu_tanh_mul",
     "layer_norm",
     "linear",
+    "lora_delta",
     "moe",
     "pack_linear",
     "paged_attention",
@@ -336,3 +341,18 @@ def _check_slots(op: str, slots: torch.Tensor, v_cache: torch.Tensor) -> None:
     limit = v_cache.shape[0] * PAGE_SIZE
     if slots.device.type == "cpu" and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < limit:
         raise ValueError(f"{op}: slot {int(slots.min())} or {int(slots.max())} is not in [0, {limit})")
+
+
+def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mapping[int, LoraFactors]) -> None:
+    """See `headrace.kernels.ops.lora_delta`. Two products per adapter, by whichever `linear` reads its factors' layout."""
+    if x.shape[0] != rows.num_rows or y.shape[0] != rows.num_rows:
+        raise ValueError(f"lora_delta: {rows.num_rows} rows in the step, x has {x.shape[0]}, y has {y.shape[0]}")
+    for lora_id, chosen in rows.groups:
+        factors = adapters.get(lora_id)
+        if factors is None:
+            continue
+        inner = for_layout(factors.a.layout, "linear", x.device.type)(x[chosen], factors.a, None, False)
+        for part in factors.parts:
+            y[chosen, part.columns] += for_layout(part.b.layout, "linear", x.device.type)(
+                inner[:, part.ranks], part.b, None, False
+            )

@@ -17,6 +17,7 @@ from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels import PackedLinear
 from headrace.kernels.packing import quantized_matrix, unpack_quantized
+from headrace.layers.lora import LinearAdapters
 from headrace.layers.quantization import bytes_per_weight, join
 from headrace.layers.weight import Kept, Parts, Placement, Weight
 
@@ -38,6 +39,7 @@ class Linear:
         self._parts: dict[str, torch.Tensor | QuantizedMatrix] = {}
         self._packed: PackedLinear
         self.observer: Callable[[torch.Tensor], None] | None = None
+        self.adapters: LinearAdapters | None = None
 
     @property
     def packed(self) -> PackedLinear:
@@ -48,7 +50,14 @@ class Linear:
         """x [rows, in_size] -> [rows, sum(outputs)]."""
         if self.observer is not None:
             self.observer(x)
-        return kernels.linear(x, self._packed)
+        y = kernels.linear(x, self._packed)
+        if self.adapters is not None:
+            self.adapters.add(y, x)
+        return y
+
+    def columns(self, projection: str) -> slice:
+        """Where the output of one projection lies in y."""
+        return self._columns[projection]
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix><projection>.weight`, and `.bias` where there is one."""

@@ -25,6 +25,7 @@ from headrace.errors import ConfigError
 from headrace.log import get_logger
 from headrace.messages.control import (
     AbortReq,
+    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReply,
     FlushCacheReq,
@@ -33,11 +34,14 @@ from headrace.messages.control import (
     Heartbeat,
     InternalStateReply,
     InternalStateReq,
+    ProfileReply,
+    ProfileReq,
     ResetReq,
     SchedulerStats,
     ShutdownReq,
     SourceGone,
 )
+from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply, WeightOpReq
@@ -56,6 +60,12 @@ Message = (
     | InternalStateReply
     | HealthCheckReq
     | HealthCheckReply
+    | LoadLoraReq
+    | UnloadLoraReq
+    | LoraReply
+    | ProfileReq
+    | ProfileReply
+    | ConfigureLoggingReq
     | SchedulerStats
     | Heartbeat
     | ShutdownReq

@@ -124,6 +124,30 @@ class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
     dropped_frames: int = 0
 
 
+class ProfileReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Start or stop a profile of the worker's steps. output_name: folder below --profile-dir, empty = itself; num_steps 0: until stopped."""
+
+    id: int
+    start: bool
+    output_name: str = ""
+    num_steps: int = 0
+    activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+
+
+class ProfileReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """What became of it."""
+
+    id: int
+    success: bool
+    message: str
+
+
+class ConfigureLoggingReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Log from this level on. No reply."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     """Leave the loop now. Running requests have been drained or given up by the sender."""
 

@@ -5,6 +5,9 @@ from typing import Literal
 
 import msgspec
 
+WAITED_TOO_LONG = "the request waited longer than the server lets it wait"
+"""Message of the aborts by --queue-timeout-s, which tells them from others with status 503."""
+
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why a sample ended (SPEC H1 `finish_reason`).
@@ -58,16 +61,30 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: int = 0
 
 
+class SampleEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Something that happened to a sample in the scheduler. at_s: time.monotonic().
+
+    admitted: num_tokens of its prompt were cached. chunk: so many tokens of its prompt (or of what a retraction lost) were planned.
+    retracted: it had so many output tokens.
+    """
+
+    kind: Literal["admitted", "chunk", "retracted"]
+    at_s: float
+    num_tokens: int
+
+
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
-    queue_time_s: from arrival at the scheduler to the first step it took part in. weight_version: of the weights at that output.
+    queue_time_s: from arrival at the scheduler to the first step it took part in. events: with the last output only.
+    weight_version: of the weights at that output.
     """
 
     prompt_tokens: int
     cached_tokens: int
     num_retractions: int = 0
     queue_time_s: float = 0.0
+    events: tuple[SampleEvent, ...] = ()
     weight_version: str = "default"
 
 

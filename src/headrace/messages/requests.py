@@ -25,7 +25,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
 
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt. Fields that may be one value or one per prompt are lists
-    when they differ. What this build cannot do (images, adapters, disaggregation) is refused by name.
+    when they differ. What this build cannot do (images, disaggregation) is refused by name.
     """
 
     text: str | list[str] | None = None
@@ -74,7 +74,9 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     with embeds, input_ids are placeholders and nothing of it enters the prefix cache.
     group: samples of one prompt share it, so that the prompt is prefilled once; empty = alone.
     namespace: requests of different namespaces never share KV. created_s: time.monotonic() at arrival (one clock for all processes of a machine).
-    deadline_s: time.monotonic() after which it is aborted (0 = none).
+    deadline_s: time.monotonic() after which it is aborted (0 = none). queue_deadline_s: the same while it has never run.
+    tenant, weight: whose it is and its share beside other tenants that wait; weight > 0.
+    lora_id: the adapter, which is loaded; 0 = the base model.
     output_ids: int32[m], outputs of an earlier life of the scheduler that have reached the front end: this one goes on after them.
     attempt: how often the sample was sent before (0 = never).
     """
@@ -92,8 +94,12 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     group: str = ""
     created_s: float = 0.0
     deadline_s: float = 0.0
+    queue_deadline_s: float = 0.0
+    tenant: str = ""
+    weight: float = 1.0
     output_ids: bytes = b""
     attempt: int = 0
+    lora_id: int = 0
 
 
 class BatchTokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -29,7 +29,7 @@ _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I1
 
 def safetensors_parts(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[bytes | memoryview]:
     """The file's bytes, part by part: its header, then each tensor's own memory (a copy only where it is not contiguous or not on the
-    CPU). The tensors are looked at again as their part is asked for: keep them as they are until then.
+    CPU). The tensors are looked at again as their part is asked for: keep them as they are until the parts have been used.
 
     Raises RequestError for a name given twice and for what is no tensor of a known dtype.
     """
@@ -49,7 +49,7 @@ def safetensors_parts(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[byte
     for name, tensor in tensors:
         start, end = header[name]["data_offsets"]
         if end > start:
-            yield from _memory(tensor, end - start)
+            yield _memory(tensor, end - start)
 
 
 def _shape_and_dtype(name: str, tensor: Any) -> tuple[tuple[int, ...], str]:
@@ -62,13 +62,14 @@ def _shape_and_dtype(name: str, tensor: Any) -> tuple[tuple[int, ...], str]:
     return shape, DTYPE_NAMES[dtype]
 
 
-def _memory(tensor: Any, num_bytes: int) -> Iterator[memoryview]:
-    """The tensor's bytes; it stays alive until the next part is asked for."""
+def _memory(tensor: Any, num_bytes: int) -> memoryview:
+    """The tensor's bytes, which keep it alive."""
     if hasattr(tensor, "data_ptr"):
         tensor = tensor.detach().cpu().contiguous()
         address = tensor.data_ptr()
     else:
-        tensor = tensor.copy(order="C")
+        tensor = tensor if tensor.flags.c_contiguous else tensor.copy(order="C")
         address = tensor.ctypes.data
-    yield memoryview((ctypes.c_char * num_bytes).from_address(address))
-    del tensor
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import FaultReq
+from headrace.messages.control import FaultReq, ProfileReq
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.weights import WeightExecutor
@@ -28,7 +28,7 @@ class NewSequence:
 
     token_ids: int32[num_tokens], prompt then outputs made so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
     multiple of page_size and < num_tokens. end_token_ids: impossible before `min_new_tokens` outputs.
-    input_embeds: float32[num_prompt_tokens, hidden_size] bytes, or empty.
+    input_embeds: float32[num_prompt_tokens, hidden_size] bytes, or empty. lora_id: its adapter, 0 = none.
     """
 
     seq: int
@@ -42,6 +42,7 @@ class NewSequence:
     return_hidden_states: bool = False
     input_embeds: bytes = b""
     custom_logit_processor: str = ""
+    lora_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,18 @@ class Worker(Protocol):
 
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when that whole step failed (its rows gave nothing)."""
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """Read an adapter. From a thread of its own, while steps run; nothing has changed when it raises ModelError."""
+
+    def unload_lora(self, lora_id: int) -> None:
+        """Forget an adapter that no step in flight uses. One that is not there is nothing."""
+
+    def has_lora(self, lora_id: int) -> bool:
+        """Whether sequences may use it."""
+
+    def profile(self, request: ProfileReq) -> str:
+        """Start or stop a profile between two steps; a line for the operator. Raises RequestError."""
 
     def close(self) -> None:
         """Release threads and memory."""

@@ -64,6 +64,12 @@ class Metrics:
         self._requests = Counter(
             "headrace:requests", "Samples that ended.", ["model_name", "finish_reason"], registry=self.registry
         )
+        self._rejected = Counter(
+            "headrace:rejected_requests",
+            "Requests refused for lack of room.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
         self.time_to_first_token_s = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS_LONG
         )
@@ -95,6 +101,10 @@ class Metrics:
         self._requests.labels(self._model_name, finish_type).inc()
         if finish_type == "abort":
             self.aborted_requests.inc()
+
+    def count_rejected(self, reason: str) -> None:
+        """A request was refused: queue_full, key_limit or queue_timeout."""
+        self._rejected.labels(self._model_name, reason).inc()
 
     def count_restart(self, process: str) -> None:
         """A process that died has been started again."""

@@ -215,9 +215,11 @@ class DecoderLM:
         """See `CausalLM.embed`."""
         return self._embedding(token_ids)
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+    ) -> torch.Tensor:
         """See `CausalLM.forward`."""
-        if self._fused is not None and attention.paged_kv() is self._fused[1]:
+        if self._fused is not None and not by_layer and attention.paged_kv() is self._fused[1]:
             decoder, kv = self._fused
             rows = kv.rows
             return decoder(hidden, positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)

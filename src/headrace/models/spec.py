@@ -29,10 +29,13 @@ class CausalLM(Protocol):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int[num_tokens] -> what the first layer takes, [num_tokens, hidden_size], a fresh tensor."""
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+    ) -> torch.Tensor:
         """Run all layers over `hidden` [num_tokens, hidden_size], which it may overwrite.
 
-        positions: int32[num_tokens]. attention: prepared for this step. Returns the hidden states after the final norm, same shape.
+        positions: int32[num_tokens]. attention: prepared for this step. by_layer: call each linear layer, even where `fuse` found a quicker
+        way, with the same bits: adapters add to their outputs. Returns the hidden states after the final norm, same shape.
         """
 
     def fuse(self, attention: AttentionBackend) -> str:

@@ -137,7 +137,9 @@ class TransformersLM:
         embedded: torch.Tensor = self._model.get_input_embeddings()(token_ids)
         return embedded
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+    ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         self._step.attention = attention
         self._step.layers_called = []

@@ -134,6 +134,7 @@ def _take_row(state: SchedulerState, req: Req, start: int, samples: bool, index:
         assert 0 <= token_id < state.config.vocab_size, (req.rid, token_id)
         req.append(token_id)
         state.counters.generation_tokens += 1
+        state.fair_share.charge_output(req)
         if index in result.logprobs:
             req.pending_logprobs.append(result.logprobs[index])
         req.finish = _finish_reason(state, req, token_id)
@@ -186,6 +187,7 @@ def _output(state: SchedulerState, req: Req) -> TokenIDOut:
             cached_tokens=max(0, req.cached_tokens),
             num_retractions=req.num_retractions,
             queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
+            events=tuple(req.events) if last else (),
             weight_version=state.weight_version,
         )
     out = TokenIDOut(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from headrace.errors import HeadraceError
 from headrace.messages.control import (
     AbortReq,
     FlushCacheReply,
@@ -9,8 +10,11 @@ from headrace.messages.control import (
     HealthCheckReply,
     HealthCheckReq,
     InternalState,
+    ProfileReply,
+    ProfileReq,
 )
-from headrace.messages.outputs import FinishReason, TokenIDOut
+from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason, TokenIDOut
+from headrace.messages.step import Worker
 from headrace.scheduler.commit import end
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
@@ -32,9 +36,16 @@ def abort_one(state: SchedulerState, req: Req, message: str, status_code: int) -
 
 
 def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
-    """End requests whose deadline has passed."""
-    late = [req for req in state.by_rid.values() if 0 < req.asked.deadline_s <= now_s]
-    return [abort_one(state, req, "the request took longer than the server allows", 408) for req in late]
+    """End requests whose deadline has passed, and those whose time to wait is over before they ever ran."""
+    live = list(state.by_rid.values())
+    late = [req for req in live if 0 < req.asked.deadline_s <= now_s]
+    stuck = [
+        req for req in live if 0 < req.asked.queue_deadline_s <= now_s and req.cached_tokens < 0 and req not in late
+    ]
+    return [
+        *(abort_one(state, req, "the request took longer than the server allows", 408) for req in late),
+        *(abort_one(state, req, WAITED_TOO_LONG, 503) for req in stuck),
+    ]
 
 
 def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:
@@ -49,6 +60,14 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
 def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:
     """The loop turns."""
     return HealthCheckReply(request.id, bool(state.running), state.gate.holds or state.gate.draining)
+
+
+def profile(worker: Worker, request: ProfileReq) -> ProfileReply:
+    """Start or stop a profile, or say why not."""
+    try:
+        return ProfileReply(request.id, True, worker.profile(request))
+    except HeadraceError as error:
+        return ProfileReply(request.id, False, error.message)
 
 
 def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames: int) -> InternalState:

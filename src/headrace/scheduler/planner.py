@@ -20,6 +20,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     """The next step, or None when there is nothing to do (or nothing until a step in flight has been committed)."""
     if state.gate.holds:
         return None
+    state.now_s = now_s
     batch = ScheduleBatch(state.next_step, state.kv.page_size)
     budget = state.config.step_tokens
     pool_is_full = False
@@ -58,7 +59,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: floa
     if not state.waiting or budget <= 0:
         return
     reserved = sum(_expected_tokens(state, req) for req in state.running)
-    for req in _ordered(state, now_s):
+    for req in state.fair_share.order(_ordered(state, now_s)):
         if budget <= 0 or kv.num_free_seqs == 0 or len(state.running) >= config.max_running:
             break
         if (state.gate.draining and not req.has_begun) or _waits_for_prefix(state, req):
@@ -149,11 +150,13 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 
 def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, now_s: float) -> None:
     counters = state.counters
+    req.note("admitted", now_s, cached_tokens)
     counters.prefix_query_tokens += req.num_tokens
     counters.cached_tokens += cached_tokens
     if req.cached_tokens >= 0:
         return
     req.first_scheduled_s = now_s
+    state.fair_share.charge_prompt(req, req.num_tokens - cached_tokens)
     group = req.asked.group
     # Later samples of a prompt hit what the first one has just computed; the client is told what was cached before.
     req.cached_tokens = state.group_cached.setdefault(group, cached_tokens) if group else cached_tokens
@@ -178,6 +181,7 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
         return_hidden_states=asked.return_hidden_states,
         input_embeds=asked.input_embeds,
         custom_logit_processor=asked.custom_logit_processor,
+        lora_id=asked.lora_id,
     )
 
 
@@ -189,6 +193,8 @@ def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int, 
         if fault.rid == req.rid and samples and fault.at_token == req.num_outputs + req.num_sampling:
             state.faults.remove(fault)
             batch.faults.append(fault)
+    if count > 1 or req.num_scheduled < req.num_prompt_tokens:
+        req.note("chunk", state.now_s, count)
     req.num_scheduled += count
     req.num_sampling += samples
     req.num_in_flight += 1

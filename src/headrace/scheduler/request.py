@@ -9,15 +9,18 @@ only in how many tokens a step computes.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
-from headrace.messages.outputs import FinishReason, LogprobBlock
+from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
+
+MAX_EVENTS = 128
+"""More than this is not told of one sample."""
 
 
 class StopMatch(Protocol):
@@ -72,6 +75,7 @@ class Req:
     cached_tokens: int = -1
     num_retractions: int = 0
     first_scheduled_s: float = 0.0
+    events: list[SampleEvent] = field(default_factory=list)
     # what has been sent
     num_sent_outputs: int = 0
     emitted: bool = False
@@ -156,6 +160,11 @@ class Req:
         assert self.asked.logprobs is not None
         # Token 0 has no logprob: nothing comes before it.
         return min(self.num_prompt_tokens, max(1, self.asked.logprobs.prompt_start) + self.num_prompt_logprobs)
+
+    def note(self, kind: Literal["admitted", "chunk", "retracted"], at_s: float, num_tokens: int) -> None:
+        """Remember what happened, up to MAX_EVENTS."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(SampleEvent(kind, at_s, num_tokens))
 
     def tokens(self) -> Int32Array:
         """Copy of the known tokens, int32[num_tokens]."""

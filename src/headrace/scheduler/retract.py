@@ -53,5 +53,6 @@ def _retract(state: SchedulerState, req: Req) -> None:
     state.running.remove(req)
     state.waiting.append(req)
     req.num_retractions += 1
+    req.note("retracted", state.now_s, req.num_outputs)
     state.counters.num_retracted += 1
     logger.debug("retracted %s after %d output tokens", req.rid, req.num_outputs)

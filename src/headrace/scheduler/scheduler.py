@@ -4,25 +4,29 @@ Runs in one thread of the scheduler process (or of the main process with --singl
 computes one while the other is planned or committed here; with one it is the plain loop. Both give the same tokens.
 """
 
+import math
 import time
 from collections.abc import Callable
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
-from headrace.log import get_logger
+from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
+    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReq,
     HealthCheckReq,
     InternalState,
     InternalStateReply,
     InternalStateReq,
+    ProfileReq,
     ResetReq,
     SchedulerStats,
     ShutdownReq,
 )
+from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
@@ -31,6 +35,7 @@ from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.lora import LoraLoader
 from headrace.scheduler.request import Req, StopCheckers
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
 from headrace.scheduler.weights import WeightControl
@@ -74,6 +79,7 @@ class Scheduler:
         self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
         self._clock = clock
         self._on_turn = on_turn
+        self._loras = LoraLoader(worker, to_tokenizer)
         self._stopping = False
         self._idle = True
         self._next_stats_s = 0.0
@@ -87,6 +93,7 @@ class Scheduler:
         """Until a ShutdownReq arrives."""
         while not self._stopping:
             self.run_once()
+        self._loras.close()
         self.worker.close()
 
     def run_once(self) -> None:
@@ -107,6 +114,7 @@ class Scheduler:
         if state.in_flight:
             self._leave_idle()
             self._commit_oldest()
+        self._loras.unload_idle(state)
         self._report()
 
     def _commit_oldest(self) -> None:
@@ -177,6 +185,14 @@ class Scheduler:
                     self._to_detokenizer.send(message)
                 else:
                     state.faults.append(message)
+            case LoadLoraReq():
+                self._loras.load(message)
+            case UnloadLoraReq():
+                self._loras.unload(message)
+            case ProfileReq():
+                self._to_tokenizer.send(control.profile(self.worker, message))
+            case ConfigureLoggingReq():
+                set_level(message.level)
             case ResetReq():
                 commit.reset(state)
                 state.source = message.source
@@ -201,6 +217,7 @@ class Scheduler:
                 req.stop_checker = self._stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
+            state.fair_share.arrive(req, state.waiting)
             state.waiting.append(req)
             return
         except HeadraceError as error:
@@ -216,6 +233,8 @@ class Scheduler:
         total = self.state.kv.total_tokens
         if req.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty")
+        if not 0 < req.asked.weight < math.inf:
+            raise RequestError(f"the weight of a tenant must be above 0, got {req.asked.weight}")
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
         # One that is sent again was accepted once.
@@ -224,6 +243,8 @@ class Scheduler:
         whole = (len(req.asked.input_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+        if req.asked.lora_id and not self.worker.has_lora(req.asked.lora_id):
+            raise ExecutionError("the request's adapter is not loaded in the engine")
         self._check_allowed(req.asked.sampling)
 
     def _check_allowed(self, sampling: ResolvedSamplingParams) -> None:

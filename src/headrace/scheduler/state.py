@@ -7,6 +7,7 @@ from headrace.messages.control import FaultReq
 from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
+from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req
 
@@ -78,6 +79,7 @@ class SchedulerState:
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
+    now_s: when the step that is being planned was begun.
     group_cached: samples of one prompt -> tokens that were cached before the first of them.
     gate: whether steps may be planned. weight_version: what the weights are called.
     source: what its outputs are signed with, see `BatchTokenIDOut`.
@@ -94,6 +96,8 @@ class SchedulerState:
     ended: list[Req] = field(default_factory=list)
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    fair_share: FairShare = field(default_factory=FairShare)
+    now_s: float = 0.0
     gate: Gate = field(default_factory=Gate)
     weight_version: str = "default"
     next_order: int = 0

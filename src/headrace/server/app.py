@@ -23,7 +23,10 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody
+from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
+from headrace.server.keys import ApiKeys
+from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
 from headrace.server.openai.chat import ChatServing, chat_prompt_ids
 from headrace.server.openai.completions import CompletionServing
@@ -42,7 +45,9 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     """Every route with its access; the busiest first, because they are tried in order."""
     native, control = NativeAPI(context), ControlAPI(context)
     chat, completions = ChatServing(context), CompletionServing(context)
+    loras = LoraAPI(context)
     models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
+    diagnostics = DiagnosticsAPI(context)
     get, post = ("GET",), ("POST",)
     # fmt: off
     table = [
@@ -65,8 +70,16 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/get_server_info", get, "user", control.server_info, "Alias of /server_info"),
         RouteSpec("/v1/loads", get, "user", control.loads, "Load of each replica"),
         RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
+        RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", ("GET", "POST"), "admin", control.flush_cache, "Empty the prefix cache"),
+        RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
+        RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
+        RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),
+        RouteSpec("/stop_profile", post, "admin", diagnostics.stop_profile, "Write the recorded steps"),
+        RouteSpec(
+            "/configure_logging", post, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody
+        ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
         *WeightsAPI(context).routes(),
     ]
@@ -93,12 +106,14 @@ def create_app(
     """The application that serves `model` through `frontend`.
 
     status: shared with who stops the server, to tell it that no new requests are welcome. `app.state.context` is the
-    handlers' context. Raises ConfigError for unknown warm-ups.
+    handlers' context, `app.state.keys` the keys of --api-key-file.
+    Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
     status = status if status is not None else ServerStatus()
     context = ServingContext(frontend, model, args, status, None if args.disable_metrics else metrics)
     warmups = chosen_warmups(args)
     table = route_table(context)
+    keys = ApiKeys(args.api_key_file) if args.api_key_file is not None else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -127,12 +142,13 @@ def create_app(
     )
     app.state.context = context
     app.state.startup_error = None
+    app.state.keys = keys
     for spec in table:
         endpoint = Endpoint(spec.handler, args.max_body_bytes)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
     # The last one added is the outermost: CORS answers preflights without a key, and its headers are on error replies too.
     access = AccessTable((spec.path, spec.access) for spec in table)
-    app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key)
+    app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys)
     app.add_middleware(ErrorBoundary)
     origins = [origin.strip() for origin in args.allow_origins.split(",") if origin.strip()]
     if origins:

@@ -1,15 +1,20 @@
 """Who may call what: decided on the path of the request, before routing, denied unless a route says otherwise.
 
 Every route is declared `public`, `user` or `admin`. With an api key, `user` routes need that key or the admin key. With an
-admin key, `admin` routes need it; without one the api key guards them as well. Runs in the event loop of the main process.
+admin key, `admin` routes need it; without one the api key guards them as well. Keys of a file open `user` routes only.
+Runs in the event loop of the main process.
 """
 
 import hmac
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from headrace.errors import AuthError, NotFoundError
 from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
+
+if TYPE_CHECKING:
+    from headrace.frontend.tenants import Tenant
+    from headrace.server.keys import ApiKeys
 
 Access = Literal["public", "user", "admin"]
 
@@ -39,11 +44,19 @@ class AccessTable:
 class AuthMiddleware:
     """Refuses what the keys do not allow; tells the handlers whether the caller is an admin."""
 
-    def __init__(self, app: ASGIApp, table: AccessTable, api_key: str | None, admin_api_key: str | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        table: AccessTable,
+        api_key: str | None,
+        admin_api_key: str | None,
+        keys: "ApiKeys | None" = None,
+    ) -> None:
         self.app = app
         self.table = table
         self.api_key = api_key.encode() if api_key else None
         self.admin_key = admin_api_key.encode() if admin_api_key else None
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer 401, or 404 for a path that is not declared."""
@@ -55,8 +68,9 @@ class AuthMiddleware:
             return
         key = bearer_token(scope)
         is_admin = self._is_admin(key)
+        tenant = self._tenant(key)
         access = self.table.access(scope["path"])
-        if access != "public" and not is_admin and (access == "admin" or not self._is_user(key)):
+        if access != "public" and not is_admin and (access == "admin" or not (self._is_user(key) or tenant)):
             guarded_by = "an admin key" if access == "admin" and self.admin_key is not None else "an api key"
             reason = "the key is not accepted" if key is not None else "no key was sent"
             message = f"this route needs {guarded_by} (Authorization: Bearer <key>): {reason}"
@@ -65,9 +79,15 @@ class AuthMiddleware:
             await send_error(send, NotFoundError("there is no such route", code="route_not_found"))
         else:
             scope["headrace.is_admin"] = is_admin
+            scope["headrace.tenant"] = tenant
             await self.app(scope, receive, send)
 
+    def _tenant(self, key: bytes | None) -> "Tenant | None":
+        return self.keys.find(key) if self.keys is not None and key is not None else None
+
     def _is_user(self, key: bytes | None) -> bool:
+        if self.api_key is None and self.keys is not None:
+            return False
         return self.api_key is None or (key is not None and hmac.compare_digest(key, self.api_key))
 
     def _is_admin(self, key: bytes | None) -> bool:

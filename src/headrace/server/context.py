@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
+from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
@@ -48,13 +49,18 @@ class RequestFrontend(Protocol):
     """What the server needs of the TokenizerManager."""
 
     def generate_request(
-        self, obj: GenerateReqInput, *, default_max_new_tokens: int = ..., incremental: bool | None = None
+        self,
+        obj: GenerateReqInput,
+        *,
+        default_max_new_tokens: int = ...,
+        incremental: bool | None = None,
+        caller: Caller = ...,
     ) -> AsyncGenerator[Any, None]:
         """Outputs of one call. Without `stream` exactly one item: an Output, or a list of them in prompt-major order.
 
         default_max_new_tokens: where the request does not say; never more than the context has room for.
         incremental: outputs of a stream hold what is new since the last one (the last of a sample: all ids and logprobs); None
-        = as the server was told. Closing the generator early aborts what is unfinished.
+        = as the server was told. caller: whose limits count. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """
         ...
@@ -73,6 +79,18 @@ class RequestFrontend(Protocol):
         """Forget a session. Raises NotFoundError."""
         ...
 
+    def lora_adapters(self) -> list[str]:
+        """Names of the adapters."""
+        ...
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Raises RequestError, CapacityError, ExecutionError."""
+        ...
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """Waits for those who use it. Raises NotFoundError, ExecutionError."""
+        ...
+
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache unless requests run."""
         ...
@@ -87,6 +105,29 @@ class RequestFrontend(Protocol):
 
     async def health(self, generate: bool = False) -> bool:
         """The engine is alive; with `generate`, it has also just made a token."""
+        ...
+
+    def timelines(self, rid: str, tenant: str | None = None) -> list[dict[str, Any]]:
+        """What happened to a request's samples; tenant: whose they must be, None = anybody's. Raises NotFoundError."""
+        ...
+
+    async def start_profile(
+        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
+    ) -> str:
+        """Record the worker's steps. Raises RequestError."""
+        ...
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        ...
+
+    def configure_logging(
+        self,
+        level: Literal["debug", "info", "warning", "error"] | None,
+        log_requests: bool | None,
+        log_requests_level: int | None,
+    ) -> dict[str, Any]:
+        """Change what is logged; what now holds. Raises RequestError."""
         ...
 
     @property
@@ -142,12 +183,17 @@ class ServingContext:
         default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-text")
     )
 
-    def check_model(self, name: str) -> None:
-        """Raises NotFoundError unless `name` is the served model."""
-        if name != self.model.name:
-            shown = name if len(name) <= 100 else name[:100] + "..."
-            message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
-            raise NotFoundError(message, "model", "model_not_found")
+    def adapter_of(self, name: str) -> str | None:
+        """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself. Raises NotFoundError."""
+        if name == self.model.name:
+            return None
+        adapters = self.frontend.lora_adapters()
+        for adapter in (name, name.removeprefix(f"{self.model.name}:")):
+            if adapter in adapters:
+                return adapter
+        shown = name if len(name) <= 100 else name[:100] + "..."
+        message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
+        raise NotFoundError(message, "model", "model_not_found")
 
     def check_text_length(self, param: str, num_chars: int) -> None:
         """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried."""

@@ -18,8 +18,19 @@ from headrace.metrics.export import CONTENT_TYPE, render
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
 
-_SECRETS = frozenset({"api_key", "admin_api_key"})
-_PATHS = frozenset({"model_path", "tokenizer_path", "chat_template", "custom_logit_processors"})
+_NAMED_INSTEAD = frozenset({"lora_paths"})
+_SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
+_PATHS = frozenset(
+    {
+        "model_path",
+        "tokenizer_path",
+        "chat_template",
+        "custom_logit_processors",
+        "api_key_file",
+        "profile_dir",
+        "crash_dump_dir",
+    }
+)
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,8 +107,9 @@ class ControlAPI:
     async def server_info(self, exchange: Exchange) -> None:
         """Options (without keys, and files by name only), the memory plan, and the state of now."""
         args = {f.name: getattr(self.context.args, f.name) for f in dataclasses.fields(self.context.args)}
-        shown = {name: value for name, value in args.items() if name not in _SECRETS}
+        shown = {name: value for name, value in args.items() if name not in _SECRETS | _NAMED_INSTEAD}
         shown.update({name: _without_folders(args[name]) for name in _PATHS})
+        shown["lora_adapters"] = self.context.frontend.lora_adapters()
         state = await self._state()
         info = {
             name: value
@@ -144,7 +156,9 @@ class ControlAPI:
     async def metrics(self, exchange: Exchange) -> None:
         """The Prometheus text."""
         assert self.context.metrics is not None, "the route exists only with metrics"
-        await send_response(exchange.send, 200, render(self.context.metrics), CONTENT_TYPE.encode())
+        await send_response(
+            exchange.send, 200, render(self.context.metrics, self.context.args.metrics_compat), CONTENT_TYPE.encode()
+        )
 
     async def inject_fault(self, exchange: Exchange) -> None:
         """Test hook; the route exists only under --enable-fault-injection."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError, TooLargeError
+from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 
 Scope = MutableMapping[str, Any]
@@ -172,6 +173,17 @@ class Exchange:
     def is_admin(self) -> bool:
         """The caller may use the control routes (set by auth.py)."""
         return bool(self.scope["headrace.is_admin"])
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Whose key of the key file this request carries (set by auth.py); None = another key, or none."""
+        found: Tenant | None = self.scope["headrace.tenant"]
+        return found
+
+    @property
+    def caller(self) -> Caller:
+        """Who asks."""
+        return Caller(self.tenant, (self.header(b"traceparent") or b"").decode("latin-1"))
 
     def path_param(self, name: str) -> str:
         """A parameter of the route's path."""

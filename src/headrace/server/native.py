@@ -26,7 +26,7 @@ class NativeAPI:
         request = await exchange.read_json(_DECODER)
         param = "text" if request.text is not None else "input_ids"
         self.context.check_prompt_size(param, request.text, request.input_ids)
-        outputs = self.context.frontend.generate_request(request)
+        outputs = self.context.frontend.generate_request(request, caller=exchange.caller)
         if request.stream:
             await stream_reply(exchange, outputs, render_output, lambda: b"")
             return

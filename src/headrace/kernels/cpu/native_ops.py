@@ -22,6 +22,10 @@ from headrace.kernels.packing import (
     pack_native,
     pack_native_quantized,
 )
+from headrace.kernels.torch_fallback import lora_delta
+
+# Its products are native where the factors are packed for these kernels; what is left is an addition.
+__all__ = ["lora_delta"]
 
 
 def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:

@@ -129,7 +129,7 @@ class OpenAIServingBase(ABC, Generic[R]):
         """Answer one request. Errors name the fields as this API spells them."""
         request = await exchange.read_json(self.decoder)
         try:
-            self.context.check_model(request.model)
+            request = self._with_adapter(request)
             request.check_stream_options()
             self.validate(request)
             generation = await self.convert(request)
@@ -139,6 +139,15 @@ class OpenAIServingBase(ABC, Generic[R]):
                 await self._reply(exchange, generation)
         except RequestError as exc:
             raise self._renamed(exc, request) from None
+
+    def _with_adapter(self, request: R) -> R:
+        """The request with the adapter that its model name means. Raises NotFoundError, and RequestError when lora_path names another one."""
+        adapter = self.context.adapter_of(request.model)
+        if adapter is None:
+            return request
+        if request.lora_path not in (None, adapter):
+            raise RequestError("model and lora_path name two adapters: give one of them", "lora_path")
+        return msgspec.structs.replace(request, lora_path=adapter)
 
     @abstractmethod
     def validate(self, request: R) -> None:
@@ -160,9 +169,9 @@ class OpenAIServingBase(ABC, Generic[R]):
         """The completion's id, which is also the rid of the call."""
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
-    def _outputs(self, generation: Generation[R]) -> AsyncGenerator[Any, None]:
+    def _outputs(self, exchange: Exchange, generation: Generation[R]) -> AsyncGenerator[Any, None]:
         return self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=self.default_max_tokens, incremental=True
+            generation.call, default_max_new_tokens=self.default_max_tokens, incremental=True, caller=exchange.caller
         )
 
     def _usage_count(self, generation: Generation[R]) -> UsageCount:
@@ -171,7 +180,7 @@ class OpenAIServingBase(ABC, Generic[R]):
     async def _reply(self, exchange: Exchange, generation: Generation[R]) -> None:
         async with (
             exchange.until_client_leaves(),
-            aclosing(self._outputs(generation)) as results,
+            aclosing(self._outputs(exchange, generation)) as results,
         ):
             result = await anext(results)
         outputs: list[Output] = result if isinstance(result, list) else [result]
@@ -203,7 +212,7 @@ class OpenAIServingBase(ABC, Generic[R]):
             usage = writer.usage(count.total()) if generation.request.wants_usage else b""
             return usage + (error_frame(failed[0]) if failed else b"")
 
-        await stream_reply(exchange, self._outputs(generation), render, tail)
+        await stream_reply(exchange, self._outputs(exchange, generation), render, tail)
 
     def _renamed(self, exc: RequestError, request: R) -> RequestError:
         """The error with our own parameter names replaced by this API's."""

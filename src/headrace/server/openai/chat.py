@@ -86,7 +86,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
             "id": generation.id,
             "object": "chat.completion",
             "created": generation.created,
-            "model": self.context.model.name,
+            "model": generation.request.model,
             "system_fingerprint": self.fingerprint,
             "choices": [self._choice(generation, index, output) for index, output in enumerate(outputs)],
             "usage": usage,
@@ -114,7 +114,7 @@ class ChatChunks(ChunkWriter):
     """Chunks of a chat: per choice the role, content deltas, the finish reason (SPEC H9)."""
 
     def __init__(self, serving: ChatServing, generation: Generation[ChatCompletionRequest]) -> None:
-        super().__init__(generation, "chat.completion.chunk", serving.context.model.name, serving.fingerprint)
+        super().__init__(generation, "chat.completion.chunk", generation.request.model, serving.fingerprint)
         self.tokenizer = serving.context.model.tokenizer
         self.wants_logprobs = bool(generation.request.logprobs)
 

@@ -95,7 +95,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
             "id": generation.id,
             "object": "text_completion",
             "created": generation.created,
-            "model": self.context.model.name,
+            "model": generation.request.model,
             "system_fingerprint": self.fingerprint,
             "choices": [self._choice(generation, index, output) for index, output in enumerate(outputs)],
             "usage": usage,
@@ -135,7 +135,7 @@ class CompletionChunks(ChunkWriter):
     """Chunks of /v1/completions: text, then one with the finish reason."""
 
     def __init__(self, serving: CompletionServing, generation: Generation[CompletionRequest]) -> None:
-        super().__init__(generation, "text_completion", serving.context.model.name, serving.fingerprint)
+        super().__init__(generation, "text_completion", generation.request.model, serving.fingerprint)
         self.serving = serving
         self.generation = generation
         self.choices: dict[int, _ChoiceStream] = {}

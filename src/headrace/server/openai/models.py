@@ -11,13 +11,17 @@ class ModelsAPI:
         self.context = context
 
     async def list_models(self, exchange: Exchange) -> None:
-        """All served models: the one."""
-        await exchange.reply_json({"object": "list", "data": [self._card()]})
+        """The served model and its adapters."""
+        cards = [self._card(), *map(self._adapter_card, self.context.frontend.lora_adapters())]
+        await exchange.reply_json({"object": "list", "data": cards})
 
     async def get_model(self, exchange: Exchange) -> None:
-        """One model by its id; 404 when it is not served here."""
-        self.context.check_model(exchange.path_param("id"))
-        await exchange.reply_json(self._card())
+        """One model or adapter by its id; 404 when it is not served here."""
+        adapter = self.context.adapter_of(exchange.path_param("id"))
+        await exchange.reply_json(self._card() if adapter is None else self._adapter_card(adapter))
+
+    def _adapter_card(self, name: str) -> dict[str, object]:
+        return self._card() | {"id": name, "parent": self.context.model.name}
 
     def _card(self) -> dict[str, object]:
         model = self.context.model

@@ -45,7 +45,7 @@ class TokenizeAPI:
         """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
         body = await exchange.read_json(_TOKENIZE)
         if body.model is not None:
-            self.context.check_model(body.model)
+            self.context.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
@@ -78,7 +78,7 @@ class TokenizeAPI:
         """`{text}`; a list when `tokens` was a list of lists."""
         body = await exchange.read_json(_DETOKENIZE)
         if body.model is not None:
-            self.context.check_model(body.model)
+            self.context.adapter_of(body.model)
         is_list = any(isinstance(item, list) for item in body.tokens)
         if is_list and not all(isinstance(item, list) for item in body.tokens):
             raise RequestError("tokens mixes ids and lists of ids", "tokens")

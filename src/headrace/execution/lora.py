@@ -1,0 +1,193 @@
+"""The adapters in memory, and which rows of a step use which.
+
+Owns the loading of an adapter into a model's linear layers, all of it or nothing, and its removal. Does not choose what is loaded or thrown
+out: the front end does. `rows` runs in the thread that runs the steps, `load` in one of its own, `unload` in either.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from headrace import kernels
+from headrace.checkpoint.lora import WEIGHTS_NAME, LoraCheckpoint
+from headrace.errors import ModelError
+from headrace.kernels import LoraFactors, LoraPart, LoraRows
+from headrace.kernels.lora import Rows
+from headrace.layers.linear import Linear
+from headrace.layers.lora import LinearAdapters, LoraStep
+from headrace.layers.weight import Placement
+from headrace.models.spec import CausalLM
+
+_HEAD = "lm_head"
+_EXPERTS = ".experts."
+_NAMES_IN_A_MESSAGE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One projection of a linear layer; `layer` holds it and perhaps others."""
+
+    layer: Linear
+    projection: str
+
+
+class LoraPool:
+    """At most `max_loras` adapters on the linear layers of a model.
+
+    rename: the model's name of a tensor as other checkpoints of the family spell it (`ModelSpec.rename`). One adapter is loaded at a time.
+    """
+
+    def __init__(
+        self, model: CausalLM, placement: Placement, max_loras: int, max_rank: int, rename: Callable[[str], str] = str
+    ) -> None:
+        self.step = LoraStep()
+        self._max_loras = max_loras
+        self._max_rank = max_rank
+        self._placement = placement
+        self._rename = rename
+        self._loaded: dict[int, list[LinearAdapters]] = {}
+        self._lock = threading.Lock()
+        self._targets: dict[str, _Target] = {}
+        for weight in model.weights():
+            module = weight.name.removesuffix(".weight")
+            if isinstance(weight.layer, Linear) and module != weight.name:
+                self._targets[module] = _Target(weight.layer, module.rpartition(".")[2])
+
+    def __contains__(self, lora_id: int) -> bool:
+        """Whether the adapter is loaded."""
+        return lora_id in self._loaded
+
+    def __len__(self) -> int:
+        """Adapters loaded."""
+        return len(self._loaded)
+
+    def load(self, lora_id: int, path: str) -> None:
+        """Read the adapter in the folder `path`. Raises ModelError, and then nothing has changed."""
+        with self._lock:
+            assert lora_id > 0, lora_id
+            assert lora_id not in self._loaded, lora_id
+            if len(self._loaded) >= self._max_loras:
+                raise ModelError(f"{len(self._loaded)} adapters are loaded, and no more fit (--max-loras)")
+            factors = self._read(LoraCheckpoint(path))
+            touched = []
+            for layer, of_layer in factors.items():
+                if layer.adapters is None:
+                    layer.adapters = LinearAdapters(self.step)
+                layer.adapters.by_id[lora_id] = of_layer
+                touched.append(layer.adapters)
+            # Last: from now on sequences may use it.
+            self._loaded[lora_id] = touched
+
+    def unload(self, lora_id: int) -> None:
+        """Forget an adapter that no step in flight uses. One that is not loaded is nothing."""
+        with self._lock:
+            for adapters in self._loaded.pop(lora_id, ()):
+                del adapters.by_id[lora_id]
+
+    def rows(self, lora_ids: Sequence[int], row_starts: Sequence[int]) -> LoraRows | None:
+        """The step's rows by adapter; None when all are of the base model.
+
+        lora_ids: of each sequence of the step. Sequence i has the rows row_starts[i] .. row_starts[i + 1]. Raises AssertionError for an
+        adapter that is not loaded.
+        """
+        if not any(lora_ids):
+            return None
+        parts: defaultdict[int, list[int]] = defaultdict(list)
+        for i, lora_id in enumerate(lora_ids):
+            if lora_id:
+                assert lora_id in self._loaded, f"adapter {lora_id} is not loaded"
+                parts[lora_id] += range(row_starts[i], row_starts[i + 1])
+        device = self._placement.device
+        index = torch.zeros(row_starts[-1], dtype=torch.int32)
+        groups: list[tuple[int, Rows]] = []
+        for lora_id, numbers in parts.items():
+            chosen: Rows = slice(numbers[0], numbers[-1] + 1)
+            if numbers[-1] - numbers[0] >= len(numbers):
+                chosen = torch.tensor(numbers, device=device)
+            index[chosen] = lora_id
+            groups.append((lora_id, chosen))
+        return LoraRows(row_starts[-1], tuple(groups), index.to(device))
+
+    def _read(self, checkpoint: LoraCheckpoint) -> dict[Linear, LoraFactors]:
+        """The factors by layer: everything is checked and converted before anything is kept."""
+        names: dict[tuple[str, str], str] = {}
+        for (module, side), name in checkpoint.modules.items():
+            ours = self._rename(f"{module}.weight").removesuffix(".weight")
+            if (ours, side) in names:
+                raise ModelError(f"{WEIGHTS_NAME}: tensors {names[ours, side]} and {name} are both {side} of {ours}")
+            names[ours, side] = name
+        wanted = self._wanted(checkpoint)
+        expected = {(module, side) for module in wanted for side in "AB"}
+        foreign = sorted(names[key] for key in names if key not in expected)
+        if foreign:
+            raise ModelError(
+                f"{WEIGHTS_NAME}: {len(foreign)} tensors belong to no linear layer that target_modules names and an adapter can change: "
+                f"{_some(foreign)}"
+            )
+        missing = sorted(f"{module}.lora_{side}.weight" for module, side in expected - names.keys())
+        if missing:
+            raise ModelError(f"{WEIGHTS_NAME}: {len(missing)} tensors are missing: {_some(missing)}")
+        by_layer: dict[Linear, list[str]] = {}
+        for module in wanted:
+            by_layer.setdefault(self._targets[module].layer, []).append(module)
+            self._check_shapes(checkpoint, module, names)
+        return {layer: self._factors(checkpoint, layer, modules, names) for layer, modules in by_layer.items()}
+
+    def _wanted(self, checkpoint: LoraCheckpoint) -> list[str]:
+        """Modules that the adapter changes, in the model's order."""
+        config = checkpoint.config
+        wanted = [module for module in self._targets if module != _HEAD and config.wants(module)]
+        for module in wanted:
+            if _EXPERTS in module:
+                raise ModelError(f"adapters on experts are not supported, and this one targets {module}")
+        for name in (_HEAD, "embed_tokens"):
+            if not isinstance(config.targets, str) and name in config.targets:
+                raise ModelError(f"adapters on {name} are not supported, and this one targets it")
+        if not wanted:
+            raise ModelError("target_modules names no linear layer of the model")
+        return wanted
+
+    def _check_shapes(self, checkpoint: LoraCheckpoint, module: str, names: dict[tuple[str, str], str]) -> None:
+        target, rank = self._targets[module], checkpoint.config.rank_of(module)
+        if rank > self._max_rank:
+            raise ModelError(f"the adapter has rank {rank} on {module}; this server takes up to {self._max_rank}")
+        columns = target.layer.columns(target.projection)
+        shapes = {"A": (rank, target.layer.in_size), "B": (columns.stop - columns.start, rank)}
+        for side, shape in shapes.items():
+            name = names[module, side]
+            if checkpoint.shape(name) != shape:
+                raise ModelError(
+                    f"{WEIGHTS_NAME}: {name} is {list(checkpoint.shape(name))}, but the model and the rank make it {list(shape)}"
+                )
+
+    def _factors(
+        self, checkpoint: LoraCheckpoint, layer: Linear, modules: list[str], names: dict[tuple[str, str], str]
+    ) -> LoraFactors:
+        config = checkpoint.config
+
+        def place(values: torch.Tensor) -> torch.Tensor:
+            return values.to(device=self._placement.device, dtype=self._placement.compute_dtype).contiguous()
+
+        ends = list(accumulate(config.rank_of(module) for module in modules))
+        parts = []
+        for end, module in zip(ends, modules, strict=True):
+            # The scale goes into B: one product less a step, and a rounding of float32 apart from peft's order.
+            scaled = checkpoint.tensor(names[module, "B"]) * config.scale_of(module)
+            parts.append(
+                LoraPart(
+                    ranks=slice(end - config.rank_of(module), end),
+                    columns=layer.columns(self._targets[module].projection),
+                    b=kernels.pack_linear(place(scaled)),
+                )
+            )
+        a = torch.cat([checkpoint.tensor(names[module, "A"]) for module in modules])
+        return LoraFactors(kernels.pack_linear(place(a)), tuple(parts))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _NAMES_IN_A_MESSAGE else ""
+    return ", ".join(names[:_NAMES_IN_A_MESSAGE]) + more

@@ -1,0 +1,83 @@
+"""Traces of the worker's steps by torch.profiler, below a folder that the operator named.
+
+Owns the running profile and its file. Used by one thread, the one that runs the steps: torch records the operations of the thread that
+starts it.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from headrace.errors import RequestError
+from headrace.log import get_logger
+from headrace.messages.control import ProfileReq
+
+_logger = get_logger(__name__)
+
+
+class StepProfiler:
+    """At most one profile at a time. folder None: refused."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._running: profile | None = None
+        self._path = Path()
+        self._steps_left: int | None = None
+
+    def handle(self, request: ProfileReq) -> str:
+        """Start or stop as asked; a line for the operator. Raises RequestError."""
+        return self._start(request) if request.start else self._stop()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around one step: names it in the trace, and ends the profile after its last one."""
+        if self._running is None:
+            yield
+            return
+        with record_function(f"headrace step {number}"):
+            yield
+        if self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self._finish()
+
+    def _start(self, request: ProfileReq) -> str:
+        if self._folder is None:
+            raise RequestError("this server does not profile: start it with --profile-dir")
+        if self._running is not None:
+            raise RequestError("a profile is running: stop it first")
+        chosen = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
+        if "GPU" in request.activities and not torch.cuda.is_available():
+            raise RequestError("activities: there is no GPU here", "activities")
+        folder = self._folder / request.output_name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"the profile's folder cannot be made: {error.strerror}") from None
+        self._path = folder / f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json.gz"
+        self._steps_left = request.num_steps or None
+        self._running = profile(activities=[chosen[name] for name in request.activities])
+        self._running.start()
+        return "profiling" if self._steps_left is None else f"profiling {self._steps_left} steps"
+
+    def _stop(self) -> str:
+        if self._running is None:
+            raise RequestError("no profile is running")
+        return self._finish()
+
+    def _finish(self) -> str:
+        running, self._running = self._running, None
+        assert running is not None, "checked by the callers"
+        running.stop()
+        try:
+            running.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            _logger.error("the profile could not be written: %s", error)
+            return "the profile could not be written; the server's log says why"
+        _logger.info("wrote the profile %s", self._path)
+        return f"wrote {self._path.name}"

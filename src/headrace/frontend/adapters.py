@@ -1,0 +1,191 @@
+"""The adapters by name: which there are, which of them are in memory, who uses them.
+
+Owns names, numbers and use counts, and the choice of who leaves memory when it is full: the unpinned, unused adapter that was not used for
+longest. It stays known and is read again when a request asks for it. Does not read files: the engine does, when it is asked to. Used by the
+tokenizer manager, in its event loop only.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
+from headrace.log import get_logger
+from headrace.messages.channel import Sender
+from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+
+logger = get_logger(__name__)
+
+MAX_NAME_LENGTH = 256
+
+CallEngine = Callable[[Callable[[int], LoadLoraReq | UnloadLoraReq]], Awaitable[list[LoraReply]]]
+"""Sends the request made for an id to every replica that lives, and gives their replies. Raises ExecutionError when they do not all come,
+CapacityError when a replica dies or comes back before they have."""
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """lora_id: the engine's number of it while it is in memory, else 0; each load gives it another. num_users: samples that use it."""
+
+    name: str
+    path: str
+    pinned: bool = False
+    lora_id: int = 0
+    num_users: int = 0
+    last_used: int = 0
+    leaving: bool = False
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Adapters:
+    """See the module's text. loaded: (name, path) of those that the engine has loaded at start, as its numbers 1, 2, ..."""
+
+    def __init__(self, max_loras: int, loaded: Sequence[tuple[str, str]], call_engine: CallEngine) -> None:
+        self._max_loras = max_loras
+        self._call = call_engine
+        self._by_name = {
+            name: Adapter(name, path, lora_id=number) for number, (name, path) in enumerate(loaded, start=1)
+        }
+        self._ids = itertools.count(len(loaded) + 1)
+        self._uses = itertools.count(1)
+        # What is in memory is changed by one operation at a time.
+        self._lock = asyncio.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        """Every adapter that requests may name, in the order of their coming."""
+        return [name for name, adapter in self._by_name.items() if not adapter.leaving]
+
+    def check_number(self, names: Iterable[str]) -> None:
+        """Raises RequestError for more adapters in one call than memory holds: they could never be there together."""
+        number = len(set(filter(None, names)))
+        if number > self._max_loras:
+            raise RequestError(
+                f"{number} adapters in one request; this server holds {self._max_loras} (--max-loras)", "lora_path"
+            )
+
+    async def load(self, name: str, path: str, pinned: bool) -> None:
+        """Read an adapter into memory and let requests name it. Raises RequestError when it is refused, CapacityError when none can leave.
+
+        pinned: it stays in memory until it is unloaded.
+        """
+        self._check_name(name)
+        if not path:
+            raise RequestError("lora_path is empty", "lora_path")
+        if self._max_loras == 0:
+            raise RequestError("this server takes no adapters (--max-loras 0)", "lora_name")
+        async with self._lock:
+            if name in self._by_name:
+                raise RequestError(f"an adapter {name!r} is there already; unload it first", "lora_name")
+            adapter = Adapter(name, path, pinned, last_used=next(self._uses))
+            await self._bring_in(adapter)
+            self._by_name[name] = adapter
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter. From now on requests for it are refused; those that use it are waited for. Raises NotFoundError, RequestError."""
+        adapter = self._find(name, "lora_name")
+        adapter.leaving = True
+        try:
+            while adapter.num_users:
+                adapter.unused.clear()
+                await adapter.unused.wait()
+            async with self._lock:
+                await self._take_out(adapter)
+                del self._by_name[name]
+        finally:
+            # Should the caller have given up waiting, the adapter stays.
+            adapter.leaving = False
+
+    async def acquire(self, name: str, num_users: int = 1) -> Adapter:
+        """The adapter, in memory, kept there until `release` was called `num_users` times.
+
+        Raises NotFoundError for a name that there is not, CapacityError when every adapter in memory is in use or pinned, RequestError when it
+        cannot be read any more.
+        """
+        adapter = self._find(name, "lora_path")
+        adapter.num_users += num_users
+        adapter.last_used = next(self._uses)
+        try:
+            if not adapter.lora_id:
+                async with self._lock:
+                    if not adapter.lora_id:
+                        await self._bring_in(adapter)
+        except BaseException:
+            self.release(adapter, num_users)
+            raise
+        return adapter
+
+    def release(self, adapter: Adapter, num_users: int = 1) -> None:
+        """Samples that used it have ended."""
+        adapter.num_users -= num_users
+        assert adapter.num_users >= 0, (adapter.name, adapter.num_users)
+        if not adapter.num_users:
+            adapter.unused.set()
+
+    def restore(self, sender: Sender) -> None:
+        """Send what is in memory to a scheduler that begins another life; before the requests that use it."""
+        for adapter in self._by_name.values():
+            if adapter.lora_id:
+                sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, at_once=True))
+
+    def lost(self, reply: LoraReply) -> bool:
+        """Take the reply to what `restore` sent: whether the adapter could not be read and must leave the other replicas too.
+
+        The requests that were to use it there fail, and the next one has it read again.
+        """
+        if reply.status_code < 400:
+            return False
+        for adapter in self._by_name.values():
+            if adapter.lora_id == reply.lora_id:
+                logger.error("the adapter %r could not be loaded again: %s", adapter.name, reply.message)
+                adapter.lora_id = 0
+                return True
+        return False
+
+    def _find(self, name: str, param: str) -> Adapter:
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            raise NotFoundError(f"there is no adapter {name!r:.100} here", param, "adapter_not_found")
+        if adapter.leaving:
+            raise RequestError(f"the adapter {name!r:.100} is being unloaded", param)
+        return adapter
+
+    @staticmethod
+    def _check_name(name: str) -> None:
+        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
+
+    async def _bring_in(self, adapter: Adapter) -> None:
+        """Under the lock: make room, and load it under a new number."""
+        resident = [other for other in self._by_name.values() if other.lora_id]
+        if len(resident) >= self._max_loras:
+            idle = [other for other in resident if not (other.pinned or other.num_users)]
+            if not idle:
+                raise CapacityError(
+                    f"all {len(resident)} adapters in memory are in use or pinned, so there is no room for {adapter.name!r} (--max-loras)"
+                )
+            await self._take_out(min(idle, key=lambda other: other.last_used))
+        lora_id = next(self._ids)
+        try:
+            replies = await self._call(lambda i: LoadLoraReq(i, lora_id, adapter.path))
+            _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
+        except BaseException:
+            # Nobody knows who has loaded it: it must not stay.
+            await asyncio.shield(self._call(lambda i: UnloadLoraReq(i, lora_id)))
+            raise
+        adapter.lora_id = lora_id
+
+    async def _take_out(self, adapter: Adapter) -> None:
+        """Under the lock: no request will find its KV again, since the number is never used twice."""
+        if adapter.lora_id:
+            lora_id, adapter.lora_id = adapter.lora_id, 0
+            _raise_failure(await self._call(lambda i: UnloadLoraReq(i, lora_id)), "")
+
+
+def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:
+    reply = max(replies, key=lambda reply: reply.status_code)
+    if reply.status_code >= 500:
+        raise ExecutionError(prefix + reply.message)
+    if reply.status_code >= 400:
+        raise RequestError(prefix + reply.message, "lora_path")

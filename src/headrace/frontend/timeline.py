@@ -1,0 +1,150 @@
+"""What happened to a request, for whoever asks why it took so long: `/v1/requests/{rid}`, spans and crash dumps.
+
+Owns the records of the last requests and their order in time. Never the text: a prompt is kept only for crash dumps, when the operator
+asked for that. Filled by the tokenizer manager, in its event loop.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.messages.outputs import FinishReason, SampleStats
+
+MAX_NOTES = 128
+"""More pauses, deaths and updates than this are not told of one sample."""
+
+Note = Literal["lost", "replayed", "paused", "continued", "weights_updated", "memory_released", "memory_resumed"]
+"""What happens to live samples from outside. lost: the scheduler that had it, or the detokenizer, has died."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is when it arrived by the calendar.
+
+    shown_id: the id that the client saw. tenant: name of the key. The scheduler's own events come with the last
+    output; after a replay they are those of its last life.
+    """
+
+    rid: str
+    shown_id: str
+    tenant: str
+    created_s: float
+    created_unix_s: float
+    traceparent: str = ""
+    prompt: str = ""
+    stream: bool = False
+    sent_s: float = 0.0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    stats: SampleStats = field(default_factory=lambda: SampleStats(0, 0))
+    finish: FinishReason | None = None
+    num_replays: int = 0
+    ended: bool = False
+    _notes: list[tuple[str, float, int]] = field(default_factory=list)
+
+    def note(self, kind: Note, at_s: float) -> None:
+        """Something happened to it outside the scheduler. Nothing beyond MAX_NOTES is kept."""
+        if len(self._notes) < MAX_NOTES:
+            self._notes.append((kind, at_s, self.num_output_tokens))
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, earliest first; `at_s` since the arrival."""
+        found = [("received", self.created_s, 0)]
+        if self.sent_s:
+            found.append(("tokenized", self.sent_s, self.num_prompt_tokens))
+        found += [(event.kind, event.at_s, event.num_tokens) for event in self.stats.events]
+        found += self._notes
+        if self.first_token_s:
+            found.append(("first_token", self.first_token_s, 0))
+        if self.finished_s:
+            found.append(("finished", self.finished_s, self.num_output_tokens))
+        order = {kind: place for place, kind in enumerate(_ORDER)}
+        found.sort(key=lambda event: (event[1], order[event[0]]))
+        return [
+            {"event": kind, "at_s": round(max(0.0, at_s - self.created_s), 6)} | ({_COUNT[kind]: n} if n else {})
+            for kind, at_s, n in found
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON; no text of the request."""
+        finish = self.finish
+        return {
+            "rid": self.rid,
+            "id": self.shown_id,
+            "state": "finished" if finish is not None else "refused" if self.ended else "running",
+            "created": self.created_unix_s,
+            "stream": self.stream,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.stats.cached_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "num_retractions": self.stats.num_retractions,
+            "num_replays": self.num_replays,
+            "weight_version": self.stats.weight_version,
+            "queue_time_s": self.stats.queue_time_s,
+            "ttft_s": self.first_token_s - self.created_s if self.first_token_s else None,
+            "e2e_s": self.finished_s - self.created_s if self.finished_s else None,
+            "finish_reason": None if finish is None else finish.type,
+            "finish_message": None if finish is None else finish.message or None,
+            "matched": None if finish is None else finish.matched,
+            "events": self.events(),
+        }
+
+
+_COUNT: dict[str, str] = {
+    "received": "num_tokens",
+    "tokenized": "prompt_tokens",
+    "admitted": "cached_tokens",
+    "chunk": "num_tokens",
+    "retracted": "completion_tokens",
+    "lost": "completion_tokens",
+    "replayed": "completion_tokens",
+    "paused": "completion_tokens",
+    "weights_updated": "completion_tokens",
+    "memory_released": "completion_tokens",
+    "memory_resumed": "completion_tokens",
+    "continued": "completion_tokens",
+    "first_token": "num_tokens",
+    "finished": "completion_tokens",
+}
+"""What an event's number counts."""
+
+_ORDER = tuple(_COUNT)
+
+
+class Timelines:
+    """Live samples, and the last `max_finished` that ended."""
+
+    def __init__(self, max_finished: int) -> None:
+        self._max_finished = max_finished
+        self._live: dict[str, Timeline] = {}
+        self._finished: OrderedDict[str, Timeline] = OrderedDict()
+
+    def add(self, timeline: Timeline) -> None:
+        """A sample has arrived."""
+        self._live[timeline.rid] = timeline
+
+    def finish(self, rid: str) -> None:
+        """It has ended. A later one of the same rid takes its place."""
+        timeline = self._live.pop(rid, None)
+        if timeline is None:
+            return
+        timeline.ended = True
+        if not self._max_finished:
+            return
+        self._finished.pop(rid, None)
+        self._finished[rid] = timeline
+        if len(self._finished) > self._max_finished:
+            self._finished.popitem(last=False)
+
+    def find(self, rid: str) -> list[Timeline]:
+        """The sample `rid`, or all samples that the client knows by this id."""
+        exact = self._live.get(rid) or self._finished.get(rid)
+        return [exact] if exact is not None else [each for each in self if each.shown_id == rid]
+
+    def __iter__(self) -> Iterator[Timeline]:
+        """Earliest end first, then what lives."""
+        yield from self._finished.values()
+        yield from self._live.values()

@@ -1,0 +1,78 @@
+"""Our metrics under the names that other servers gave them, so that dashboards made for those work.
+
+Owns the two tables of names. Values, buckets and labels are ours; what we do not measure is not there. The names are those of vLLM's
+documentation ("Production Metrics") and of SGLang's. Used in the event loop of the main process.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+Dialect = Literal["vllm", "sglang"]
+
+NAMES: dict[Dialect, tuple[tuple[str, str], ...]] = {
+    "vllm": (
+        ("num_running_reqs", "num_requests_running"),
+        ("num_queue_reqs", "num_requests_waiting"),
+        ("token_usage", "kv_cache_usage_perc"),
+        ("token_usage", "gpu_cache_usage_perc"),
+        ("retracted_requests", "num_preemptions"),
+        ("prefix_query_tokens", "prefix_cache_queries"),
+        ("cached_tokens", "prefix_cache_hits"),
+        ("prompt_tokens", "prompt_tokens"),
+        ("generation_tokens", "generation_tokens"),
+        ("requests", "request_success"),
+        ("time_to_first_token_seconds", "time_to_first_token_seconds"),
+        ("inter_token_latency_seconds", "inter_token_latency_seconds"),
+        ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
+        ("queue_time_seconds", "request_queue_time_seconds"),
+        ("request_prompt_tokens", "request_prompt_tokens"),
+        ("request_generation_tokens", "request_generation_tokens"),
+    ),
+    "sglang": (
+        ("num_running_reqs", "num_running_reqs"),
+        ("num_queue_reqs", "num_queue_reqs"),
+        ("token_usage", "token_usage"),
+        ("gen_throughput", "gen_throughput"),
+        ("cache_hit_rate", "cache_hit_rate"),
+        ("prompt_tokens", "prompt_tokens"),
+        ("generation_tokens", "generation_tokens"),
+        ("cached_tokens", "cached_tokens"),
+        ("requests", "num_requests"),
+        ("aborted_requests", "num_aborted_requests"),
+        ("time_to_first_token_seconds", "time_to_first_token_seconds"),
+        ("inter_token_latency_seconds", "inter_token_latency_seconds"),
+        ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
+        ("queue_time_seconds", "queue_time_seconds"),
+    ),
+}
+"""Pairs of (our name, theirs), both without prefix and without a counter's `_total`."""
+
+_OUR_PREFIX = "headrace:"
+_LABELS = {"vllm": {"finish_reason": "finished_reason", "dp_rank": "engine"}, "sglang": {}}
+
+
+class Renamed(Collector):
+    """The metrics of `registry` as `dialect` calls them."""
+
+    def __init__(self, registry: CollectorRegistry, dialect: Dialect) -> None:
+        self._registry = registry
+        self._dialect = dialect
+
+    def collect(self) -> Iterator[Metric]:
+        """For a registry of its own."""
+        ours = {metric.name.removeprefix(_OUR_PREFIX): metric for metric in self._registry.collect()}
+        labels = _LABELS[self._dialect]
+        for our_name, their_name in NAMES[self._dialect]:
+            metric = ours[our_name]
+            renamed = Metric(f"{self._dialect}:{their_name}", metric.documentation, metric.type)
+            for sample in metric.samples:
+                name = renamed.name + sample.name.removeprefix(metric.name)
+                renamed.add_sample(
+                    name, {labels.get(key, key): value for key, value in sample.labels.items()}, sample.value
+                )
+            yield renamed

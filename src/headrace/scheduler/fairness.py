@@ -1,0 +1,80 @@
+"""Weighted fair sharing between the keys whose requests wait.
+
+The Virtual Token Counter of Sheng et al. 2024, "Fairness in Serving Large Language Models" (arXiv:2401.00588), with weights: each
+tenant has a counter of the service it got (prompt tokens computed, and output tokens, which cost more), divided by its weight;
+the waiting tenant with the smallest counter goes next. A tenant that begins to wait again is lifted to the smallest counter of those
+that wait, or to that of the last one that did, so idle time earns no credit. Within a tenant the queue's policy decides. No slot stays
+empty for the sake of a share.
+
+Owns the counters. Pure of the clock; runs in the scheduler's thread.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+from headrace.scheduler.request import Req
+
+PROMPT_COST = 1.0
+OUTPUT_COST = 2.0
+"""What a token costs; the paper's proportion."""
+
+MAX_TENANTS = 10_000
+"""More counters than this are not kept: those that nobody waits on go."""
+
+
+class FairShare:
+    """Service by tenant, and the order that follows from it. With one tenant it changes nothing."""
+
+    def __init__(self) -> None:
+        self._service: dict[str, float] = {}
+        self._last_admitted = ""
+
+    def arrive(self, req: Req, waiting: Sequence[Req]) -> None:
+        """A request is about to join `waiting`. Lifts the counter of a tenant that has nothing waiting."""
+        tenant = req.asked.tenant
+        if tenant in self._service and len(self._service) < 2:
+            return
+        others = {other.asked.tenant for other in waiting}
+        if tenant not in others:
+            last = self._service.get(self._last_admitted, 0.0)
+            least = min((self._service[name] for name in others), default=last)
+            self._service[tenant] = max(self._service.get(tenant, 0.0), least)
+        if len(self._service) > MAX_TENANTS:
+            kept = others | {tenant, self._last_admitted}
+            self._service = {name: cost for name, cost in self._service.items() if name in kept}
+
+    def order(self, waiting: list[Req]) -> list[Req]:
+        """`waiting`, which the policy has sorted, with the tenants taking turns by what they got, as if admitted one by one."""
+        if len(self._service) < 2:
+            return waiting
+        queues: dict[str, deque[Req]] = {}
+        for req in waiting:
+            queues.setdefault(req.asked.tenant, deque()).append(req)
+        if len(queues) < 2:
+            return waiting
+        turns = [(self._service[tenant], tenant) for tenant in queues]
+        heapq.heapify(turns)
+        ordered: list[Req] = []
+        while turns:
+            service, tenant = turns[0]
+            req = queues[tenant].popleft()
+            ordered.append(req)
+            if queues[tenant]:
+                heapq.heapreplace(turns, (service + PROMPT_COST * req.num_prompt_tokens / req.asked.weight, tenant))
+            else:
+                heapq.heappop(turns)
+        return ordered
+
+    def charge_prompt(self, req: Req, num_tokens: int) -> None:
+        """It is admitted: `num_tokens` of its prompt are going to be computed."""
+        self._last_admitted = req.asked.tenant
+        self._charge(req, PROMPT_COST * num_tokens)
+
+    def charge_output(self, req: Req) -> None:
+        """It made a token."""
+        self._charge(req, OUTPUT_COST)
+
+    def _charge(self, req: Req, cost: float) -> None:
+        tenant = req.asked.tenant
+        self._service[tenant] = self._service.get(tenant, 0.0) + cost / req.asked.weight

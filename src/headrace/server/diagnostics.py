@@ -1,0 +1,67 @@
+"""Routes for whoever looks into a running server: one request's story, profiles, what is logged.
+
+Runs in the event loop of the main process. Who may call them is declared in app.py.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+
+
+class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to record. output_dir: a name below --profile-dir, never a path. num_steps: stop by itself after so many."""
+
+    output_dir: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")] | None = None
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
+    activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+
+
+class ConfigureLoggingBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to change; what is left out stays."""
+
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    log_requests: bool | None = None
+    log_requests_level: Literal[0, 1] | None = None
+
+
+_START = msgspec.json.Decoder(StartProfileBody)
+_LOGGING = msgspec.json.Decoder(ConfigureLoggingBody)
+
+
+class DiagnosticsAPI:
+    """Handlers that look, and change nothing of what clients get."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def explain_request(self, exchange: Exchange) -> None:
+        """What happened to one of the last requests, without its text. A key of the key file sees its own requests only."""
+        tenant = exchange.tenant
+        samples = self.context.frontend.timelines(
+            exchange.path_param("id"), tenant.name if tenant is not None else None
+        )
+        await exchange.reply_json({"object": "list", "data": samples})
+
+    async def start_profile(self, exchange: Exchange) -> None:
+        """Begin to record the worker's steps."""
+        body = await exchange.read_json(_START)
+        if not body.activities:
+            raise RequestError("activities: name CPU, GPU or both", "activities")
+        names = tuple(dict.fromkeys(body.activities))
+        message = await self.context.frontend.start_profile(body.output_dir or "", body.num_steps or 0, names)
+        await exchange.reply_json({"success": True, "message": message})
+
+    async def stop_profile(self, exchange: Exchange) -> None:
+        """Write the trace."""
+        message = await self.context.frontend.stop_profile()
+        await exchange.reply_json({"success": True, "message": message})
+
+    async def configure_logging(self, exchange: Exchange) -> None:
+        """Change what is logged, in every process."""
+        body = await exchange.read_json(_LOGGING)
+        now = self.context.frontend.configure_logging(body.level, body.log_requests, body.log_requests_level)
+        await exchange.reply_json({"success": True, **now})

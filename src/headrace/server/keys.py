@@ -1,0 +1,127 @@
+"""The keys of --api-key-file: who each belongs to and what it may use.
+
+Owns the file and the table from key to tenant. Does not own routes and access (auth.py) nor the counting (frontend/tenants.py).
+Read before the server starts and again on SIGHUP, in the event loop of the main process.
+"""
+
+import hashlib
+import json
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import ConfigError
+from headrace.frontend.tenants import Tenant, TenantLimits
+from headrace.log import get_logger
+
+log = get_logger(__name__)
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key of the file: in the clear (`key`) or as the hex SHA-256 of its UTF-8 bytes (`sha256`). See `TenantLimits`."""
+
+    name: str
+    key: str | None = None
+    sha256: str | None = None
+    weight: float = 1.0
+    max_concurrent: int | None = None
+    max_queued: int | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: list[_Entry]
+
+
+class ApiKeys:
+    """Tenants by the SHA-256 of their keys. `path` is a .toml or a .json file. Raises ConfigError."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = Path(path)
+        self._clock = clock
+        self._by_name: dict[str, Tenant] = {}
+        self._by_digest: dict[bytes, Tenant] = {}
+        self.load()
+
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._by_digest)
+
+    def find(self, key: bytes) -> Tenant | None:
+        """Whose key this is. Looked up by its digest, so that the time it takes says nothing about other keys."""
+        return self._by_digest.get(hashlib.sha256(key).digest())
+
+    def load(self) -> None:
+        """Read the file. Tenants that stay keep what they use. Raises ConfigError; then everything is as it was."""
+        entries = self._read()
+        by_digest: dict[bytes, TenantLimits] = {}
+        for entry in entries:
+            digest = self._digest(entry)
+            if digest in by_digest:
+                raise self._error(f"the key of {entry.name!r} is in it twice")
+            by_digest[digest] = self._limits(entry)
+        limits_of = {limits.name: limits for limits in by_digest.values()}
+        if len(limits_of) != len(by_digest):
+            raise self._error("two keys have one name")
+        for name, limits in limits_of.items():
+            if name in self._by_name:
+                self._by_name[name].change(limits)
+            else:
+                self._by_name[name] = Tenant(limits, self._clock())
+        self._by_name = {name: self._by_name[name] for name in limits_of}
+        self._by_digest = {digest: self._by_name[limits.name] for digest, limits in by_digest.items()}
+
+    def reload(self) -> None:
+        """As `load`; a file that cannot be used is logged and changes nothing."""
+        try:
+            self.load()
+        except ConfigError as error:
+            log.error("kept the old keys: %s", error.message)
+        else:
+            log.info("%d keys", len(self))
+
+    def _read(self) -> list[_Entry]:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+            value = tomllib.loads(text) if self._path.suffix == ".toml" else json.loads(text)
+            return msgspec.convert(value, _File).keys
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror})") from None
+        except msgspec.ValidationError as error:
+            raise self._error(str(error)) from None
+        except ValueError:
+            # The text of a decoder's error may hold a part of a key.
+            kind = "TOML" if self._path.suffix == ".toml" else "JSON"
+            raise self._error(f"is not valid {kind}") from None
+
+    def _digest(self, entry: _Entry) -> bytes:
+        if (entry.key is None) == (entry.sha256 is None):
+            raise self._error(f"give {entry.name!r} either key or sha256")
+        if entry.key is not None:
+            if not entry.key.strip():
+                raise self._error(f"the key of {entry.name!r} is empty")
+            return hashlib.sha256(entry.key.encode()).digest()
+        assert entry.sha256 is not None
+        try:
+            digest = bytes.fromhex(entry.sha256)
+        except ValueError:
+            digest = b""
+        if len(digest) != hashlib.sha256().digest_size:
+            raise self._error(f"sha256 of {entry.name!r} must be 64 hexadecimal digits")
+        return digest
+
+    def _limits(self, entry: _Entry) -> TenantLimits:
+        if not entry.name.strip():
+            raise self._error("a key has an empty name")
+        numbers = {name: getattr(entry, name) for name in TenantLimits.__slots__ if name != "name"}
+        for name, value in numbers.items():
+            if value is not None and not 0 < value < 1e12:
+                raise self._error(f"{name} of {entry.name!r} must be above 0")
+        return TenantLimits(name=entry.name, **numbers)
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(f"--api-key-file {self._path}: {what}")

@@ -1,0 +1,55 @@
+"""Routes that load and unload adapters (SPEC H6), and which model or adapter the `model` of a request names.
+
+Runs in the event loop of the main process. Who may call the routes is declared in app.py.
+"""
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+
+
+class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+    """lora_path: a folder on the server's machine, as peft saves it. pinned: never thrown out of memory to make room."""
+
+    lora_name: str
+    lora_path: str
+    pinned: bool = False
+
+
+class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which adapter to forget."""
+
+    lora_name: str
+
+
+_LOAD = msgspec.json.Decoder(LoadLoraBody)
+_UNLOAD = msgspec.json.Decoder(UnloadLoraBody)
+
+
+class LoraAPI:
+    """Handlers of the adapter routes."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def load(self, exchange: Exchange) -> None:
+        """Load an adapter; 400 with the reason when it is refused, 503 when there is no room."""
+        body = await exchange.read_json(_LOAD)
+        if body.lora_name == self.context.model.name:
+            raise RequestError(f"{body.lora_name!r} is the model's own name", "lora_name")
+        async with exchange.until_client_leaves():
+            await self.context.frontend.load_lora_adapter(body.lora_name, body.lora_path, body.pinned)
+        await self._done(exchange, "the adapter is loaded")
+
+    async def unload(self, exchange: Exchange) -> None:
+        """Forget an adapter once the requests that use it have ended; 404 when there is none of this name."""
+        body = await exchange.read_json(_UNLOAD)
+        async with exchange.until_client_leaves():
+            await self.context.frontend.unload_lora_adapter(body.lora_name)
+        await self._done(exchange, "the adapter is unloaded")
+
+    async def _done(self, exchange: Exchange, message: str) -> None:
+        names = self.context.frontend.lora_adapters()
+        await exchange.reply_json({"success": True, "message": message, "loaded_adapters": names})

@@ -1,0 +1,175 @@
+"""Adapters when there are several replicas, and when one of them dies: all have them, or none."""
+
+import asyncio
+
+import pytest
+from frontend_fakes import READY, ByteTokenizer, request, turns
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import CapacityError, NotFoundError, RequestError
+from headrace.frontend.tokenizer_manager import TokenizerManager
+from headrace.messages.channel import LocalQueue, Message
+from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import TokenizedGenerateReqInput
+
+
+class Pair:
+    """A front end in front of two schedulers that only listen, one adapter in memory from the start."""
+
+    def __init__(self) -> None:
+        self.inboxes = [LocalQueue(), LocalQueue()]
+        self.from_engine = LocalQueue()
+        args = ServerArgs(model_path="fake", dp_size=2, lora_paths="old=/old")
+        self.manager = TokenizerManager(
+            args, READY, ByteTokenizer(), self.inboxes[0], self.from_engine, more_schedulers=self.inboxes[1:]
+        )
+        self.manager.start()
+
+    async def heard(self, rank: int) -> Message:
+        """The next message that one of them gets."""
+        for _ in range(1000):
+            if (message := self.inboxes[rank].recv_nowait()) is not None:
+                return message
+            await turns(1)
+        raise AssertionError("nothing came")
+
+    async def both_hear(self) -> LoadLoraReq | UnloadLoraReq:
+        first, second = await self.heard(0), await self.heard(1)
+        assert first == second
+        assert isinstance(first, LoadLoraReq | UnloadLoraReq)
+        return first
+
+    def answer(self, asked: LoadLoraReq | UnloadLoraReq, status_code: int = 200) -> None:
+        """One of them answers."""
+        self.from_engine.send(LoraReply(asked.id, asked.lora_id, status_code, "no good" if status_code >= 400 else ""))
+
+    def load(self, name: str) -> "asyncio.Task[None]":
+        return asyncio.create_task(self.manager.load_lora_adapter(name, f"/{name}"))
+
+    def call(self, rid: str, lora_path: str | None, rank: int | None = None) -> "asyncio.Task[list[object]]":
+        sampling = {"max_new_tokens": 4, "temperature": 0.0}
+        asked = request("p", rid=rid, lora_path=lora_path, routed_dp_rank=rank, sampling_params=sampling)
+
+        async def collect() -> list[object]:
+            return [output async for output in self.manager.generate_request(asked)]
+
+        return asyncio.create_task(collect())
+
+    def end(self, rid: str, source: int) -> None:
+        out = StrOut(rid, "done", pack_int32([1]), 1, finish=FinishReason("length", length=1))
+        self.from_engine.send(BatchStrOut((out,), source))
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    await pair.manager.close()
+
+
+async def test_a_load_is_done_when_both_have_done_it(pair):
+    loading = pair.load("new")
+    asked = await pair.both_hear()
+    pair.answer(asked)
+    await turns()
+    assert not loading.done()
+    assert pair.manager.lora_adapters() == ["old"]
+    pair.answer(asked)
+    await loading
+    assert pair.manager.lora_adapters() == ["old", "new"]
+
+
+async def test_a_load_that_one_refuses_is_taken_back_from_both(pair):
+    loading = pair.load("new")
+    asked = await pair.both_hear()
+    pair.answer(asked)
+    pair.answer(asked, 400)
+    undone = await pair.both_hear()
+    assert isinstance(undone, UnloadLoraReq)
+    assert undone.lora_id == asked.lora_id
+    pair.answer(undone)
+    pair.answer(undone)
+    with pytest.raises(RequestError, match="no good"):
+        await loading
+    assert pair.manager.lora_adapters() == ["old"]
+
+
+@pytest.mark.parametrize("returns", [False, True], ids=["a replica dies", "a replica comes back"])
+async def test_a_load_meanwhile_is_taken_back_and_may_be_tried_again(pair, returns):
+    if returns:
+        pair.manager.part_down("scheduler 1", 1)
+    loading = pair.load("new")
+    asked = await pair.heard(0)
+    if returns:
+        pair.inboxes[1] = LocalQueue()
+        pair.manager.part_up("scheduler 1", 1, 7, pair.inboxes[1])
+        assert await pair.heard(1) == LoadLoraReq(RESTORED, 1, "/old", at_once=True)
+    else:
+        pair.manager.part_down("scheduler 1", 1)
+    undone = await pair.heard(0)
+    assert undone == UnloadLoraReq(undone.id, asked.lora_id)
+    for _ in range(2 if returns else 1):
+        pair.answer(undone)
+    with pytest.raises(CapacityError):
+        await loading
+    assert pair.manager.lora_adapters() == ["old"]
+
+
+async def test_requests_follow_their_adapter_into_a_new_life(pair):
+    loading = pair.load("new")
+    asked = await pair.both_hear()
+    pair.answer(asked)
+    pair.answer(asked)
+    await loading
+    call = pair.call("r", "new", rank=1)
+    first = await pair.heard(1)
+    assert isinstance(first, TokenizedGenerateReqInput)
+    assert first.lora_id == asked.lora_id
+    pair.manager.part_down("scheduler 1", 1)
+    inbox = pair.inboxes[1] = LocalQueue()
+    pair.manager.part_up("scheduler 1", 1, 7, inbox)
+
+    restored = [await pair.heard(1), await pair.heard(1)]
+    again = await pair.heard(1)
+
+    assert restored == [
+        LoadLoraReq(RESTORED, 1, "/old", at_once=True),
+        LoadLoraReq(RESTORED, asked.lora_id, "/new", at_once=True),
+    ]
+    assert isinstance(again, TokenizedGenerateReqInput)
+    assert (again.lora_id, again.namespace, again.attempt) == (first.lora_id, first.namespace, 1)
+    pair.end("r", 7)
+    await call
+
+
+async def test_an_adapter_that_a_new_life_cannot_read_leaves_the_others_and_is_asked_for_again(pair):
+    pair.manager.part_down("scheduler 1", 1)
+    inbox = pair.inboxes[1] = LocalQueue()
+    pair.manager.part_up("scheduler 1", 1, 7, inbox)
+    restored = await pair.heard(1)
+    assert isinstance(restored, LoadLoraReq)
+    pair.answer(restored, 400)
+    assert await pair.both_hear() == UnloadLoraReq(RESTORED, 1)
+
+    call = pair.call("r", "old", rank=0)
+    asked = await pair.both_hear()
+    assert isinstance(asked, LoadLoraReq)
+    assert (asked.lora_id, asked.path, asked.at_once) == (2, "/old", False)
+    pair.answer(asked)
+    pair.answer(asked, 400)
+    undone = await pair.both_hear()
+    pair.answer(undone)
+    pair.answer(undone)
+    with pytest.raises(RequestError, match="'old' cannot be loaded: no good"):
+        await call
+
+
+async def test_nobody_is_asked_while_nobody_lives(pair):
+    for rank in (0, 1):
+        pair.manager.part_down(f"scheduler {rank}", rank)
+    with pytest.raises(CapacityError):
+        await pair.manager.load_lora_adapter("new", "/new")
+    with pytest.raises(NotFoundError):
+        await pair.call("r", "new")

@@ -1,0 +1,27 @@
+"""The soak in its shortest form finds nothing, and what it measures is right."""
+
+import pytest
+
+from headrace.benchmark.soak import KINDS, MB, Sample, first_and_last, parse, slope_per_hour, soak
+
+
+def test_the_slope_leaves_the_warm_up_out_and_throughput_compares_ends():
+    warm = [Sample(float(i), 100 * MB + i * 50 * MB, i * 10) for i in range(20)]
+    flat = [Sample(float(i), 1100 * MB + i * MB // 3600, 200 + (i - 20) * 5) for i in range(20, 100)]
+    assert slope_per_hour(warm + flat) / MB == pytest.approx(1.0, rel=0.1)
+    assert slope_per_hour(warm[:2]) == 0.0
+    first, last = first_and_last(warm + flat)
+    assert first > 7.0
+    assert last == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("kill_every_s", [0, 2])
+async def test_a_short_soak_finds_no_problem(tiny_model, kill_every_s):
+    options = ["--minutes", "0.1", "--model", str(tiny_model), "--clients", "6", "--max-total-tokens", "2048"]
+    report = await soak(parse([*options, "--kill-every-s", str(kill_every_s)]))
+
+    assert report["problems"] == []
+    assert report["requests"]["chat"] > 0
+    assert set(report["requests"]) <= {name for name, _ in KINDS} | {"shed"}
+    assert report["duration_s"] >= 6.0
+    assert (report["num_kills"] > 0) == (report["num_replayed"] > 0) == (kill_every_s > 0)

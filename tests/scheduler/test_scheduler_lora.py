@@ -1,0 +1,48 @@
+"""Adapters come and go beside the scheduler's steps, and requests of one that is not there are refused alone."""
+
+from fake_worker import Rig
+
+from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+
+PROMPT = [0, 1, 1, 0, 1]
+
+
+def replies(rig: Rig) -> list[LoraReply]:
+    found = []
+    while (message := rig.back.recv_nowait()) is not None:
+        if isinstance(message, LoraReply):
+            found.append(message)
+    return found
+
+
+def test_what_is_to_be_there_at_once_is_there_for_the_next_message():
+    rig = Rig()
+    rig.worker.bad_paths = {"/bad"}
+    rig.inbox.send(LoadLoraReq(0, 5, "/good", at_once=True))
+    rig.inbox.send(LoadLoraReq(0, 6, "/bad", at_once=True))
+    rig.add("good", PROMPT, 4, ignore_eos=True, lora_id=5)
+    rig.add("bad", PROMPT, 4, ignore_eos=True, lora_id=6)
+    rig.add("base", PROMPT, 4, ignore_eos=True)
+    rig.drain()
+
+    assert replies(rig) == [LoraReply(0, 5), LoraReply(0, 6, 400, "no good")]
+    assert [rig.finish[rid].type for rid in ("good", "bad", "base")] == ["length", "abort", "length"]
+    assert rig.finish["bad"].status_code == 500
+    rig.check_idle()
+
+
+def test_an_adapter_stays_until_the_last_request_that_uses_it_has_ended():
+    rig = Rig()
+    rig.inbox.send(LoadLoraReq(1, 5, "/good", at_once=True))
+    rig.add("r", PROMPT, 20, ignore_eos=True, lora_id=5)
+    rig.inbox.send(UnloadLoraReq(2, 5))
+    for _ in range(5):
+        rig.turn()
+        assert 5 in rig.worker.loras
+    rig.drain()
+    rig.turn()
+    rig.scheduler._loras.close()  # what was begun is finished
+
+    assert rig.finish["r"].length == 20
+    assert rig.worker.loras == set()
+    assert replies(rig) == [LoraReply(1, 5), LoraReply(2, 5)]

@@ -1,0 +1,139 @@
+"""The key file: who may call, whose limits count, and what a broken file says."""
+
+import hashlib
+import json
+
+import httpx
+import pytest
+from fake_frontend import FakeFrontend, make_app
+
+from headrace.errors import ConfigError
+from headrace.server.context import ServerStatus
+from headrace.server.keys import ApiKeys
+
+TOML = f"""
+[[keys]]
+name = "team-a"
+key = "secret-a"
+weight = 2
+max_concurrent = 4
+[[keys]]
+name = "team-b"
+sha256 = "{hashlib.sha256(b"secret-b").hexdigest()}"
+tokens_per_minute = 1000.5
+"""
+
+
+def write(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_keys_are_read_from_toml_and_json_in_the_clear_or_hashed(tmp_path):
+    for path in (
+        write(tmp_path / "keys.toml", TOML),
+        write(tmp_path / "k.json", {"keys": [{"name": "team-a", "key": "secret-a", "weight": 2, "max_concurrent": 4},
+            {"name": "team-b", "sha256": hashlib.sha256(b"secret-b").hexdigest(), "tokens_per_minute": 1000.5}]}),
+    ):  # fmt: skip
+        keys = ApiKeys(path)
+        a, b = keys.find(b"secret-a"), keys.find(b"secret-b")
+        assert (a.name, a.limits.weight, a.limits.max_concurrent) == ("team-a", 2, 4)
+        assert (b.name, b.limits.tokens_per_minute) == ("team-b", 1000.5)
+        assert keys.find(b"secret-c") is None
+        assert keys.find(hashlib.sha256(b"secret-b").hexdigest().encode()) is None
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("{", "not valid JSON"),
+        ({"keys": [{"name": "a"}]}, "either key or sha256"),
+        ({"keys": [{"name": "a", "key": "x", "sha256": "y"}]}, "either key or sha256"),
+        ({"keys": [{"name": "a", "key": " "}]}, "is empty"),
+        ({"keys": [{"name": "a", "sha256": "12"}]}, "64 hexadecimal"),
+        ({"keys": [{"name": "a", "key": "x", "wieght": 1}]}, "wieght"),
+        ({"keys": [{"name": "a", "key": "x", "weight": 0}]}, "weight of 'a'"),
+        ({"keys": [{"name": "a", "key": "x"}, {"name": "b", "key": "x"}]}, "twice"),
+        ({"keys": [{"name": "a", "key": "x"}, {"name": "a", "key": "y"}]}, "one name"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_and_says_no_key(tmp_path, content, says):
+    with pytest.raises(ConfigError, match=says):
+        ApiKeys(write(tmp_path / "keys.json", content))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ApiKeys(str(tmp_path / "none.json"))
+
+
+def test_reading_again_changes_limits_and_keeps_what_is_in_use(tmp_path):
+    path = write(tmp_path / "keys.json", {"keys": [{"name": "a", "key": "x", "max_concurrent": 1}]})
+    keys = ApiKeys(path)
+    before = keys.find(b"x")
+    before.enter(1, 0.0)
+    write(tmp_path / "keys.json", {"keys": [{"name": "a", "key": "y", "max_concurrent": 7}]})
+    keys.reload()
+
+    assert keys.find(b"x") is None
+    assert keys.find(b"y") is before
+    assert (before.limits.max_concurrent, before.num_live) == (7, 1)
+    write(tmp_path / "keys.json", "broken")
+    keys.reload()
+    assert keys.find(b"y") is before
+
+
+@pytest.mark.parametrize("options", [{}, {"api_key": "plain"}, {"admin_api_key": "boss"}])
+async def test_keys_of_the_file_open_user_routes_only_and_name_the_caller(tmp_path, options):
+    frontend = FakeFrontend()
+    path = write(tmp_path / "keys.toml", TOML)
+    app, _ = make_app(frontend, ServerStatus(started=True), api_key_file=path, **options)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+
+        async def status(key, method="GET", route="/v1/models", **more):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            return (await client.request(method, route, headers=headers, **more)).status_code
+
+        assert await status(None) == await status("wrong") == 401
+        assert await status("secret-a") == await status("secret-b") == 200
+        assert await status("secret-a", route="/internal_state") == 401
+        assert await status(None, route="/internal_state") == 401
+        assert await status(None, route="/health") == 200
+        body = {"text": "hi", "sampling_params": {"max_new_tokens": 1}}
+        assert await status("secret-b", "POST", "/generate", json=body) == 200
+        assert frontend.callers[-1].tenant.name == "team-b"
+        for key in options.values():
+            assert await status(key, "POST", "/generate", json=body) == 200
+            assert frontend.callers[-1].tenant is None
+            assert await status(key, route="/internal_state") == 200
+        shown = (await client.get("/server_info", headers={"authorization": "Bearer secret-a"})).text
+        assert "secret" not in shown
+        assert str(tmp_path) not in shown
+
+
+async def test_a_key_of_the_file_sees_its_own_requests_only(tmp_path):
+    app, _ = make_app(
+        FakeFrontend(), ServerStatus(started=True), api_key_file=write(tmp_path / "k.toml", TOML), admin_api_key="boss"
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        for key, tenant in (("secret-a", "team-a"), ("boss", None)):
+            reply = await client.get("/v1/requests/known", headers={"authorization": f"Bearer {key}"})
+            assert reply.json()["data"] == [{"rid": "known", "tenant_asked": tenant}]
+        reply = await client.get("/v1/requests/unknown", headers={"authorization": "Bearer boss"})
+        assert reply.status_code == 404
+
+
+async def test_profiles_and_logging_take_names_and_levels_and_nothing_else():
+    frontend = FakeFrontend()
+    app, _ = make_app(frontend, ServerStatus(started=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        for bad in ("/tmp/x", "..", "a/b", ".hidden", "", "x" * 65, "a\n"):
+            assert (await client.post("/start_profile", json={"output_dir": bad})).status_code == 400, bad
+        for bad in ({"num_steps": 0}, {"activities": ["TPU"]}, {"activities": []}, {"path": "x"}):
+            assert (await client.post("/start_profile", json=bad)).status_code == 400, bad
+        assert frontend.profiled == []
+        good = {"output_dir": "run-1", "num_steps": 5, "activities": ["CPU", "CPU"]}
+        assert (await client.post("/start_profile", json=good)).status_code == 200
+        assert frontend.profiled == [("run-1", 5, ("CPU",))]
+        assert (await client.post("/stop_profile")).status_code == 400
+        assert (await client.post("/configure_logging", json={"level": "loud"})).status_code == 400
+        reply = await client.post("/configure_logging", json={"level": "debug", "log_requests": True})
+        assert reply.json() == {"success": True, "level": "debug"}
+        assert frontend.logging == ("debug", True, None)
