@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from runner_harness import CONTEXT, VOCAB_SIZE, Driver
 
-from headrace.attention.base import AttentionLayerSpec, KvPool
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.source import open_checkpoint
 from headrace.execution.device import Device
@@ -85,7 +85,12 @@ class TensorAttention(TorchNativeAttention):
 
 
 def device_driver(
-    folder: Path, *, sizes: tuple[int, ...] = (), device: Device | None = None, on: str = "cpu"
+    folder: Path,
+    *,
+    sizes: tuple[int, ...] = (),
+    device: Device | None = None,
+    on: str = "cpu",
+    attention: AttentionBackend | None = None,
 ) -> tuple[Driver, DeviceRunner, KvPool]:
     """A driver over the checkpoint in `folder`, float32; sizes: batches that have a graph."""
     device = device or FakeDevice()
@@ -93,7 +98,7 @@ def device_driver(
     checkpoint = open_checkpoint(folder)
     placement = Placement(where, torch.float32, CONTEXT)
     model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
-    attention = TensorAttention()
+    attention = attention or TensorAttention()
     num_slots = NUM_SEQS * CONTEXT
     pool = attention.make_kv_pool(kv_shape(checkpoint.config, torch.float32), num_slots + 1, 1, where)
     table = SequenceTable(NUM_SEQS, CONTEXT, checkpoint.config.hidden_size, where, link=device)

@@ -1,6 +1,7 @@
 """Steps queued on a device, with and without graphs: the tokens of the CPU's worker, and nothing waits in between."""
 
 import contextlib
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from runner_harness import CONTEXT, int32, prompt, save_llama
 
 from headrace import kernels
 from headrace.errors import ExecutionError
+from headrace.kernels import triton
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec
 from headrace.sampling.params import ResolvedSamplingParams
@@ -58,6 +60,26 @@ def test_tokens_are_those_of_the_cpu(folder, expected, sizes):
     assert device.num_replays == (14 if sizes else 0)
     assert driver.generate(2, C, 8, sampling=PENALISED) == expected[2]
     assert driver.generate(3, A, 8, prefix_slots=int32(range(32))) == expected[0]
+
+
+def test_the_triton_backend_can_be_captured(folder, expected):
+    if find_spec("triton") is None:
+        pytest.skip("the package triton is not installed")
+    if not triton.is_interpreted():
+        pytest.skip("Triton was told to compile: tests/execution/test_execution_cuda.py runs graphs on a GPU")
+    from headrace.attention.triton import TritonAttention
+
+    device = FakeDevice()
+    with kernels.prefer("triton"):
+        attention = TritonAttention(deterministic=False)
+        driver, _, _ = device_driver(folder, sizes=(1, 4), device=device, attention=attention)
+        new = driver.new(0, A), driver.new(1, B, sampling=DRAWN)
+        steps = [driver.step([(0, 40, True), (1, 9, True)], new)]
+        steps += [driver.step([(0, 1, True), (1, 1, True)]) for _ in range(4)]
+
+    assert device.num_replays == 4
+    assert [int(step.token_ids[0]) for step in steps] == expected[0][:5]
+    assert [int(step.token_ids[1]) for step in steps] == expected[1][:5]
 
 
 def test_two_steps_in_flight_read_the_tokens_on_the_device(folder, expected, sizes):

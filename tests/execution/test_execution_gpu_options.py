@@ -121,6 +121,7 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
         (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
         (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
         (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "already quantised"),
+        (HOPPER, {}, {"quantization": "fp8", "enable_deterministic_inference": True}, "fp8 products feel the batch"),
     ],
 )
 def test_a_format_that_the_device_lacks_is_refused(facts, model, options, message):

@@ -195,6 +195,8 @@ def device_facts(bench: Bench, rows: Rows) -> None:
         rows.append(row("compute capability", f"{facts.major}.{facts.minor}"))
         rows.append(row("memory", f"{facts.total_memory / 2**30:.1f} GiB", bytes=facts.total_memory))
         rows.append(row("CUDA of torch", str(torch.version.cuda)))
+    for entry in kernels.report(bench.options.device):
+        rows.append(row(f"op {entry.op} is run by", entry.implementation))
 
 
 def measure_rates(bench: Bench, rows: Rows) -> None:

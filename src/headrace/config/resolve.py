@@ -15,6 +15,8 @@ from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
+_KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
+
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is nobody else's, but activations and graphs take their part."""
 
@@ -42,13 +44,15 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What an attention backend is asked to serve. page_size: None = as the backend likes."""
+    """What an attention backend is asked to serve. page_size: None = as the backend likes. deterministic: the bits of a row must depend on its
+    position and its own sequence alone, on a GPU, too."""
 
     device: str
     native_kernels: bool
     head_dim: int
     kv_cache_dtype: str
     page_size: int | None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class Config:
     """Every choice made. Counts of tokens; chunked_prefill_size is -1 for whole prompts.
 
     cuda_graph_sizes: batches of decode steps that are captured, ascending; empty = none.
+    deterministic: a GPU, too, gives bits that do not depend on the batch. On CPU it is so in any case.
     decisions: one sentence for each choice that the user did not make.
     """
 
@@ -84,6 +89,7 @@ class Config:
     max_prefill_tokens: int
     num_threads: int
     native_kernels: bool
+    deterministic: bool
     overlap: bool
     quantization: Scheme
     mem_fraction_static: float
@@ -101,9 +107,10 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         decisions.append(f"torch runs every CPU op, slower than the native kernels: {reason}")
     dtype = _dtype(args, model, device, facts, decisions)
     quantization = _quantization(args, model, device, dtype, facts, decisions)
-    _check_compile(args, device, quantization)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
-    needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size)
+    deterministic = _deterministic(args, device, quantization, decisions)
+    _check_compile(args, device, quantization, deterministic)
+    needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size, deterministic)
     attention_backend = _attention_backend(args, needs, backends, decisions)
     page_size = args.page_size
     if page_size is None:
@@ -128,6 +135,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         max_prefill_tokens=args.max_prefill_tokens,
         num_threads=num_threads,
         native_kernels=native,
+        deterministic=deterministic,
         quantization=quantization,
         overlap=not args.disable_overlap_schedule,
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
@@ -220,13 +228,15 @@ def _quantization_refusal(scheme: Scheme, model: ModelConfig, device: str, dtype
     return ""
 
 
-def _check_compile(args: ServerArgs, device: str, quantization: Scheme) -> None:
+def _check_compile(args: ServerArgs, device: str, quantization: Scheme, deterministic: bool) -> None:
     if not args.enable_torch_compile:
         return
     if device == "cpu":
         raise ConfigError("--enable-torch-compile is for GPUs; on a CPU the native kernels run whole layers already")
     if quantization != "none":
         raise ConfigError(f"--enable-torch-compile does not go with quantised weights ({quantization})")
+    if deterministic:
+        raise ConfigError("--enable-torch-compile does not go with --enable-deterministic-inference")
 
 
 def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[str]) -> str:
@@ -235,7 +245,23 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[s
         return dtype
     if device == "cpu" and args.kv_cache_dtype == "float16":
         raise ConfigError("--kv-cache-dtype float16 is not served on CPU; use bfloat16 or float32")
-    return "bfloat16" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype
+    if device == "cpu" and args.kv_cache_dtype == "fp8_e4m3":
+        raise ConfigError("--kv-cache-dtype fp8_e4m3 is not served on CPU; use int8")
+    return _KV_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
+
+
+def _deterministic(args: ServerArgs, device: str, quantization: Scheme, decisions: list[str]) -> bool:
+    if not args.enable_deterministic_inference:
+        return False
+    if device == "cpu":
+        decisions.append("deterministic inference: so is every kernel on CPU, with or without the option")
+        return False
+    if quantization != "none":
+        raise ConfigError(f"--enable-deterministic-inference: {quantization} products feel the batch on {device}")
+    decisions.append(
+        "deterministic inference: attention and linear layers in shapes that do not depend on the batch, slower"
+    )
+    return True
 
 
 def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: BackendChoices, decisions: list[str]) -> str:

@@ -172,15 +172,20 @@ class ServerArgs:
         10.0, _Q, "With policy priority: waiting so long raises the priority by one.", _SECONDS
     )
     page_size: int | None = _opt(None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers.")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8"] = _opt(
-        "auto", _Q, "Element type of the KV cache; auto = that of the weights, int8 = half the bytes of bfloat16."
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8", "fp8_e4m3"] = _opt(
+        "auto",
+        _Q,
+        "Element type of the KV cache; auto = that of the weights; int8, or fp8_e4m3 on a GPU = half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _opt(False, _Q, "Share nothing between requests.")
     disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only when the one before has been processed.")
     enable_cache_report: bool = _opt(True, _Q, "Report cached tokens in usage details.")
 
-    attention_backend: Literal["auto", "torch_native", "cpu"] = _opt(
+    attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _opt(
         "auto", _K, "Attention kernels; see `headrace doctor`."
+    )
+    enable_deterministic_inference: bool = _opt(
+        False, _K, "On a GPU, bits that do not depend on the batch, at some cost in speed. On CPU they never do."
     )
     num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.", _POSITIVE)
     quantization: Literal["none", "int8", "int8-fast", "int4", "fp8"] = _opt(

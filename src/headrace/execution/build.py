@@ -69,8 +69,14 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
     config = resolve(args, model_config, device_facts(), BACKENDS)
     processors = load_processors(args.custom_logit_processors)
     with ExitStack() as resources:
-        if not config.native_kernels:
+        if config.device == "cpu" and not config.native_kernels:
             resources.enter_context(kernels.prefer("torch"))
+        if config.deterministic:
+            if spec.name == "transformers":
+                raise ConfigError(
+                    f"--enable-deterministic-inference: model type {model_config.model_type} runs transformers' code, whose bits depend on the batch"
+                )
+            resources.enter_context(kernels.batch_invariant())
         if config.device == "cpu":
             kernels.set_num_threads(config.num_threads)
         device = torch.device(config.device)
@@ -102,13 +108,9 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         if args.enable_torch_compile:
             _compile(model, spec.name)
         graph_sizes = _graph_sizes(config, spec.name, model_config, decisions)
-        reserved = (
-            graph_bytes(graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length)
-            if graph_sizes
-            else 0
-        )
+        reserved = _reserved_bytes(config, model_config, graph_sizes)
         pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions)
-        attention = select.make_backend(config.attention_backend)
+        attention = select.make_backend(config.attention_backend, deterministic=config.deterministic)
         # The padding of a graph writes to a page of its own.
         num_slots = pool_plan.num_tokens + (config.page_size if graph_sizes else 0)
         pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
@@ -231,6 +233,21 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
         return config.cuda_graph_sizes
     decisions.append(f"cuda graphs: no after all, {reason}")
     return ()
+
+
+def _reserved_bytes(config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...]) -> int:
+    """What graphs of these sizes need."""
+    if not graph_sizes:
+        return 0
+    partials = 0
+    if config.deterministic:
+        from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # Triton, which other choices do without
+
+        splits = -(-config.context_length // DETERMINISTIC_SPLIT)
+        partials = model_config.num_q_heads * splits * model_config.head_dim * 4
+    return graph_bytes(
+        graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, partials
+    )
 
 
 def _compile(model: CausalLM, model_class: str) -> None:

@@ -31,9 +31,9 @@ _NOTHING = np.empty(0, np.int32)
 _logger = get_logger(__name__)
 
 
-def graph_bytes(size: int, vocab_size: int, hidden_size: int, context_length: int) -> int:
-    """Memory that the graphs of batches up to `size` may need, to be kept free of KV cache."""
-    row = vocab_size * _BYTES_PER_LOGIT + context_length * 4 + hidden_size * 64
+def graph_bytes(size: int, vocab_size: int, hidden_size: int, context_length: int, attention_row_bytes: int = 0) -> int:
+    """Memory that the graphs of batches up to `size` may need, to be kept free of KV cache. attention_row_bytes: of a row, beside it."""
+    row = vocab_size * _BYTES_PER_LOGIT + context_length * 4 + hidden_size * 64 + attention_row_bytes
     return _FIXED_BYTES + size * row
 
 

@@ -364,6 +364,8 @@ def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mappi
         factors = adapters.get(lora_id)
         if factors is None:
             continue
-        inner = for_layout(factors.a.layout)(x[chosen], factors.a, None, False)
+        inner = for_layout(factors.a.layout, "linear", x.device.type)(x[chosen], factors.a, None, False)
         for part in factors.parts:
-            y[chosen, part.columns] += for_layout(part.b.layout)(inner[:, part.ranks], part.b, None, False)
+            y[chosen, part.columns] += for_layout(part.b.layout, "linear", x.device.type)(
+                inner[:, part.ranks], part.b, None, False
+            )
