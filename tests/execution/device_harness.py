@@ -54,8 +54,9 @@ class FakeDevice:
     def __init__(self) -> None:
         self.num_waits = self.num_replays = self.num_captures = 0
 
-    def upload(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.copy())
+    def upload(self, values: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        copy = torch.from_numpy(values.copy())
+        return copy if out is None else out.copy_(copy)
 
     def download(self, values: torch.Tensor) -> FakeDownload:
         return FakeDownload(values, self)

@@ -39,7 +39,7 @@ from headrace.layers.weight import Placement
 from headrace.messages.control import ProfileReq
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
-from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
+from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.models.spec import kv_shape, model_class_for
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -60,6 +60,8 @@ TINY = {
     "eos_token_id": 2,
 }
 GREEDY = ResolvedSamplingParams(max_new_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True)
+DRAWN = ResolvedSamplingParams(max_new_tokens=1 << 20, seed=5, temperature=0.8, top_k=40, top_p=0.9, ignore_eos=True)
+
 BF16_ERROR = 0.02
 """Norm of the difference over that of the reference: bfloat16 keeps 8 bits, and sums round once more."""
 
@@ -406,21 +408,23 @@ def _token_check(bench: Bench) -> tuple[float, float]:
 
 
 def _wait_check(bench: Bench) -> tuple[float, float]:
-    """Decode steps under torch's detector of hidden waiting, which raises."""
-    worker, _ = build_worker(bench.args("smollm2-135m", **_small(3)))
-    plans = _decode_plans(3, 40, 100, 160)
-    for _ in range(3):
-        worker.submit(next(plans))
-        worker.collect()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(2):
-            worker.submit(next(plans))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for _ in range(2):
-        worker.collect()
-    worker.close()
+    """Decode steps, by graphs and eagerly, greedy and drawn, under torch's detector of hidden waiting, which raises."""
+    for eagerly in (False, True):
+        worker, _ = build_worker(bench.args("smollm2-135m", disable_cuda_graph=eagerly, **_small(3)))
+        for sampling in (GREEDY, DRAWN):
+            plans = _decode_plans(3, 40, 100, 160, sampling)
+            for _ in range(3):
+                worker.submit(next(plans))
+                _check(worker.collect())
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(2):
+                    worker.submit(next(plans))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            for _ in range(2):
+                _check(worker.collect())
+        worker.close()
     return 0.0, 0.0
 
 
@@ -587,12 +591,15 @@ def _check(result: StepResult) -> None:
     assert not result.errors, result.errors
 
 
-def _decode_plans(batch: int, context: int, vocab_size: int, room: int) -> Iterator[ModelWorkerBatch]:
+def _decode_plans(
+    batch: int, context: int, vocab_size: int, room: int, sampling: ResolvedSamplingParams = GREEDY
+) -> Iterator[ModelWorkerBatch]:
     """Decode steps of `batch` sequences whose first `context` tokens count as cached; row r owns the slots r * room onwards."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch, context + 1)).astype(np.int32)
     first = np.arange(batch, dtype=np.int32) * room
     new = tuple(
-        _sequence(r, tokens[r], (first[r] + np.arange(context, dtype=np.int32)).astype(np.int32)) for r in range(batch)
+        _sequence(r, tokens[r], (first[r] + np.arange(context, dtype=np.int32)).astype(np.int32), sampling)
+        for r in range(batch)
     )
     seqs, ones, samples = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32), np.ones(batch, np.bool_)
     for step in range(room - context - 1):
@@ -600,14 +607,16 @@ def _decode_plans(batch: int, context: int, vocab_size: int, room: int) -> Itera
         yield ModelWorkerBatch(step, new if step == 0 else (), seqs, starts, ones, samples, first + starts)
 
 
-def _sequence(seq: int, tokens: "np.ndarray[Any, np.dtype[np.int32]]", cached: Any) -> NewSequence:
+def _sequence(
+    seq: int, tokens: Int32Array, cached: Int32Array, sampling: ResolvedSamplingParams = GREEDY
+) -> NewSequence:
     return NewSequence(
         seq=seq,
         rid=str(seq),
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
         prefix_slots=cached,
-        sampling=GREEDY,
+        sampling=sampling,
         end_token_ids=(),
     )
 

@@ -36,8 +36,8 @@ class Graph(Protocol):
 class Device(Protocol):
     """A device beside the host. Work is queued in order; only `Download.wait` waits."""
 
-    def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        """A copy on the device. `values` may be changed at once."""
+    def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy on the device, in `out` where it is given. `values` may be changed at once."""
 
     def download(self, values: torch.Tensor) -> Download:
         """Queue the copy of int64 `values`, which nobody writes to afterwards, behind the work queued so far."""
@@ -79,9 +79,10 @@ class CudaDevice:
         self._copies = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Device`."""
-        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
+        staged = torch.from_numpy(values).pin_memory()
+        return staged.to(self._device, non_blocking=True) if out is None else out.copy_(staged, non_blocking=True)
 
     def download(self, values: torch.Tensor) -> Download:
         """See `Device`."""

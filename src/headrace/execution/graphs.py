@@ -109,7 +109,7 @@ class GraphPool:
         inputs[0], inputs[2] = self._table.spare, self._dummy_slot
         for part, values in zip(inputs, (seqs, positions, out_slots), strict=True):
             part[: len(values)] = values
-        self._inputs[: 3 * size].copy_(self._device.upload(inputs.reshape(-1)), non_blocking=True)
+        self._device.upload(inputs.reshape(-1), self._inputs[: 3 * size])
 
     def _step(self, size: int) -> None:
         """What is captured: one decode step over the persistent inputs, to the persistent outputs. Nothing in it waits for the device."""
