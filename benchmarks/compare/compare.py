@@ -128,7 +128,7 @@ async def run_class(
     want = [tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) for ids in reference]
     described, agreements = {}, []
     async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=600, connect=10), connector=aiohttp.TCPConnector(limit=0)
+        timeout=aiohttp.ClientTimeout(total=600, connect=10), connector=aiohttp.TCPConnector(limit=0, force_close=True)
     ) as session:
         targets = []
         for server in servers:

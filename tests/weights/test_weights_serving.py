@@ -113,9 +113,11 @@ def test_paused_requests_go_on_with_the_new_weights_only(mode, engine, old, new)
     assert {output["meta_info"]["weight_version"] for output in outputs} == {"2"}
     for output, ids in zip(outputs, made, strict=True):
         [told] = engine._manager.timelines(output["meta_info"]["id"])
-        noted = [(event["event"], event.get("completion_tokens")) for event in told["events"]]
-        changes = [(kind, len(ids)) for kind in ("paused", "weights_updated", "continued")]
-        assert [event for event in noted if event[0] in dict(changes)] == changes
+        changes = [event for event in told["events"] if event["event"] in ("paused", "weights_updated", "continued")]
+        assert [event["event"] for event in changes] == ["paused", "weights_updated", "continued"]
+        # The first token after a pause may come before the answer to what ended it.
+        assert [event["completion_tokens"] for event in changes[:2]] == [len(ids)] * 2
+        assert changes[2]["completion_tokens"] >= len(ids)
     # Had anything of the old weights' KV been used, what follows would differ from a computation that never saw it.
     engine.flush_cache()
     left = [LONG | {"max_new_tokens": LONG["max_new_tokens"] - len(ids)} for ids in made]

@@ -117,8 +117,10 @@ async def _run_serving(options: ServingOptions, console: Console) -> dict[str, A
     timeout = aiohttp.ClientTimeout(total=options.timeout_s, connect=10)
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     async with AsyncExitStack() as stack:
+        # A connection for each request: some servers close a connection after a stream without saying so.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
+            aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector)
         )
 
         async def connect(url: str) -> OpenAITarget:

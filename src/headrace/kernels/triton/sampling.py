@@ -14,7 +14,8 @@ import triton.language as tl
 
 _NO_FUSION = {"enable_fp_fusion": False}
 _PEAK_BLOCK = 4096
-_DRAW_BLOCK = 2048
+_DRAW_BLOCK = 4096
+_DRAW_WARPS = 16
 
 _NO_ID = tl.constexpr(-1)
 _BIG_ID = tl.constexpr(2147483647)
@@ -338,7 +339,7 @@ def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             parts,
             PARTS=triton.next_power_of_2(parts),
             BLOCK=_DRAW_BLOCK,
-            num_warps=8,
+            num_warps=_DRAW_WARPS,
             **_NO_FUSION,
         )
     return peaks, sums
@@ -374,7 +375,7 @@ def draw(
         parts,
         PARTS=triton.next_power_of_2(parts),
         BLOCK=_DRAW_BLOCK,
-        num_warps=8,
+        num_warps=_DRAW_WARPS,
         **_NO_FUSION,
     )
     return out
