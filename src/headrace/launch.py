@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.child import ChildProcess, process_name
+from headrace.config.resolve import MEM_FRACTION
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend import lifeline
@@ -167,7 +168,9 @@ def share_of_machine(args: ServerArgs) -> ServerArgs:
 
     num_threads = max(1, (args.num_threads or default_num_threads()) // args.dp_size)
     on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    fraction = args.mem_fraction_static if on_gpu else args.mem_fraction_static / args.dp_size
+    fraction = args.mem_fraction_static
+    if not on_gpu:
+        fraction = (fraction or MEM_FRACTION["cpu"]) / args.dp_size
     return dataclasses.replace(args, num_threads=num_threads, mem_fraction_static=fraction)
 
 

@@ -1,6 +1,8 @@
 """Every attention backend against float64 over one grid, and the bits of a row against its surroundings."""
 
 import itertools
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -184,4 +186,26 @@ def test_the_reference_serves_everything_and_the_native_one_says_why_not():
     for backend, head_dim in (("cpu", 528), ("torch_native", 70)):
         needs = AttentionNeeds("cpu", True, head_dim, "int8", None)
         assert any("int8" in reason for reason in reasons_against(backend, needs))
-    assert set(PREFERENCE) == {"cpu", "torch_native"}
+    assert set(PREFERENCE) == {"cpu", "flashinfer", "triton", "torch_native"}
+
+
+def test_gpu_backends_say_what_they_cannot():
+    gpu = replace(NEEDS, device="cuda", native_kernels=False)
+    refusals = [
+        # backend, what is asked, a word of the reason
+        ("triton", NEEDS, "for tests"),
+        ("triton", replace(gpu, head_dim=264), "head_dim"),
+        ("triton", replace(gpu, kv_cache_dtype="int8"), "int8"),
+        ("flashinfer", NEEDS, "CUDA only"),
+        ("flashinfer", replace(gpu, head_dim=80), "head_dim"),
+        ("flashinfer", replace(gpu, kv_cache_dtype="float32"), "float32"),
+        ("flashinfer", replace(gpu, deterministic=True), "depend on the batch"),
+        ("torch_native", replace(gpu, deterministic=True), "depend on the batch"),
+        ("torch_native", replace(gpu, kv_cache_dtype="float8_e4m3fn"), "fp8"),
+    ]
+    for backend, needs, word in refusals:
+        assert any(word in reason for reason in reasons_against(backend, needs)), (backend, needs)
+    if find_spec("flashinfer") is None:
+        assert any("not installed" in reason for reason in reasons_against("flashinfer", gpu))
+    if find_spec("triton") is not None:
+        assert reasons_against("triton", replace(gpu, deterministic=True, kv_cache_dtype="float16")) == []

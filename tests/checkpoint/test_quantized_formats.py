@@ -107,7 +107,7 @@ def test_one_group_for_a_whole_row(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "fp8"}, "quant_method fp8 are not supported"),
+        ({"quant_method": "bitsandbytes"}, "quant_method bitsandbytes are not supported"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "of 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "group_size 48"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"}, "marlin"),

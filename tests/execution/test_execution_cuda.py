@@ -1,4 +1,4 @@
-"""The runner on a GPU: torch_native attention gives there the tokens that the same checkpoint gives on the CPU."""
+"""The runner on a GPU, with and without graphs: the tokens that the same checkpoint gives on the CPU."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ PROMPTS = [prompt(40, 1), prompt(9, 2)]
 
 def generate(folder, **options) -> list[list[int]]:
     """Greedy tokens of each prompt; the first is computed in chunks."""
-    driver = make_driver(folder, attention_backend="torch_native", page_size=1, **options)
+    driver = make_driver(folder, page_size=1, **{"attention_backend": "torch_native", **options})
     with contextlib.closing(driver.worker):
         assert driver.info.device == options["device"]
         return [driver.generate(0, PROMPTS[0], 16, chunks=(7, 20)), driver.generate(1, PROMPTS[1], 16)]
@@ -25,5 +25,17 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(tmp_path, disable_overlap_schedule):
     save_llama(tmp_path)
 
     got = generate(tmp_path, device="cuda", disable_overlap_schedule=disable_overlap_schedule)
+
+    assert got == generate(tmp_path, device="cpu", disable_native_kernels=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"cuda_graph_bs": "1,2,4"}, {"disable_cuda_graph": True}], ids=["graphs", "eager"])
+def test_graphs_change_no_token(tmp_path, options):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    save_llama(tmp_path)
+
+    got = generate(tmp_path, device="cuda", attention_backend="triton", **options)
 
     assert got == generate(tmp_path, device="cpu", disable_native_kernels=True)

@@ -1,12 +1,13 @@
 """Every implementation of the kernels that this machine can run, as a fixture."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from headrace import kernels
-from headrace.kernels import cpu
+from headrace.kernels import cpu, triton
 
 ISAS = ("baseline", "avx2", "avx512", "avx512vnni")
 
@@ -56,3 +57,16 @@ def native(one_torch_thread: None) -> Iterator[None]:
     yield
     cpu.select_isa(_best_isa())
     kernels.set_num_threads(threads)
+
+
+@pytest.fixture
+def triton_device(one_torch_thread: None) -> torch.device:
+    """Where Triton's kernels run: compiled on a GPU, else interpreted on the CPU."""
+    if find_spec("triton") is None:
+        pytest.skip("the package triton is not installed")
+    torch.manual_seed(0)
+    if triton.is_interpreted():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("Triton was told to compile (TRITON_INTERPRET is not 1), and there is no GPU")
+    return torch.device("cuda")

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -79,15 +80,39 @@ def test_preferring_torch_ends_with_the_block(native):
         pass
 
 
-def test_other_devices_get_torch(native):
-    assert registry.select("rms_norm", "cuda").__module__ == "headrace.kernels.torch_fallback"
+def test_a_gpu_gets_triton_and_torch_has_the_rest(native):
     assert registry.select("rms_norm", "cpu").__module__ == "headrace.kernels.cpu.native_ops"
+    for op in registry.OPS:
+        provider = registry.select(op, "meta").__module__
+        # The draw is a module of its own.
+        assert provider in ("headrace.kernels.torch_fallback", "headrace.kernels.drawing")
+    if find_spec("triton") is None:
+        pytest.skip("the package triton is not installed")
+    of_triton = {row.op for row in kernels.report("cuda") if row.implementation == "triton"}
+    assert of_triton == set(registry.TRITON_OPS)
+    assert all("headrace.kernels.triton." in registry.select(op, "cuda").__module__ for op in of_triton)
+    assert registry.select("embedding", "cuda").__module__ == "headrace.kernels.torch_fallback"
+    assert registry.for_layout("torch", "linear", "cuda").__module__ == "headrace.kernels.torch_fallback"
+    assert registry.for_layout("torch", "moe", "cuda").__name__ == "moe"
+    assert registry.for_layout("native_f32", "linear", "cpu").__module__ == "headrace.kernels.cpu.native_ops"
 
 
-def test_every_implementation_has_every_op():
+def test_batch_invariance_changes_the_products_of_a_gpu_alone(native):
+    if find_spec("triton") is None:
+        pytest.skip("the package triton is not installed")
+    with kernels.batch_invariant():
+        assert {r.op for r in kernels.report("cuda") if "invariant" in r.implementation} == {"linear", "moe"}
+        assert registry.for_layout("torch", "linear", "cuda").__name__ == "invariant_linear"
+        assert registry.for_layout("torch", "moe", "cuda").__name__ == "invariant_moe"
+        assert registry.for_layout("torch", "linear", "cpu").__module__ == "headrace.kernels.torch_fallback"
+        assert registry.select("linear", "cpu").__module__ == "headrace.kernels.cpu.native_ops"
+    assert registry.for_layout("torch", "linear", "cuda").__module__ == "headrace.kernels.torch_fallback"
+
+
+def test_every_implementation_has_its_ops():
     for implementation in registry.IMPLEMENTATIONS:
         if not implementation.why_not("cpu"):
-            for op in registry.OPS:
+            for op in implementation.ops:
                 assert callable(registry._function(implementation, op))
 
 

@@ -81,6 +81,7 @@ class StepRows:
     starts, counts: host integers. Tensors, on the model's device: positions int32[num_tokens], row after row;
     seq_lens int32[num_rows] = starts + counts; row_starts int32[num_rows + 1], cumulative counts; out_slots int32[num_tokens],
     where K and V of each token go; slots int32[num_rows, max(seq_lens)], the slot of each position, junk beyond seq_lens.
+    In a step that is captured in a CUDA graph, starts are the largest that may come, and slots as wide; the tensors say what is.
     pages: int32[num_rows, pages of the longest], contiguous, instead of `slots` (then empty) for a backend with `paged_kv`.
     """
 

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from headrace.errors import ModelError
 
-Scheme = Literal["none", "int8", "int8-fast", "int4"]
+Scheme = Literal["none", "int8", "int8-fast", "int4", "fp8"]
 """How linear layers compute: in float; 8-bit weights and activations with a scale every 32 elements; the same with one scale a row
-(weights) and a token (activations); 4-bit weights with a scale every 32 elements and 8-bit activations."""
+(weights) and a token (activations); 4-bit weights with a scale every 32 elements and 8-bit activations (on a GPU: bfloat16 ones); float8
+weights and activations with a scale a row (on a GPU only)."""
 
 BITS: dict[Scheme, int] = {"int8": 8, "int8-fast": 8, "int4": 4}
 
@@ -22,12 +23,16 @@ OWN_METHOD = "headrace"
 
 @dataclass(frozen=True, slots=True)
 class StoredSettings:
-    """Of a quantised checkpoint. group_size: -1 = a whole row. zero_offset: what GPTQ adds to a stored zero point."""
+    """Of a quantised checkpoint. group_size: -1 = a whole row. zero_offset: what GPTQ adds to a stored zero point.
 
-    method: Literal["headrace", "gptq", "awq"]
+    block: of fp8, (rows, columns) of the weights that share a scale; (0, 0) = all of a matrix do.
+    """
+
+    method: Literal["headrace", "gptq", "awq", "fp8"]
     scheme: Scheme
     group_size: int
     zero_offset: int = 0
+    block: tuple[int, int] = (0, 0)
 
 
 def stored_settings(quantization: dict[str, Any] | None) -> StoredSettings | None:
@@ -47,9 +52,11 @@ def stored_settings(quantization: dict[str, Any] | None) -> StoredSettings | Non
                 f"a headrace checkpoint of scheme {scheme} with groups of {group_size} is not known to this version"
             )
         return StoredSettings("headrace", scheme, KERNEL_GROUP)
+    if method == "fp8":
+        return _fp8_settings(quantization)
     if method not in ("gptq", "awq"):
         raise ModelError(
-            f"quantised checkpoints of quant_method {method} are not supported; gptq, awq and headrace are"
+            f"quantised checkpoints of quant_method {method} are not supported; gptq, awq, fp8 and headrace are"
         )
     if bits != 4:
         raise ModelError(f"{method} checkpoints of {bits} bits are not supported; those of 4 are")
@@ -66,6 +73,18 @@ def stored_settings(quantization: dict[str, Any] | None) -> StoredSettings | Non
     if layout not in ("gptq", "gptq_v2"):
         raise ModelError(f"gptq checkpoints of checkpoint_format {layout} are not supported; gptq and gptq_v2 are")
     return StoredSettings("gptq", "int4", group_size, 1 if layout == "gptq" else 0)
+
+
+def _fp8_settings(quantization: dict[str, Any]) -> StoredSettings:
+    activations = quantization.get("activation_scheme", "dynamic")
+    if activations != "dynamic":
+        raise ModelError(f"fp8 checkpoints with activation_scheme {activations} are not supported; dynamic is")
+    block = quantization.get("weight_block_size")
+    if block is None:
+        return StoredSettings("fp8", "fp8", -1)
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+        raise ModelError(f"fp8 checkpoints with weight_block_size {block} are not supported; two positive sizes are")
+    return StoredSettings("fp8", "fp8", -1, block=(block[0], block[1]))
 
 
 def stored_scheme(quantization: dict[str, Any] | None) -> Scheme:

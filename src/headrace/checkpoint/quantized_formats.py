@@ -166,9 +166,10 @@ def own_tensors(matrix: QuantizedMatrix) -> dict[str, "torch.Tensor"]:
 
 
 def stored_format(quantization: dict[str, Any] | None) -> QuantizedFormat | None:
-    """The format of a checkpoint with this `quantization_config`; None for one that is not quantised. Raises ModelError as `stored_settings`."""
+    """The format of a checkpoint with this `quantization_config`; None for one that is not quantised, or whose matrices are floats
+    of 8 bits. Raises ModelError as `stored_settings`."""
     settings = stored_settings(quantization)
-    if settings is None:
+    if settings is None or settings.method == "fp8":
         return None
     if settings.method == "headrace":
         return OwnFormat(settings.scheme)

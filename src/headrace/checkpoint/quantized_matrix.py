@@ -59,6 +59,11 @@ class QuantizedMatrix:
         scales = self.scales.repeat_interleave(times, dim=1)[:, :groups]
         return QuantizedMatrix(self.scheme, self.codes, scales, minimums, group_size)
 
+    def to(self, device: "torch.device") -> "QuantizedMatrix":
+        """The same on a device."""
+        minimums = None if self.minimums is None else self.minimums.to(device)
+        return QuantizedMatrix(self.scheme, self.codes.to(device), self.scales.to(device), minimums, self.group_size)
+
     def with_minimums(self) -> "QuantizedMatrix":
         """The same weights with minimums spelled out. Exact."""
         if self.minimums is not None:

@@ -19,6 +19,7 @@ from headrace.checkpoint.gguf import Bytes, GgufFile, dequantize
 from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, map_tensors
 from headrace.checkpoint.gguf_quantized import quantized_matrix
 from headrace.checkpoint.model_config import ModelConfig, load_model_config, parse_hf_config, read_json_object
+from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_formats import QuantizedFormat, stored_format
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
@@ -277,6 +278,54 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         return layer if layer != name and layer in self._layers else None
 
 
+class Fp8Checkpoint(HuggingFaceCheckpoint):
+    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, widened when it is read.
+
+    block: (rows, columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix.
+    """
+
+    def __init__(self, path: Path, block: tuple[int, int]) -> None:
+        super().__init__(path)
+        self._block = block
+        suffix = "_scale_inv" if block[0] else "_scale"
+        self._scales = {name.removesuffix(suffix): name for name in self._files if name.endswith(f".weight{suffix}")}
+        for name, scale in self._scales.items():
+            if name not in self._files:
+                raise ModelError(f"{path.name}: {scale} has no weight beside it")
+            self._check_scale(name, scale)
+        for name in self._files:
+            if self._entry(name).dtype.startswith("F8") and name not in self._scales:
+                raise ModelError(f"{path.name}: the float8 tensor {name} has no {name}{suffix}")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(
+            math.prod(self.shape(name)) * (4 if name in self._scales else DTYPE_BYTES[self._entry(name).dtype])
+            for name in self.tensor_names()
+        )
+
+    def tensor_names(self) -> list[str]:
+        scales = set(self._scales.values())
+        return [name for name in self._files if name not in scales]
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        if name not in self._scales:
+            return super().tensor(name)
+        values, scales = super().tensor(name).float(), super().tensor(self._scales[name]).float()
+        if self._block[0]:
+            n, k = values.shape
+            rows, columns = self._block
+            scales = scales.repeat_interleave(rows, dim=0)[:n].repeat_interleave(columns, dim=1)[:, :k]
+        return values.mul_(scales)
+
+    def _check_scale(self, name: str, scale: str) -> None:
+        shape, found = self.shape(name), self.shape(scale)
+        rows, columns = self._block
+        wanted = (-(-shape[0] // rows), -(-shape[1] // columns)) if rows and len(shape) == 2 else (1,)
+        if math.prod(found) != 1 if not rows else found != wanted:
+            raise ModelError(f"tensor {scale} is {list(found)}, expected {list(wanted)}")
+
+
 class GgufCheckpoint(Checkpoint):
     """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
 
@@ -381,7 +430,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     if path.is_dir():
         if (path / "config.json").is_file():
-            stored = stored_format(load_model_config(path).quantization)
+            quantization = load_model_config(path).quantization
+            settings, stored = stored_settings(quantization), stored_format(quantization)
+            if settings is not None and settings.method == "fp8":
+                return Fp8Checkpoint(path, settings.block)
             return HuggingFaceCheckpoint(path) if stored is None else QuantizedCheckpoint(path, stored)
         found = sorted(path.glob("*.gguf"))
         if len(found) == 1:

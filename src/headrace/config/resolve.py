@@ -15,13 +15,23 @@ from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
+_KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
+
+MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
+"""--mem-fraction-static by device. A GPU is nobody else's, but activations and graphs take their part."""
+
+FP8_CAPABILITY = (8, 9)
+
+_LARGEST_GRAPH = 256
+_GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """What was found on this machine.
 
     has_cuda: torch sees a GPU. native_kernels: the native CPU kernels load; native_reason says why not. num_cpus: processors that this
-    process may use. cuda_bfloat16: the GPU computes in bfloat16.
+    process may use. cuda_bfloat16: the GPU computes in bfloat16. cuda_capability: (major, minor).
     """
 
     has_cuda: bool
@@ -29,17 +39,20 @@ class DeviceFacts:
     native_reason: str
     num_cpus: int
     cuda_bfloat16: bool = False
+    cuda_capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What an attention backend is asked to serve. page_size: None = as the backend likes."""
+    """What an attention backend is asked to serve. page_size: None = as the backend likes. deterministic: the bits of a row must depend on its
+    position and its own sequence alone, on a GPU, too."""
 
     device: str
     native_kernels: bool
     head_dim: int
     kv_cache_dtype: str
     page_size: int | None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +60,21 @@ class BackendChoices:
     """The attention backends, as `attention.select` knows them.
 
     preference: names, best first. reasons_against: why one cannot serve; empty when it can. page_size: what one likes.
+    captures: whether its decode can be captured in a CUDA graph.
     """
 
     preference: Sequence[str]
     reasons_against: Callable[[str, AttentionNeeds], list[str]]
     page_size: Callable[[str], int]
+    captures: Callable[[str], bool] = lambda name: False
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """Every choice made. Counts of tokens; chunked_prefill_size is -1 for whole prompts.
 
+    cuda_graph_sizes: batches of decode steps that are captured, ascending; empty = none.
+    deterministic: a GPU, too, gives bits that do not depend on the batch. On CPU it is so in any case.
     decisions: one sentence for each choice that the user did not make.
     """
 
@@ -72,8 +89,11 @@ class Config:
     max_prefill_tokens: int
     num_threads: int
     native_kernels: bool
+    deterministic: bool
     overlap: bool
     quantization: Scheme
+    mem_fraction_static: float
+    cuda_graph_sizes: tuple[int, ...]
     decisions: tuple[str, ...]
 
 
@@ -86,15 +106,20 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         reason = "--disable-native-kernels" if args.disable_native_kernels else facts.native_reason
         decisions.append(f"torch runs every CPU op, slower than the native kernels: {reason}")
     dtype = _dtype(args, model, device, facts, decisions)
-    quantization = _quantization(args, model, device, decisions)
+    quantization = _quantization(args, model, device, dtype, facts, decisions)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
-    needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size)
+    deterministic = _deterministic(args, device, quantization, decisions)
+    _check_compile(args, device, quantization, deterministic)
+    needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size, deterministic)
     attention_backend = _attention_backend(args, needs, backends, decisions)
     page_size = args.page_size
     if page_size is None:
         page_size = backends.page_size(attention_backend)
         decisions.append(f"page_size {page_size}: what attention backend {attention_backend} likes")
     context_length = _context_length(args, model, decisions)
+    cuda_graph_sizes = _cuda_graph_sizes(
+        args, device, backends.captures(attention_backend), attention_backend, decisions
+    )
     num_threads = args.num_threads or facts.num_cpus
     if args.num_threads is None and device == "cpu":
         decisions.append(f"num_threads {num_threads}: what this process may use")
@@ -110,8 +135,11 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         max_prefill_tokens=args.max_prefill_tokens,
         num_threads=num_threads,
         native_kernels=native,
+        deterministic=deterministic,
         quantization=quantization,
         overlap=not args.disable_overlap_schedule,
+        mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
+        cuda_graph_sizes=cuda_graph_sizes,
         decisions=tuple(decisions),
     )
 
@@ -161,17 +189,17 @@ def _dtype(args: ServerArgs, model: ModelConfig, device: str, facts: DeviceFacts
     return dtype
 
 
-def _quantization(args: ServerArgs, model: ModelConfig, device: str, decisions: list[str]) -> Scheme:
+def _quantization(
+    args: ServerArgs, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts, decisions: list[str]
+) -> Scheme:
     stored = stored_scheme(model.quantization)
-    if device != "cpu":
-        if args.quantization != "none":
-            raise ConfigError(
-                f"--quantization {args.quantization}: quantised linear layers run on CPU, not on {device}"
-            )
-        if stored != "none":
-            decisions.append(
-                f"quantization none: the checkpoint's {stored} weights are widened, {device} has no kernel for them"
-            )
+    refusal = _quantization_refusal(
+        stored if args.quantization == "none" else args.quantization, model, device, dtype, facts
+    )
+    if refusal and args.quantization != "none":
+        raise ConfigError(f"--quantization {args.quantization}: {refusal}")
+    if refusal:
+        decisions.append(f"quantization none: the checkpoint's {stored} weights are widened, for {refusal}")
         return "none"
     if stored == "none":
         return args.quantization
@@ -183,13 +211,57 @@ def _quantization(args: ServerArgs, model: ModelConfig, device: str, decisions: 
     return stored
 
 
+def _quantization_refusal(scheme: Scheme, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts) -> str:
+    """Why linear layers cannot compute so there; "" when they can."""
+    if scheme == "none":
+        return ""
+    if device == "cpu":
+        return "fp8 runs on GPUs; a CPU has int8" if scheme == "fp8" else ""
+    if scheme in ("int8", "int8-fast"):
+        return f"{scheme} linear layers run on CPU, not on {device}; fp8 and int4 do"
+    if model.moe is not None:
+        return f"the experts of a mixture have no {scheme} kernel on {device}"
+    if scheme == "fp8" and facts.cuda_capability < FP8_CAPABILITY:
+        return f"fp8 needs compute capability 8.9 or later, this GPU has {'.'.join(map(str, facts.cuda_capability))}"
+    if scheme == "int4" and dtype != "bfloat16":
+        return f"the int4 kernel of {device} computes in bfloat16, not in {dtype}; give --dtype bfloat16"
+    return ""
+
+
+def _check_compile(args: ServerArgs, device: str, quantization: Scheme, deterministic: bool) -> None:
+    if not args.enable_torch_compile:
+        return
+    if device == "cpu":
+        raise ConfigError("--enable-torch-compile is for GPUs; on a CPU the native kernels run whole layers already")
+    if quantization != "none":
+        raise ConfigError(f"--enable-torch-compile does not go with quantised weights ({quantization})")
+    if deterministic:
+        raise ConfigError("--enable-torch-compile does not go with --enable-deterministic-inference")
+
+
 def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[str]) -> str:
     if args.kv_cache_dtype == "auto":
         decisions.append(f"kv_cache_dtype {dtype}: that of the weights")
         return dtype
     if device == "cpu" and args.kv_cache_dtype == "float16":
         raise ConfigError("--kv-cache-dtype float16 is not served on CPU; use bfloat16 or float32")
-    return "bfloat16" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype
+    if device == "cpu" and args.kv_cache_dtype == "fp8_e4m3":
+        raise ConfigError("--kv-cache-dtype fp8_e4m3 is not served on CPU; use int8")
+    return _KV_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
+
+
+def _deterministic(args: ServerArgs, device: str, quantization: Scheme, decisions: list[str]) -> bool:
+    if not args.enable_deterministic_inference:
+        return False
+    if device == "cpu":
+        decisions.append("deterministic inference: so is every kernel on CPU, with or without the option")
+        return False
+    if quantization != "none":
+        raise ConfigError(f"--enable-deterministic-inference: {quantization} products feel the batch on {device}")
+    decisions.append(
+        "deterministic inference: attention and linear layers in shapes that do not depend on the batch, slower"
+    )
+    return True
 
 
 def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: BackendChoices, decisions: list[str]) -> str:
@@ -207,6 +279,41 @@ def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: Backen
             return name
         refused.append(f"{name} cannot: {', '.join(reasons)}")
     raise ConfigError(f"no attention backend serves this model here: {'; '.join(refused)}")
+
+
+def _cuda_graph_sizes(
+    args: ServerArgs, device: str, captures: bool, backend: str, decisions: list[str]
+) -> tuple[int, ...]:
+    asked = args.cuda_graph_bs or args.cuda_graph_max_bs is not None
+    if device != "cuda":
+        if asked:
+            raise ConfigError(f"--cuda-graph-bs and --cuda-graph-max-bs are for GPUs; the device is {device}")
+        return ()
+    if args.disable_cuda_graph:
+        return ()
+    if not captures:
+        if asked:
+            raise ConfigError(
+                f"attention backend {backend} cannot be captured in a CUDA graph; leave --cuda-graph-* out"
+            )
+        decisions.append(f"cuda graphs: no, attention backend {backend} cannot be captured")
+        return ()
+    if args.cuda_graph_bs:
+        return _sizes(args.cuda_graph_bs, args.max_running_requests)
+    largest = min(args.cuda_graph_max_bs or _LARGEST_GRAPH, args.max_running_requests)
+    sizes = (*(size for size in _GRAPH_SIZES if size < largest), largest)
+    decisions.append(f"cuda graphs: {len(sizes)} sizes of batch up to {largest}")
+    return sizes
+
+
+def _sizes(text: str, largest: int) -> tuple[int, ...]:
+    try:
+        sizes = {int(part) for part in text.split(",")}
+    except ValueError:
+        raise ConfigError(f"--cuda-graph-bs takes whole numbers with commas between, got {text!r:.80}") from None
+    if not all(1 <= size <= largest for size in sizes):
+        raise ConfigError(f"--cuda-graph-bs {text}: sizes are from 1 to --max-running-requests, {largest}")
+    return tuple(sorted(sizes))
 
 
 def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str]) -> int:

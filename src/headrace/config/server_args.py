@@ -142,10 +142,10 @@ class ServerArgs:
     )
     disable_openapi: bool = _opt(False, _S, "No /openapi.json and /docs.")
 
-    mem_fraction_static: float = _opt(
-        0.5,
+    mem_fraction_static: float | None = _opt(
+        None,
         _Q,
-        "Share of free memory (container limits respected) for weights and KV pool.",
+        "Share of free memory (container limits respected) for weights and KV pool; default: 0.5 on CPU, 0.85 on a GPU.",
         Bounds(above=0.0, below=1.0),
     )
     max_total_tokens: int | None = _opt(
@@ -172,22 +172,39 @@ class ServerArgs:
         10.0, _Q, "With policy priority: waiting so long raises the priority by one.", _SECONDS
     )
     page_size: int | None = _opt(None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers.")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8"] = _opt(
-        "auto", _Q, "Element type of the KV cache; auto = that of the weights, int8 = half the bytes of bfloat16."
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8", "fp8_e4m3"] = _opt(
+        "auto",
+        _Q,
+        "Element type of the KV cache; auto = that of the weights; int8, or fp8_e4m3 on a GPU = half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _opt(False, _Q, "Share nothing between requests.")
     disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only when the one before has been processed.")
     enable_cache_report: bool = _opt(True, _Q, "Report cached tokens in usage details.")
 
-    attention_backend: Literal["auto", "torch_native", "cpu"] = _opt(
+    attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _opt(
         "auto", _K, "Attention kernels; see `headrace doctor`."
     )
+    enable_deterministic_inference: bool = _opt(
+        False, _K, "On a GPU, bits that do not depend on the batch, at some cost in speed. On CPU they never do."
+    )
     num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.", _POSITIVE)
-    quantization: Literal["none", "int8", "int8-fast", "int4"] = _opt(
+    quantization: Literal["none", "int8", "int8-fast", "int4", "fp8"] = _opt(
         "none",
         _K,
-        "Linear layers in 8 or 4 bits, quantised at load, on CPU; a checkpoint that is quantised is served as it is stored. "
-        "int8-fast is quicker and less exact. See docs/quantization.md.",
+        "Linear layers in 8 or 4 bits, quantised at load: int8, int8-fast, int4 on CPU, fp8, int4 on a GPU; a checkpoint that is quantised "
+        "is served as it is stored. int8-fast is quicker and less exact. See docs/quantization.md.",
+    )
+    disable_cuda_graph: bool = _opt(False, _K, "On a GPU, launch every kernel of a decode step instead of one graph.")
+    cuda_graph_bs: str = _opt(
+        "",
+        _K,
+        "Batch sizes that have a graph, comma-separated; default: 1, 2, 4, 8, then steps of 8, from 64 on of 16.",
+    )
+    cuda_graph_max_bs: int | None = _opt(
+        None, _K, "Largest batch that has a graph; default: --max-running-requests, at most 256.", _POSITIVE
+    )
+    enable_torch_compile: bool = _opt(
+        False, _K, "On a GPU, compile what lies between attentions with torch.compile instead of the project's kernels."
     )
     disable_native_kernels: bool = _opt(False, _K, "Torch fallbacks instead of the native CPU kernels.")
 
@@ -229,6 +246,10 @@ class ServerArgs:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
         if self.dp_size > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it does not go with --single-process")
+        if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
+            raise ConfigError("--cuda-graph-bs names the largest size too: leave --cuda-graph-max-bs out")
+        if self.cuda_graph_bs and self.disable_cuda_graph:
+            raise ConfigError("--cuda-graph-bs does not go with --disable-cuda-graph")
         if self.page_size not in (None, 1, 16):
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
         if self.crash_dump_prompts and self.crash_dump_dir is None:

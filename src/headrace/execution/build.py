@@ -13,12 +13,17 @@ import torch
 
 from headrace import kernels
 from headrace.attention import select
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
+from headrace.execution.device import CudaDevice
+from headrace.execution.device_runner import DeviceRunner
+from headrace.execution.device_worker import DeviceWorker
+from headrace.execution.graphs import GraphPool, graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, give_back_free_memory, kv_token_budget
@@ -34,13 +39,14 @@ from headrace.layers.weight import Placement
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
+from headrace.models.decoder import DecoderLM
 from headrace.models.spec import CausalLM, kv_shape, model_class_for
 from headrace.sampling.logit_processors import load_processors
 from headrace.sampling.sampler import Sampler
 
 _logger = get_logger(__name__)
 
-BACKENDS = BackendChoices(select.PREFERENCE, select.reasons_against, select.preferred_page_size)
+BACKENDS = BackendChoices(select.PREFERENCE, select.reasons_against, select.preferred_page_size, select.captures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,14 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
     config = resolve(args, model_config, device_facts(), BACKENDS)
     processors = load_processors(args.custom_logit_processors)
     with ExitStack() as resources:
-        if not config.native_kernels:
+        if config.device == "cpu" and not config.native_kernels:
             resources.enter_context(kernels.prefer("torch"))
+        if config.deterministic:
+            if spec.name == "transformers":
+                raise ConfigError(
+                    f"--enable-deterministic-inference: model type {model_config.model_type} runs transformers' code, whose bits depend on the batch"
+                )
+            resources.enter_context(kernels.batch_invariant())
         if config.device == "cpu":
             kernels.set_num_threads(config.num_threads)
         device = torch.device(config.device)
@@ -93,19 +105,27 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         decisions = [_model_decision(spec.name, model_config.model_type), *config.decisions]
         if cache is not None:
             decisions.append(f"weight cache: {cache.outcome}")
-        pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, device, decisions)
-        attention = select.make_backend(config.attention_backend)
-        pool = attention.make_kv_pool(shape, pool_plan.num_tokens, config.page_size, device)
+        if args.enable_torch_compile:
+            _compile(model, spec.name)
+        graph_sizes = _graph_sizes(config, spec.name, model_config, decisions)
+        reserved = _reserved_bytes(config, model_config, graph_sizes)
+        pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions)
+        attention = select.make_backend(config.attention_backend, deterministic=config.deterministic)
+        # The padding of a graph writes to a page of its own.
+        num_slots = pool_plan.num_tokens + (config.page_size if graph_sizes else 0)
+        pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
         reason = model.fuse(attention) if config.device == "cpu" else f"the device is {config.device}"
         decisions.append(
             f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
         )
+        link = None if config.device == "cpu" else CudaDevice(device)
         table = SequenceTable(
             config.max_running_requests,
             pool_plan.context_length,
             model_config.hidden_size,
             device,
             page_size=config.page_size if attention.paged_kv() is not None else 0,
+            link=link,
         )
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
         rename = partial(spec.rename, model_config)
@@ -119,8 +139,18 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
         _load_adapters(args, loras)
         runner = ModelRunner(model, attention, table, sampler, loras)
-        sync_worker = TpModelWorker(runner, weights, resources.pop_all(), args.profile_dir)
-    worker: Worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
+        worker: Worker
+        if link is not None:
+            graphs = None
+            if graph_sizes:
+                vocab_size = model_config.vocab_size
+                graphs = GraphPool(model, attention, table, link, graph_sizes, vocab_size, pool_plan.num_tokens)
+                _capture(graphs)
+                weights.moved = graphs.capture
+            worker = DeviceWorker(DeviceRunner(runner, link, graphs), weights, resources.pop_all(), args.profile_dir)
+        else:
+            sync_worker = TpModelWorker(runner, weights, resources.pop_all(), args.profile_dir)
+            worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)
     return worker, ReadyInfo(
@@ -162,6 +192,7 @@ def device_facts() -> DeviceFacts:
         native_reason=reason,
         num_cpus=default_num_threads(),
         cuda_bfloat16=has_cuda and torch.cuda.is_bf16_supported(),
+        cuda_capability=torch.cuda.get_device_capability() if has_cuda else (0, 0),
     )
 
 
@@ -191,11 +222,62 @@ def _model_decision(model_class: str, model_type: str) -> str:
     )
 
 
+def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, decisions: list[str]) -> tuple[int, ...]:
+    """`config.cuda_graph_sizes`, or none for a model that waits for the device within a step."""
+    if not config.cuda_graph_sizes:
+        return ()
+    if model_class == "transformers":
+        reason = "the model class transformers may wait for the device"
+    elif model_config.moe is not None and not kernels.runs_fused_moe(config.device):
+        reason = "torch's mixture of experts waits for the device"
+    else:
+        return config.cuda_graph_sizes
+    decisions.append(f"cuda graphs: no after all, {reason}")
+    return ()
+
+
+def _reserved_bytes(config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...]) -> int:
+    """What graphs of these sizes need."""
+    if not graph_sizes:
+        return 0
+    partials = 0
+    if config.deterministic:
+        from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # Triton, which other choices do without
+
+        splits = -(-config.context_length // DETERMINISTIC_SPLIT)
+        partials = model_config.num_q_heads * splits * model_config.head_dim * 4
+    return graph_bytes(
+        graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, partials
+    )
+
+
+def _compile(model: CausalLM, model_class: str) -> None:
+    """Raises ConfigError when the model has no pieces to compile."""
+    reason = (
+        model.compile_pieces() if isinstance(model, DecoderLM) else f"the model class {model_class} has other layers"
+    )
+    if reason:
+        raise ConfigError(f"--enable-torch-compile: {reason}")
+
+
+def _capture(graphs: GraphPool) -> None:
+    """Raises ConfigError saying how to do without."""
+    begin = time.perf_counter()
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a decode step could not be captured in a CUDA graph ({error}); --disable-cuda-graph does without"
+        ) from error
+    _logger.info("captured %d CUDA graphs in %.1f s", len(graphs.sizes), time.perf_counter() - begin)
+
+
 def _plan_pool(
     args: ServerArgs,
     config: Config,
     bytes_per_token: int,
     weight_bytes: int,
+    reserved_bytes: int,
     device: torch.device,
     decisions: list[str],
 ) -> _PoolPlan:
@@ -213,7 +295,8 @@ def _plan_pool(
         budget = kv_token_budget(
             available=available_bytes(device),
             weight_bytes=weight_bytes,
-            mem_fraction_static=args.mem_fraction_static,
+            mem_fraction_static=config.mem_fraction_static,
+            reserved_bytes=reserved_bytes,
             bytes_per_token=bytes_per_token,
             page_size=page_size,
             max_tokens_useful=config.max_running_requests * context_length,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from headrace.attention.base import StepRows
+from headrace.execution.device import upload_parts
 from headrace.execution.sequence_table import HostTables, SequenceTable
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 
@@ -51,14 +52,16 @@ class ForwardBatch:
         assert row_starts_on_host[-1] == plan.num_tokens, (counts, plan.num_tokens)
         assert longest <= table.context_length, (longest, table.context_length)
         if table.host is None:
-            device = table.tokens.device
-            index = (_place(token_rows, device, torch.int64), _place(positions, device, torch.int64))
-            out_slots = _place(plan.out_slots, device)
-            table.slots[index] = out_slots
-            token_ids = table.tokens[index]
-            slots, pages = table.slots[:, :longest][_place(plan.seqs, device, torch.int64)], None
-            places = [_place(part, device) for part in (positions, seq_lens)]
-            row_starts = row_starts.to(device)
+            assert table.link is not None, "tables of a device without a link to it"
+            at_rows, at_positions, seqs = upload_parts(
+                table.link, [part.astype(np.int64) for part in (token_rows, positions, plan.seqs)]
+            )
+            *places, out_slots, row_starts = upload_parts(
+                table.link, [positions, seq_lens, plan.out_slots, row_starts.numpy()]
+            )
+            table.slots.index_put_((at_rows, at_positions), out_slots)
+            token_ids = table.tokens[at_rows, at_positions]
+            slots, pages = table.slots[:, :longest].index_select(0, seqs), None
         else:
             token_ids = torch.from_numpy(table.host.tokens[token_rows, positions])
             slots, pages = _slots_and_pages(plan, table.host, table.page_size, token_rows, positions, longest)
@@ -99,7 +102,3 @@ def _single_tokens(num_rows: int) -> tuple[torch.Tensor, list[int]]:
     """`row_starts` of a step of one token a row, as a tensor on the CPU and as a list. Nobody writes to them."""
     row_starts = list(range(num_rows + 1))
     return torch.tensor(row_starts, dtype=torch.int32), row_starts
-
-
-def _place(array: Int32Array, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.from_numpy(array).to(device=device, dtype=dtype)

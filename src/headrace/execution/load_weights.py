@@ -17,6 +17,7 @@ from headrace.execution.weight_cache import Progress, WeightCache
 from headrace.layers.weight import Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
 
+_CPU = torch.device("cpu")
 _DUMMY_STD = 0.02
 _NAMES_IN_A_MESSAGE = 4
 
@@ -38,7 +39,7 @@ def load_model(
     """
     model = spec.build(config or checkpoint.config, placement)
     if checkpoint.kind == "dummy":
-        fill_random(model.weights(), seed)
+        fill_random(model.weights(), seed, placement.device)
     else:
         restored = frozenset[str]() if cache is None else cache.restore(model.weights(), progress)
         fill_from_checkpoint(model.weights(), checkpoint, spec, progress, placement.quantization, restored)
@@ -93,12 +94,12 @@ def _as_stored(
     return matrix if matrix is not None and (quantization == "int4" or matrix.scheme == "int8") else None
 
 
-def fill_random(weights: Iterable[Weight], seed: int) -> None:
-    """Small normal matrices, neutral norms and zero biases; the same for the same seed, on any device."""
-    generator = torch.Generator().manual_seed(seed)
+def fill_random(weights: Iterable[Weight], seed: int, device: torch.device = _CPU) -> None:
+    """Small normal matrices, neutral norms and zero biases; the same for the same seed. A GPU makes its own, in seconds."""
+    generator = torch.Generator(device).manual_seed(seed)
     for weight in weights:
         if weight.init == "normal":
-            weight.load(torch.randn(weight.shape, generator=generator).mul_(_DUMMY_STD))
+            weight.load(torch.randn(weight.shape, generator=generator, device=device).mul_(_DUMMY_STD))
         else:
             weight.load(torch.ones(weight.shape) if weight.init == "ones" else torch.zeros(weight.shape))
 

@@ -24,6 +24,7 @@ class TokenBudget:
 def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated: on CPU the least of what the machine and the control groups leave."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left to the allocator
         return int(torch.cuda.mem_get_info(device)[0])
     return min(available_on_host(Path("/proc/meminfo")), available_in_cgroup())
 
@@ -72,13 +73,14 @@ def kv_token_budget(
     bytes_per_token: int,
     page_size: int,
     max_tokens_useful: int,
+    reserved_bytes: int = 0,
 ) -> TokenBudget:
     """Tokens that fit: mem_fraction_static of what was free before the weights came, less the weights.
 
     available: bytes free now, weights loaded. max_tokens_useful: more would never be used at once. A multiple of page_size, which may
-    be 0 when nothing fits.
+    be 0 when nothing fits. reserved_bytes: for something else.
     """
-    budget = int((available + weight_bytes) * mem_fraction_static) - weight_bytes
+    budget = int((available + weight_bytes) * mem_fraction_static) - weight_bytes - reserved_bytes
     fitting = max(0, budget) // bytes_per_token // page_size * page_size
     useful = -(-max_tokens_useful // page_size) * page_size
     if useful < fitting:
@@ -87,7 +89,8 @@ def kv_token_budget(
         )
     return TokenBudget(
         fitting,
-        f"{mem_fraction_static:.0%} of {(available + weight_bytes) / 2**30:.1f} GiB less {weight_bytes / 2**30:.2f} GiB of weights, "
+        f"{mem_fraction_static:.0%} of {(available + weight_bytes) / 2**30:.1f} GiB less {weight_bytes / 2**30:.2f} GiB of weights"
+        f"{f' and {reserved_bytes / 2**30:.2f} GiB for graphs' if reserved_bytes else ''}, "
         f"at {bytes_per_token} bytes a token",
     )
 

@@ -62,10 +62,24 @@ class ModelRunner:
 
         on_layers: called when all is prepared and the layers are about to run.
         """
-        begin = time.perf_counter()
+        self.add(plan)
+        return self.compute(plan, on_layers)
+
+    def add(self, plan: ModelWorkerBatch) -> None:
+        """Enter the plan's new sequences in the tables."""
         for new in plan.new:
             self.table.add(new)
             self.sampler.add(new.seq, new)
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """[num_tokens, hidden_size] after the final norm, of rows whose input is token ids alone."""
+        inputs = self.model.embed(batch.token_ids)
+        self.attention.prepare(batch.rows)
+        return self.model.forward(inputs, batch.rows.positions, self.attention)
+
+    def compute(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
+        """`run` of a plan whose new sequences were added."""
+        begin = time.perf_counter()
         if plan.faults:
             self._forward_faults(plan)
         seqs = plan.seqs.tolist()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.execution.device import Device
 from headrace.messages.step import NewSequence
 
 
@@ -39,23 +40,32 @@ class HostTables:
 class SequenceTable:
     """Rows 0 .. max_seqs - 1, one a live sequence; row contents of ended sequences are junk until reused.
 
-    tokens: int64[max_seqs, context_length + 1]. slots: int32[max_seqs, context_length]. Both on the model's device. host: the same
-    memory, None on other devices than the CPU. special: rows whose `SequenceSpec` is not plain. adapted: rows with an adapter.
-    page_size: given (CPU only), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
+    tokens: int64[max_seqs + 1, context_length + 1]. slots: int32[max_seqs + 1, context_length]. Both on the model's device; the last row,
+    `spare`, is no sequence's. special: rows whose `SequenceSpec` is not plain. adapted: rows with an adapter.
+    link: how values reach a device without waiting; None where the tables are in host memory. host: the same memory; None with a link.
+    page_size: given (without a link), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
     """
 
     def __init__(
-        self, max_seqs: int, context_length: int, hidden_size: int, device: torch.device, page_size: int = 0
+        self,
+        max_seqs: int,
+        context_length: int,
+        hidden_size: int,
+        device: torch.device,
+        page_size: int = 0,
+        link: Device | None = None,
     ) -> None:
-        assert not page_size or device.type == "cpu", (page_size, device)
+        assert not page_size or link is None, (page_size, device)
         self.max_seqs = max_seqs
+        self.spare = max_seqs
+        self.link = link
         self.context_length = context_length
         self.page_size = page_size
-        self.tokens = torch.zeros(max_seqs, context_length + 1, dtype=torch.int64, device=device)
-        self.slots = torch.zeros(max_seqs, 0 if page_size else context_length, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(max_seqs + 1, context_length + 1, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(max_seqs + 1, 0 if page_size else context_length, dtype=torch.int32, device=device)
         num_pages = -(-context_length // page_size) if page_size else 0
         pages = np.zeros((max_seqs, num_pages), np.int32)
-        self.host = HostTables(self.tokens.numpy(), self.slots.numpy(), pages) if device.type == "cpu" else None
+        self.host = HostTables(self.tokens.numpy(), self.slots.numpy(), pages) if link is None else None
         self.special: set[int] = set()
         self.adapted: set[int] = set()
         self.specs: dict[int, SequenceSpec] = {}
@@ -67,13 +77,12 @@ class SequenceTable:
         num_tokens, num_cached = len(new.token_ids), len(new.prefix_slots)
         assert 0 <= new.seq < self.max_seqs, (new.seq, self.max_seqs)
         assert num_cached < num_tokens <= self.context_length + 1, (num_cached, num_tokens, self.context_length)
-        self.tokens[new.seq, :num_tokens] = torch.from_numpy(new.token_ids.astype(np.int64)).to(self._device)
+        self.tokens[new.seq, :num_tokens] = self._placed(new.token_ids.astype(np.int64))
         if num_cached and self.page_size and self.host is not None:
             first_slots = new.prefix_slots[:: self.page_size]
             self.host.pages[new.seq, : len(first_slots)] = first_slots // self.page_size
         elif num_cached:
-            slots = torch.from_numpy(new.prefix_slots.astype(np.int32, copy=True))
-            self.slots[new.seq, :num_cached] = slots.to(self._device)
+            self.slots[new.seq, :num_cached] = self._placed(new.prefix_slots.astype(np.int32, copy=True))
         embeds = None
         if new.input_embeds:
             values = torch.frombuffer(bytearray(new.input_embeds), dtype=torch.float32)
@@ -87,3 +96,6 @@ class SequenceTable:
             self.adapted.add(new.seq)
         else:
             self.adapted.discard(new.seq)
+
+    def _placed(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values) if self.link is None else self.link.upload(values)

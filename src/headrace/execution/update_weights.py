@@ -114,6 +114,7 @@ class _Switch:
     model: CausalLM
     attention: AttentionBackend
     new: list[tuple[Keeper, Kept]]
+    moved: Callable[[], None]
 
     def __call__(self) -> None:
         """All of them, or none. Between two steps."""
@@ -129,6 +130,7 @@ class _Switch:
             keeper.restore(kept)
         # The native call reads weights where they were when it was made.
         self.model.fuse(self.attention)
+        self.moved()
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ class ModelWeights:
     """The `WeightExecutor` of a model.
 
     pool: the KV cache. rename: the model's name of a tensor. ignored: parts of names that may be sent and the model does not need.
-    load: another checkpoint of the same model, as a model of its own. Raises ModelError.
+    load: another checkpoint of the same model, as a model of its own. Raises ModelError. moved: called when the weights lie elsewhere.
     """
 
     model: CausalLM
@@ -145,6 +147,7 @@ class ModelWeights:
     rename: Callable[[str], str]
     ignored: tuple[str, ...]
     load: Callable[[str, LoadFormat], CausalLM]
+    moved: Callable[[], None] = lambda: None
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
     _released: dict[MemoryTag, Released] = field(default_factory=dict)
 
@@ -177,7 +180,7 @@ class ModelWeights:
         other = self.load(operation.model_path, operation.load_format)
         new = [(ours, theirs.kept()) for ours, theirs in zip(_keepers(self.model), _keepers(other), strict=True)]
         return Prepared(
-            f"{len(new)} layers were loaded", _Switch(self.model, self.attention, new), changes_weights=True
+            f"{len(new)} layers were loaded", _Switch(self.model, self.attention, new, self.moved), changes_weights=True
         )
 
     def _updated(self, tensors: list[tuple[str, torch.Tensor]]) -> Prepared:
@@ -195,7 +198,8 @@ class ModelWeights:
         for key in list(parts):
             keeper, own = parts.pop(key)
             new.append((keeper, keeper.staged(own)))
-        return Prepared(f"{given} tensors were updated", _Switch(self.model, self.attention, new), changes_weights=True)
+        switch = _Switch(self.model, self.attention, new, self.moved)
+        return Prepared(f"{given} tensors were updated", switch, changes_weights=True)
 
     # -- groups
 
@@ -287,6 +291,7 @@ class ModelWeights:
                 del self._released[tag]
                 if tag == "weights":
                     self.model.fuse(self.attention)
+                    self.moved()
         return Prepared(f"{taken} bytes were resumed")
 
 

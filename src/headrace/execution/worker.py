@@ -7,6 +7,7 @@ Runs in the scheduler's thread.
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeVar
 
 from headrace.errors import ExecutionError
 from headrace.execution.model_runner import ModelRunner
@@ -17,6 +18,8 @@ from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
 _logger = get_logger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class TpModelWorker:
@@ -71,9 +74,14 @@ class TpModelWorker:
 def run_guarded(
     runner: ModelRunner, batch: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None
 ) -> StepResult | ExecutionError:
+    """`ModelRunner.run` within `guarded`."""
+    return guarded(batch, lambda: runner.run(batch, on_layers))
+
+
+def guarded(batch: ModelWorkerBatch, act: Callable[[], _Result]) -> _Result | ExecutionError:
     """The boundary of a step: whatever goes wrong in it is logged once and becomes that step's ExecutionError."""
     try:
-        return runner.run(batch, on_layers)
+        return act()
     except ExecutionError as error:
         _logger.error("step %d failed: %s", batch.step, error.message)
         return error

@@ -23,7 +23,15 @@ from headrace.kernels.ops import (
     write_kv,
 )
 from headrace.kernels.packing import PAGE_SIZE, PackedLinear, kv_cache_shapes
-from headrace.kernels.registry import OpReport, num_threads, prefer, report, set_num_threads
+from headrace.kernels.registry import (
+    OpReport,
+    batch_invariant,
+    num_threads,
+    prefer,
+    report,
+    runs_fused_moe,
+    set_num_threads,
+)
 
 __all__ = [
     "PAGE_SIZE",
@@ -37,6 +45,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "argmax",
+    "batch_invariant",
     "draw",
     "embedding",
     "exp_sums",
@@ -56,6 +65,7 @@ __all__ = [
     "report",
     "rms_norm",
     "rotary",
+    "runs_fused_moe",
     "set_num_threads",
     "silu_mul",
     "write_kv",

@@ -18,8 +18,8 @@ _FLOAT_FORMATS = {"native_f32": -2, "native_bf16": -1}
 class PackedExperts:
     """Packed weights by expert: gate_up [2 * intermediate_size, hidden_size], gate first, and down [hidden_size, intermediate_size].
 
-    table: int64[num_experts, 2, 5], csrc/cpu/ops.h's ExpertWeight of each; None where torch computes. The addresses in it are those of the
-    tensors kept here: weights that are loaded again need another one.
+    table: of native layouts int64[num_experts, 2, 5], csrc/cpu/ops.h's ExpertWeight of each; of layout torch int64[num_experts, 2], their
+    addresses, on their device; else None. The addresses are those of the tensors kept here: weights that are loaded again need another.
     """
 
     gate_up: tuple[PackedLinear, ...]
@@ -60,6 +60,9 @@ def pack_experts(
     table = None
     if is_native:
         table = torch.tensor([[_row(up), _row(out)] for up, out in zip(gate_up, down, strict=True)], dtype=torch.int64)
+    elif all(weight.layout == "torch" for weight in every):
+        addresses = [[up.data.data_ptr(), out.data.data_ptr()] for up, out in zip(gate_up, down, strict=True)]
+        table = torch.tensor(addresses, dtype=torch.int64, device=every[0].data.device)
     return PackedExperts(tuple(gate_up), tuple(down), activation, table)
 
 

@@ -37,7 +37,7 @@ def linear(
 
     accumulate: add to what `out` holds. out must not overlap x.
     """
-    return cast(torch.Tensor, for_layout(packed.layout)(x, packed, out, accumulate))
+    return cast(torch.Tensor, for_layout(packed.layout, "linear", x.device.type)(x, packed, out, accumulate))
 
 
 def quantize_rows(x: torch.Tensor, *, by_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts
     x: [rows, hidden_size]. expert_ids: int64[rows, top_k]. shares: float32[rows, top_k]. Each expert's rows are one product; a row
     adds its experts up by rank. ValueError for an id that is not an expert's (on CPU).
     """
-    op = for_layout(experts.gate_up[0].layout, "moe")
+    op = for_layout(experts.gate_up[0].layout, "moe", x.device.type)
     return cast(torch.Tensor, op(x, expert_ids, shares, experts))
 
 
@@ -103,7 +103,7 @@ def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: floa
     outside the table (on CPU).
     """
     if isinstance(table, PackedLinear):
-        return cast(torch.Tensor, for_layout(table.layout, "embedding")(ids, table, scale))
+        return cast(torch.Tensor, for_layout(table.layout, "embedding", ids.device.type)(ids, table, scale))
     return cast(torch.Tensor, select("embedding", table.device.type)(ids, table, scale))
 
 

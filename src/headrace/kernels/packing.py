@@ -28,6 +28,8 @@ Layout = Literal[
     "torch",
     "torch_by_group",
     "torch_by_row",
+    "torch_fp8",
+    "torch_int4",
 ]
 
 QUANT_SCHEMES: dict[str, int] = {"native_int8": 0, "native_int8_fast": 1, "native_int4": 2, "native_int4_min": 3}
@@ -49,7 +51,8 @@ class PackedLinear:
 
     data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
         torch: [n, k] as given (float32 on CPU). Columns beyond n are 0. The native_int layouts: uint8, `pack_native_quantized`;
-        torch_by_group, torch_by_row: float32[n, k], the weights; activations are quantised in groups of 32 or by row.
+        torch_by_group, torch_by_row: float32[n, k], the weights; activations are quantised in groups of 32 or by row. torch_fp8,
+        torch_int4: of a GPU, see `torch_quantized`.
     bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
         n rounded up to 32 elements, a factor of each column.
     """
@@ -105,7 +108,7 @@ def pack_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
 
 
 def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
-    """ValueError unless the matrix is on the CPU, its parts fit one another and bias is [n] or None."""
+    """ValueError unless the matrix' parts fit one another and bias is [n] or None."""
     (n, k), size = matrix.shape, matrix.group_size
     wanted = (n, -(-k // size))
     for what, tensor in (("scales", matrix.scales), ("minimums", matrix.minimums)):
@@ -113,10 +116,8 @@ def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
             raise ValueError(
                 f"pack_linear: {what} must be float32 {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
             )
-    if matrix.codes.dtype != torch.uint8 or matrix.codes.device.type != "cpu":
-        raise ValueError(
-            f"pack_linear: codes must be uint8 on the CPU, got {matrix.codes.dtype} on {matrix.codes.device}"
-        )
+    if matrix.codes.dtype != torch.uint8:
+        raise ValueError(f"pack_linear: codes must be uint8, got {matrix.codes.dtype}")
     if matrix.scheme not in BITS or (matrix.minimums is not None and matrix.scheme != "int4"):
         raise ValueError(f"pack_linear: scheme {matrix.scheme} does not go with minimums, or is none")
     if size != k if matrix.scheme == "int8-fast" else size % KERNEL_GROUP and size < k:

@@ -1,7 +1,7 @@
 """Which implementation runs an op: op name -> implementations, best first, chosen by device.
 
 Owns the choice and its reasons (`report`, for `headrace doctor`). Does not own the ops. Choices are made at first use, kept, and
-the same in every thread of the process.
+the same in every thread of the process. An implementation may have some of the ops only: the next one has the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace.kernels import cpu
+from headrace.kernels import cpu, triton
 from headrace.kernels.cpu.threads import default_num_threads
 
 Op = Callable[..., Any]
@@ -37,23 +37,36 @@ OPS = (
     "lora_delta",
 )
 
+TRITON_OPS = (
+    "rms_norm",
+    "layer_norm",
+    "moe",
+    "rotary",
+    "silu_mul",
+    "gelu_tanh_mul",
+    "argmax",
+    "draw",
+    "exp_sums",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """One provider of all the ops.
+    """One provider of ops.
 
     name: what reports say. module: where a function of each op's name lives; imported only when it is chosen.
-    why_not: "" when it can run on a device type ("cpu", "cuda", ...), otherwise the reason.
+    why_not: "" when it can run on a device type ("cpu", "cuda", ...), otherwise the reason. ops: those it has.
     """
 
     name: str
     module: str
     why_not: Callable[[str], str]
+    ops: tuple[str, ...] = OPS
 
 
 @dataclass(frozen=True, slots=True)
 class OpReport:
-    """What runs an op on CPU: "native (avx512)" or "torch", and why not something faster ("" when nothing is)."""
+    """What runs an op on a device: "native (avx512)" or "torch", and why not something faster ("" when nothing is)."""
 
     op: str
     implementation: str
@@ -64,20 +77,38 @@ def _native_why_not(device_type: str) -> str:
     return cpu.why_not() if device_type == "cpu" else f"the native kernels run on CPU, not on {device_type}"
 
 
+def triton_why_not(device_type: str) -> str:
+    """Why Triton's kernels do not run on this device type; "" when they do. On a CPU they do where they are preferred, and interpreted."""
+    if device_type == "cpu" and _preferred != "triton":
+        return "the Triton kernels run on CUDA; on a CPU they are interpreted, for tests"
+    return triton.why_not(device_type)
+
+
+def _invariant_why_not(device_type: str) -> str:
+    if not _batch_invariant:
+        return "the vendor's matrix products are faster; these are for batch-invariant bits"
+    return triton_why_not(device_type)
+
+
 IMPLEMENTATIONS = (
     Implementation("native", "headrace.kernels.cpu.native_ops", _native_why_not),
+    Implementation(
+        "triton, batch-invariant", "headrace.kernels.triton.invariant_ops", _invariant_why_not, ("linear", "moe")
+    ),
+    Implementation("triton", "headrace.kernels.triton.ops", triton_why_not, TRITON_OPS),
     Implementation("torch", "headrace.kernels.torch_fallback", lambda device_type: ""),
 )
 
 _chosen: dict[tuple[str, str], Op] = {}
 _preferred: str | None = None
+_batch_invariant = False
 
 
 def select(op: str, device_type: str) -> Op:
     """The function that runs `op` on tensors of this device type."""
     function = _chosen.get((op, device_type))
     if function is None:
-        function = _chosen[op, device_type] = _function(_choose(device_type)[0], op)
+        function = _chosen[op, device_type] = _function(_choose(op, device_type)[0], op)
     return function
 
 
@@ -99,22 +130,51 @@ def prefer(name: str) -> Iterator[None]:
         _chosen.clear()
 
 
-def for_layout(layout: str, op: str = "linear") -> Op:
-    """The `op` that reads weights of this layout."""
-    return _function(IMPLEMENTATIONS[1] if layout.startswith("torch") else IMPLEMENTATIONS[0], op)
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Within the block the bits of a row depend on that row alone on a GPU, too, where that costs speed. On CPU they always do."""
+    global _batch_invariant
+    before, _batch_invariant = _batch_invariant, True
+    _chosen.clear()
+    try:
+        yield
+    finally:
+        _batch_invariant = before
+        _chosen.clear()
+
+
+def for_layout(layout: str, op: str, device_type: str) -> Op:
+    """The `op` that reads weights of this layout, on activations of this device type."""
+    if not layout.startswith("torch"):
+        return _function(IMPLEMENTATIONS[0], op)
+    key = f"{op} of torch's weights", device_type
+    function = _chosen.get(key)
+    if function is None:
+        function = _chosen[key] = _function(_choose(op, device_type, IMPLEMENTATIONS[1:])[0], op)
+    return function
 
 
 def runs_native(device_type: str) -> bool:
     """Whether the native kernels run the ops on this device type."""
-    return _choose(device_type)[0].name == "native"
+    return _choose("linear", device_type)[0].name == "native"
 
 
-def report() -> list[OpReport]:
-    """What runs each op on CPU, and why not something faster."""
-    implementation, reason = _choose("cpu")
+def runs_fused_moe(device_type: str) -> bool:
+    """Whether `moe` is something else there than torch's loop over the experts, which waits for the device."""
+    return select("moe", device_type).__module__ != "headrace.kernels.torch_fallback"
+
+
+def report(device_type: str = "cpu") -> list[OpReport]:
+    """What runs each op on this device type, and why not something faster."""
     native = cpu.load()
-    name = f"native ({native.isa()})" if implementation.name == "native" and native is not None else implementation.name
-    return [OpReport(op, name, reason) for op in OPS]
+    rows = []
+    for op in OPS:
+        implementation, reason = _choose(op, device_type)
+        name = implementation.name
+        rows.append(
+            OpReport(op, f"native ({native.isa()})" if name == "native" and native is not None else name, reason)
+        )
+    return rows
 
 
 def set_num_threads(n: int) -> None:
@@ -133,21 +193,28 @@ def num_threads() -> int:
     return default_num_threads() if native is None else int(native.num_threads())
 
 
-def _choose(device_type: str) -> tuple[Implementation, str]:
-    """The first implementation that can run (the preferred one if it can), and why the ones before it do not."""
+def _choose(
+    op: str, device_type: str, implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
+) -> tuple[Implementation, str]:
+    """The first implementation that can run the op (the preferred one if it can), and why the ones before it do not."""
+    candidates = [implementation for implementation in implementations if op in implementation.ops]
     reasons: list[str] = []
-    for implementation in IMPLEMENTATIONS:
+    for implementation in candidates:
         reason = implementation.why_not(device_type)
-        if not reason and _preferred not in (None, implementation.name) and _can_run(_preferred, device_type):
+        if (
+            not reason
+            and _preferred not in (None, implementation.name)
+            and _can_run(_preferred, device_type, candidates)
+        ):
             reason = f"{_preferred} is preferred"
         if not reason:
             return implementation, "; ".join(reasons)
         reasons.append(f"{implementation.name}: {reason}")
-    raise AssertionError(f"no implementation runs on {device_type}: {reasons}")
+    raise AssertionError(f"no implementation runs {op} on {device_type}: {reasons}")
 
 
-def _can_run(name: str | None, device_type: str) -> bool:
-    return any(i.name == name and not i.why_not(device_type) for i in IMPLEMENTATIONS)
+def _can_run(name: str | None, device_type: str, candidates: list[Implementation]) -> bool:
+    return any(i.name == name and not i.why_not(device_type) for i in candidates)
 
 
 def _function(implementation: Implementation, op: str) -> Op:

@@ -24,6 +24,7 @@ from headrace.kernels.packing import (
     pack_torch_quantized,
 )
 from headrace.kernels.registry import for_layout
+from headrace.kernels.torch_quantized import fp8_product, int4_product, pack_int4, why_not_int4
 
 __all__ = [
     "argmax",
@@ -45,6 +46,8 @@ __all__ = [
     "write_kv",
 ]
 
+_PRODUCTS = {"torch_fp8": fp8_product, "torch_int4": int4_product}
+
 TILE_ROWS = 16
 KEY_BLOCK = 256
 
@@ -53,7 +56,12 @@ def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | Non
     """See `headrace.kernels.ops.pack_linear`."""
     if isinstance(weight, QuantizedMatrix):
         check_quantized(weight, bias)
-        return pack_torch_quantized(weight, bias)
+        if weight.codes.device.type == "cpu":
+            return pack_torch_quantized(weight, bias)
+        n, k = weight.shape
+        if weight.scheme == "int4" and not why_not_int4(n, k, weight.group_size):
+            return pack_int4(weight, bias)
+        return pack_torch(weight.dequantize().to(torch.bfloat16), bias)
     check_linear(weight, bias)
     return pack_torch(weight, bias)
 
@@ -66,6 +74,11 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         raise ValueError("linear: accumulate needs out")
     if out is not None and tuple(out.shape) != (x.shape[0], packed.n):
         raise ValueError(f"linear: out must be {(x.shape[0], packed.n)}, got {tuple(out.shape)}")
+    if packed.layout in _PRODUCTS:
+        y = _PRODUCTS[packed.layout](x, packed)
+        if packed.bias is not None:
+            y += packed.bias.to(y.dtype)
+        return y if out is None else out.add_(y) if accumulate else out.copy_(y)
     if packed.layout != "torch":
         values, scales = quantize_rows(x, packed.layout == "torch_by_group")
         size = KERNEL_GROUP if packed.layout == "torch_by_group" else packed.k
@@ -351,6 +364,8 @@ def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mappi
         factors = adapters.get(lora_id)
         if factors is None:
             continue
-        inner = for_layout(factors.a.layout)(x[chosen], factors.a, None, False)
+        inner = for_layout(factors.a.layout, "linear", x.device.type)(x[chosen], factors.a, None, False)
         for part in factors.parts:
-            y[chosen, part.columns] += for_layout(part.b.layout)(inner[:, part.ranks], part.b, None, False)
+            y[chosen, part.columns] += for_layout(part.b.layout, "linear", x.device.type)(
+                inner[:, part.ranks], part.b, None, False
+            )

@@ -15,7 +15,7 @@ class Embedding:
     """table[ids] * scale.
 
     tied: the output projection that shares this table. A lookup then reads the projection's packed weight and there is no table.
-    Where linear layers are quantised there is one, in the weights' dtype: a lookup reads one row of it, so its size costs memory and no
+    Where the projection is quantised there is one, in the weights' dtype: a lookup reads one row of it, so its size costs memory and no
     time.
     """
 
@@ -26,7 +26,7 @@ class Embedding:
         self._scale = scale
         self._placement = placement
         self._tied = tied
-        self._shared = tied if placement.quantization == "none" else None
+        self._shared = tied if placement.head.quantization == "none" else None
         self._table: torch.Tensor
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,10 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.errors import ModelError
 from headrace.kernels import PackedLinear
 from headrace.kernels.packing import quantized_matrix, unpack_quantized
+from headrace.kernels.torch_quantized import fp8_per_row, pack_fp8, unpack_fp8, unpack_int4, why_not_fp8
 from headrace.layers.lora import LinearAdapters
 from headrace.layers.quantization import bytes_per_weight, join
 from headrace.layers.weight import Kept, Parts, Placement, Weight
@@ -68,8 +70,8 @@ class Linear:
                 partial(self._load, f"{name}.weight"),
                 partial(self._read_weight, name),
                 itemsize=bytes_per_weight(self._placement.quantization, self._placement.weight_dtype.itemsize),
-                load_quantized=partial(self._keep, f"{name}.weight")
-                if self._placement.quantization != "none"
+                load_quantized=partial(self._load_quantized, f"{name}.weight")
+                if self._placement.quantization not in ("none", "fp8")
                 else None,
                 layer=self,
                 keepers=(self,),
@@ -114,12 +116,15 @@ class Linear:
     def _load(self, part: str, tensor: torch.Tensor) -> None:
         self._keep(part, self._placed(tensor))
 
+    def _load_quantized(self, part: str, matrix: QuantizedMatrix) -> None:
+        self._keep(part, self._placed(matrix))
+
     def _placed(self, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
         if isinstance(tensor, QuantizedMatrix):
-            return tensor
+            return tensor.to(self._placement.device)
         quantise = self._placement.quantization != "none"
         # A weight that will be quantised is not rounded to bfloat16 on the way.
-        return tensor if quantise and tensor.dim() == 2 else self._placement.place(tensor)
+        return tensor.to(self._placement.device) if quantise and tensor.dim() == 2 else self._placement.place(tensor)
 
     def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
         self._parts[part] = tensor
@@ -132,12 +137,18 @@ class Linear:
         weights = [parts[f"{name}.weight"] for name in self.outputs]
         bias = _stack([parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
         scheme = self._placement.quantization
-        return kernels.pack_linear(_stack(weights) if scheme == "none" else join(weights, scheme), bias)
+        if scheme == "fp8" and not why_not_fp8(sum(self.outputs.values()), self.in_size):
+            return pack_fp8(_stack(weights), bias, fp8_per_row(self._placement.device))
+        if scheme in ("none", "fp8"):
+            return kernels.pack_linear(self._placement.place(_stack(weights)), bias)
+        return kernels.pack_linear(join(weights, scheme), bias)
 
     def _present_weight(self, name: str) -> torch.Tensor | QuantizedMatrix:
         """A projection as it is kept: a quantised one by its codes, which quantising it again might not give."""
-        if self._packed.column_scales is None:
-            return self._read_weight(name)
+        if self._packed.layout == "torch_int4":
+            raise ModelError(f"{name} shares a product in 4 bits with {', '.join(self.outputs)}: replace them together")
+        if self._packed.column_scales is None or self._packed.layout == "torch_fp8":
+            return unpack_weight(self._packed)[self._columns[name]]
         columns = self._columns[name]
         return quantized_matrix(self._packed).rows(columns.start, columns.stop)
 
@@ -151,6 +162,10 @@ class Linear:
 
 def unpack_weight(packed: PackedLinear) -> torch.Tensor:
     """The weight [n, k] that was packed (the layouts are those of `PackedLinear`)."""
+    if packed.layout == "torch_fp8":
+        return unpack_fp8(packed)
+    if packed.layout == "torch_int4":
+        return unpack_int4(packed)
     if packed.layout.startswith("torch"):
         return packed.data
     if packed.layout.startswith("native_int"):

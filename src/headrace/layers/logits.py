@@ -23,7 +23,9 @@ class LogitsHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> float32[rows, vocab_size]."""
         logits = self._projection(hidden).float()
-        if self._soft_cap:
+        if self._soft_cap and logits.device.type != "cpu":
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        elif self._soft_cap:
             # Row by row: torch's vectorised tanh rounds the last elements of a call differently, and a row's bits must not depend
             # on how many rows there are.
             for row in logits:

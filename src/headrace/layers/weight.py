@@ -78,7 +78,7 @@ class HasWeights(Protocol):
 class Placement:
     """Where a model lives and how its linear layers compute.
 
-    max_positions: longest sequence served, in tokens; tables by position have this many rows. quantization: of linear layers, on CPU.
+    max_positions: longest sequence served, in tokens; tables by position have this many rows. quantization: of linear layers.
     """
 
     device: torch.device
@@ -98,7 +98,9 @@ class Placement:
 
     @property
     def head(self) -> "Placement":
-        """For the output projection: every token is chosen by it, so int4 leaves it 8 bits."""
+        """For the output projection: every token is chosen by it, so int4 leaves it 8 bits, and a GPU all 16."""
+        if self.device.type != "cpu":
+            return self.unquantized
         return replace(self, quantization="int8") if self.quantization == "int4" else self
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:

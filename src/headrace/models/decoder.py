@@ -21,6 +21,8 @@ from headrace.layers.moe import SparseMoe
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import Rotary
 from headrace.layers.weight import Placement, Weight
+from headrace.models import piecewise
+from headrace.models.piecewise import PiecewiseDecoder
 
 Mlp = GatedMlp | SparseMoe
 MlpFactory = Callable[[ModelConfig, int, Placement], Mlp]
@@ -130,6 +132,11 @@ class Block:
         x = self._mlp(self._mlp_norm(x, residual))
         return x if self._after is None else self._after[1](x)
 
+    @property
+    def attention_spec(self) -> AttentionLayerSpec:
+        """Of the layer's attention."""
+        return self._attention.spec
+
     def weights_changed(self) -> None:
         """Nothing made of the old weights may be used any more."""
         if isinstance(self._mlp, SparseMoe):
@@ -178,6 +185,7 @@ class DecoderLM:
     def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
         self._config = config
         self._fused: tuple[FusedDecoder, PagedKv] | None = None
+        self._pieces: PiecewiseDecoder | None = None
         ropes: dict[str, Rotary] = {}
 
         def rotary(rope: RopeConfig) -> Rotary:
@@ -223,6 +231,8 @@ class DecoderLM:
             decoder, kv = self._fused
             rows = kv.rows
             return decoder(hidden, positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)
+        if self._pieces is not None and not by_layer:
+            return self._pieces(hidden, positions, attention, [block.attention_spec for block in self._blocks])
         residual, added = hidden, None
         for block in self._blocks:
             added = block(added, residual, positions, attention)
@@ -234,15 +244,37 @@ class DecoderLM:
         self._fused = None
         for block in self._blocks:
             block.weights_changed()
+        if self._pieces is not None:
+            spec = self._spec()
+            assert isinstance(spec, DecoderSpec), spec
+            self._pieces.spec = spec
         kv = attention.paged_kv()
         if kv is None:
             return f"attention backend {attention.name} keeps no pages in the kernels' layout"
+        spec = self._spec()
+        if isinstance(spec, str):
+            return spec
+        reason = why_not(spec)
+        if not reason:
+            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v), kv
+        return reason
+
+    def compile_pieces(self, backend: str = "inductor") -> str:
+        """From now on run what lies between attentions as compiled functions; "" or the reason why that cannot be. The weights are there."""
+        spec = self._spec()
+        reason = spec if isinstance(spec, str) else piecewise.why_not(spec)
+        if isinstance(spec, DecoderSpec) and not reason:
+            self._pieces = PiecewiseDecoder(spec, backend)
+        return reason
+
+    def _spec(self) -> DecoderSpec | str:
+        """All layers as they are now, or the reason why they are not the common block."""
         layers = [block.fused() for block in self._blocks]
         dense = tuple(layer for layer in layers if layer is not None)
         if len(dense) < len(layers):
             return f"layer {layers.index(None)} has a mixture of experts"
         config = self._config
-        spec = DecoderSpec(
+        return DecoderSpec(
             layers=dense,
             final_norm=self._norm.weight,
             eps=config.rms_norm_eps,
@@ -250,10 +282,6 @@ class DecoderLM:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
         )
-        reason = why_not(spec)
-        if not reason:
-            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v), kv
-        return reason
 
     def phase_seconds(self) -> dict[str, float]:
         """See `FusedDecoder.phase_seconds`; empty when the layers run op by op."""

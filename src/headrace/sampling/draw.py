@@ -22,7 +22,9 @@ TEMPERATURES: Final = (1e-30, 1e30)
 _TOP_BLOCK: Final = 64
 
 Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Ints = Sequence[int] | Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,11 @@ class DrawTable:
         self._top_p[seq] = filters.top_p
         self._min_weights[seq] = math.ceil(filters.min_p * ONE)
 
-    def draw(
-        self, logits: torch.Tensor, seqs: Sequence[int], positions: Sequence[int], rows: Sequence[int]
-    ) -> torch.Tensor:
+    def all_greedy(self, seqs: Int32Array) -> bool:
+        """Whether each of these sequences takes its most likely token."""
+        return not self._temperatures[seqs].any()
+
+    def draw(self, logits: torch.Tensor, seqs: Ints, positions: Ints, rows: Ints) -> torch.Tensor:
         """int64[R] on the device of float32[R, V] logits: an id for each of `rows`, -1 for the others.
 
         Row r is of sequence seqs[r]; positions: index that its token will have. -1, too, for a row with NaN or no finite largest logit.
@@ -75,6 +79,14 @@ class DrawTable:
             u[drawn] = uniform(self._seeds[index[drawn]], np.array(positions)[drawn])
         parameters = (temperatures, self._top_k[index], self._top_p[index], self._min_weights[index], u)
         return ops.draw(logits, *(torch.from_numpy(values) for values in parameters))
+
+
+def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
+    """int64[R] on the device of float32[R, V] logits: the most likely id, -1 in rows with NaN or without a finite largest logit. Does not
+    wait for the device."""
+    ids = ops.argmax(logits)
+    peaks = logits.gather(1, ids.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.where((ids >= 0) & peaks.isfinite(), ids, -1)
 
 
 def largest(row: Float32Array, k: int) -> Int64Array:

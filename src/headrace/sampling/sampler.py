@@ -20,7 +20,7 @@ from headrace.log import get_logger
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
-from headrace.sampling.draw import DrawTable, Filters
+from headrace.sampling.draw import DrawTable, Filters, Int32Array, greedy_ids
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
 from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits
@@ -59,7 +59,7 @@ class _Sequence:
 
 
 class Sampler:
-    """Samples the rows of a step; see the module."""
+    """Samples the rows of a step; see the module. edited: sequences whose logits are edited, or read for logprobs, on the host."""
 
     def __init__(
         self, vocab_size: int, max_seqs: int, device: torch.device | str, processors: Mapping[str, LogitProcessor]
@@ -69,6 +69,7 @@ class Sampler:
         self._processors = dict(processors)
         self._table: list[_Sequence | None] = [None] * max_seqs
         self._draws = DrawTable(max_seqs)
+        self.edited: set[int] = set()
 
     def add(self, seq: int, new: NewSequence) -> None:
         """`new` enters row `seq`, with the outputs it has already (after a retraction); replaces what was there."""
@@ -85,6 +86,20 @@ class Sampler:
             processor=new.custom_logit_processor,
             history=history,
         )
+        if self._state(seq).is_plain:
+            self.edited.discard(seq)
+        else:
+            self.edited.add(seq)
+
+    def all_greedy(self, seqs: Int32Array) -> bool:
+        """Whether each of these sequences takes its most likely token."""
+        return self._draws.all_greedy(seqs)
+
+    def pick(self, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> torch.Tensor:
+        """`sample` of sequences that are not `edited`, without waiting for the device: int64[R] on it, -1 where `sample` gives an error."""
+        if self.all_greedy(seqs):
+            return greedy_ids(logits)
+        return self._draws.draw(logits, seqs, positions, range(len(seqs)))
 
     def sample(
         self,

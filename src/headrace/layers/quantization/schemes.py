@@ -15,15 +15,16 @@ _QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
 }
 # Quantised at a time: the temporaries stay in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 18
+_ROWS_ON_A_GPU = 4096
 # Codes and half scales; int4 with minimums.
-_BYTES_PER_WEIGHT: dict[Scheme, float] = {"int8": 34 / 32, "int8-fast": 1.0, "int4": 20 / 32}
+_BYTES_PER_WEIGHT: dict[Scheme, float] = {"int8": 34 / 32, "int8-fast": 1.0, "int4": 20 / 32, "fp8": 1.0}
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedMatrix:
-    """Round a weight [n, k] of any float dtype to nearest on the grid of `scheme`, which is not "none"."""
-    num_rows = max(1, _CHUNK_ELEMENTS // weight.shape[1])
+    """Round a weight [n, k] of any float dtype to nearest on the grid of `scheme`, one of codes, on its device."""
+    num_rows = max(1, _CHUNK_ELEMENTS // weight.shape[1]) if weight.device.type == "cpu" else _ROWS_ON_A_GPU
     quantizer = _QUANTIZERS[scheme]
-    return stack([quantizer(rows.to(device="cpu", dtype=torch.float32)) for rows in weight.split(num_rows)])
+    return stack([quantizer(rows.to(torch.float32)) for rows in weight.split(num_rows)])
 
 
 def join(parts: Sequence[torch.Tensor | QuantizedMatrix], scheme: Scheme) -> QuantizedMatrix:

@@ -1,0 +1,111 @@
+"""What the runner asks of a GPU beside arithmetic: copies that nobody waits for, events, captured graphs.
+
+Owns the seam (`Device`, `Download`, `Graph`) and its CUDA form. A test's form runs on the CPU. Does not own what is copied or
+captured. Used by the thread that runs the steps.
+
+    compute stream   inputs n | layers, sample n | inputs n+1 | layers, sample n+1 | ...
+    copy stream                                  | ids of n -> host
+    host             launch n+1 (while n runs)   | wait for the ids of n, plan and launch n+2 (while n+1 runs)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ALIGNMENT = 64
+"""Bytes at which each part of a shared upload begins. Kernels are compiled for aligned addresses."""
+
+
+class Download(Protocol):
+    """A tensor on its way to the host."""
+
+    def wait(self) -> npt.NDArray[np.int64]:
+        """Its values as they were when the download was asked for; waits for them."""
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Queue it again, on the memory that it was captured on."""
+
+
+class Device(Protocol):
+    """A device beside the host. Work is queued in order; only `Download.wait` waits."""
+
+    def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy on the device, in `out` where it is given. `values` may be changed at once."""
+
+    def download(self, values: torch.Tensor) -> Download:
+        """Queue the copy of int64 `values`, which nobody writes to afterwards, behind the work queued so far."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Run `run` to warm up, then capture what it queues. All graphs share one pool of memory: capture the largest first."""
+
+
+def upload_parts(device: Device, parts: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
+    """Arrays of one dtype and one dimension as tensors on the device, by one copy; each part aligned."""
+    size = ALIGNMENT // parts[0].dtype.itemsize
+    starts = np.cumsum([0, *(-(-len(part) // size) * size for part in parts)])
+    joined = np.zeros(int(starts[-1]), dtype=parts[0].dtype)
+    for start, part in zip(starts, parts, strict=False):
+        joined[start : start + len(part)] = part
+    whole = device.upload(joined)
+    return [whole[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
+
+
+class _CudaDownload:
+    def __init__(self, host: torch.Tensor, done: torch.cuda.Event) -> None:
+        self._host = host
+        self._done = done
+
+    def wait(self) -> npt.NDArray[np.int64]:
+        self._done.synchronize()
+        return self._host.numpy()
+
+
+class CudaDevice:
+    """`Device` over torch's CUDA streams.
+
+    Pinned memory comes from torch's caching allocator of the host, which reuses a block only when the copies that were queued from it
+    are done; so each step may take a fresh one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Device`."""
+        staged = torch.from_numpy(values).pin_memory()
+        return staged.to(self._device, non_blocking=True) if out is None else out.copy_(staged, non_blocking=True)
+
+    def download(self, values: torch.Tensor) -> Download:
+        """See `Device`."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._copies):
+            host.copy_(values, non_blocking=True)
+            done.record(self._copies)
+        # Its memory is not given to later work of the compute stream before the copy is done.
+        values.record_stream(self._copies)
+        return _CudaDownload(host, done)
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Device`. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""
+        # Libraries and kernels set themselves up in their first run, by calls that cannot be captured.
+        side, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            run()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph

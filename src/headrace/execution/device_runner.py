@@ -1,0 +1,124 @@
+"""Steps on a GPU, queued without waiting for one another.
+
+Owns which way a step goes: a captured graph (decode of few enough rows), the same layers eagerly (prefill and mixed steps), or the
+`ModelRunner` that waits for every value (rows that want logprobs, hidden states, input embeddings, adapters or edited logits, and
+injected faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
+
+A step's tokens stay on the device: it writes them to the token buffer, from which the next step, queued before this one has run, takes
+its input. The host reads a copy of them when it collects the step.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.execution.device import Device, Download, upload_parts
+from headrace.execution.forward_batch import ForwardBatch
+from headrace.execution.graphs import GraphPool
+from headrace.execution.model_runner import ModelRunner
+from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
+from headrace.sampling.sampler import BAD_LOGITS
+
+
+class Pending(Protocol):
+    """A step that was queued."""
+
+    def result(self) -> StepResult:
+        """What it gave; waits for it. Once, in the order of the launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
+@dataclass(slots=True)
+class _Busy:
+    """until: when the step that was collected last was done."""
+
+    until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """rows: those that sample, in the order of the ids. begin: when it was queued; it runs when the one before is done."""
+
+    step: int
+    num_rows: int
+    rows: Int32Array
+    ids: Download
+    begin: float
+    busy: _Busy
+
+    def result(self) -> StepResult:
+        token_ids = np.full(self.num_rows, -1, np.int32)
+        ids = self.ids.wait()
+        token_ids[self.rows] = ids
+        errors = dict.fromkeys(self.rows[ids < 0].tolist(), BAD_LOGITS)
+        begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
+        return StepResult(self.step, token_ids, errors, forward_s=self.busy.until - begin)
+
+
+class DeviceRunner:
+    """A `ModelRunner` on a device, and its graphs. graphs: None = every step runs eagerly."""
+
+    def __init__(self, runner: ModelRunner, device: Device, graphs: GraphPool | None) -> None:
+        self.runner = runner
+        self.graphs = graphs
+        self._device = device
+        self._busy = _Busy()
+
+    @torch.inference_mode()
+    def launch(self, plan: ModelWorkerBatch) -> Pending:
+        """Queue a step. Raises what failed on the host."""
+        begin = time.perf_counter()
+        runner = self.runner
+        runner.add(plan)
+        seqs = plan.seqs.tolist()
+        table = runner.table
+        by_host = (table.special, table.adapted, runner.sampler.edited)
+        if plan.faults or not all(rows.isdisjoint(seqs) for rows in by_host):
+            return _Done(runner.compute(plan))
+        runner.loras.step.rows = None
+        rows = np.flatnonzero(plan.samples).astype(np.int32)
+        graphs = self.graphs
+        if graphs is not None and plan.num_tokens == len(seqs) == len(rows) and graphs.size_for(len(seqs)) is not None:
+            ids = self._replay(plan, graphs)
+        else:
+            ids = self._eager(plan, rows)
+        return _Queued(plan.step, len(seqs), rows, self._device.download(ids), begin, self._busy)
+
+    def _replay(self, plan: ModelWorkerBatch, graphs: GraphPool) -> torch.Tensor:
+        """int64[num_rows], the sampled ids."""
+        step = graphs.replay(plan.seqs, plan.starts, plan.out_slots)
+        sampler = self.runner.sampler
+        if sampler.all_greedy(plan.seqs):
+            return step.greedy.clone()
+        ids = sampler.pick(step.logits, plan.seqs, plan.starts + 1)
+        self.runner.table.tokens.index_put_((step.seqs, step.positions + 1), ids.clamp(min=0))
+        return ids
+
+    def _eager(self, plan: ModelWorkerBatch, rows: Int32Array) -> torch.Tensor:
+        """int64[len(rows)], the ids of the rows that sample."""
+        runner = self.runner
+        batch = ForwardBatch.from_plan(plan, runner.table)
+        hidden = runner.hidden_states(batch)
+        if not len(rows):
+            # Waited for all the same, or the scheduler would plan chunk after chunk of a long prompt ahead.
+            return torch.empty(0, dtype=torch.int64, device=hidden.device)
+        ends = np.cumsum(plan.counts, dtype=np.int64)[rows]
+        seqs, positions = plan.seqs[rows], (plan.starts + plan.counts)[rows]
+        last, at_rows, at_positions = upload_parts(
+            self._device, [ends - 1, seqs.astype(np.int64), positions.astype(np.int64)]
+        )
+        if len(rows) < len(hidden):
+            hidden = hidden.index_select(0, last)
+        ids = runner.sampler.pick(runner.model.logits(hidden), seqs, positions)
+        runner.table.tokens.index_put_((at_rows, at_positions), ids.clamp(min=0))
+        return ids

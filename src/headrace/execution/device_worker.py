@@ -1,0 +1,79 @@
+"""A model on a GPU as the scheduler sees it: `submit` queues a step, `collect` waits for the oldest.
+
+Owns the steps in flight. With two of them the device computes one while the scheduler commits the one before and plans the one after.
+Runs in the scheduler's thread: the device is the other one.
+"""
+
+from collections import deque
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+
+from headrace.errors import ExecutionError
+from headrace.execution.device_runner import DeviceRunner, Pending
+from headrace.execution.profiler import StepProfiler
+from headrace.execution.worker import guarded
+from headrace.messages.control import ProfileReq
+from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.weights import WeightExecutor
+
+_Result = TypeVar("_Result")
+
+
+class DeviceWorker:
+    """The `Worker` protocol over a `DeviceRunner`. resources: closed by `close`. profile_dir: see `StepProfiler`."""
+
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        weights: WeightExecutor,
+        resources: ExitStack | None = None,
+        profile_dir: str | None = None,
+    ) -> None:
+        self.runner = runner
+        self.weights = weights
+        self.profiler = StepProfiler(profile_dir)
+        self._resources = resources or ExitStack()
+        self._in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        """Queue the step; its failure waits for `collect`."""
+        with self.profiler.step(batch.step):
+            self._in_flight.append((batch, _alive(guarded(batch, lambda: self.runner.launch(batch)))))
+
+    def collect(self) -> StepResult:
+        """See `Worker.collect`."""
+        batch, pending = self._in_flight.popleft()
+        result = pending if isinstance(pending, ExecutionError) else _alive(guarded(batch, pending.result))
+        if isinstance(result, ExecutionError):
+            raise result
+        return result
+
+    def load_lora(self, lora_id: int, path: str) -> None:
+        """See `Worker.load_lora`."""
+        self.runner.runner.loras.load(lora_id, path)
+
+    def unload_lora(self, lora_id: int) -> None:
+        """See `Worker.unload_lora`."""
+        self.runner.runner.loras.unload(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        """See `Worker.has_lora`."""
+        return lora_id in self.runner.runner.loras
+
+    def profile(self, request: ProfileReq) -> str:
+        """See `Worker.profile`. A step is named where it is queued."""
+        return self.profiler.handle(request)
+
+    def close(self) -> None:
+        """Release what the worker holds. Idempotent."""
+        self._in_flight.clear()
+        self._resources.close()
+
+
+def _alive(result: _Result | ExecutionError) -> _Result | ExecutionError:
+    """The same. Raises the error that only another process gets over: after a fault of the device every later call fails, too."""
+    if isinstance(result, ExecutionError) and isinstance(result.__cause__, torch.AcceleratorError):
+        raise result.__cause__
+    return result

@@ -1,0 +1,17 @@
+"""The ops of `headrace.kernels.ops` that Triton runs: where the registry looks. Those that are not here are left to torch."""
+
+from headrace.kernels.triton.matmul import moe
+from headrace.kernels.triton.rows import gelu_tanh_mul, layer_norm, rms_norm, rotary, silu_mul
+from headrace.kernels.triton.sampling import argmax, draw, exp_sums
+
+__all__ = [
+    "argmax",
+    "draw",
+    "exp_sums",
+    "gelu_tanh_mul",
+    "layer_norm",
+    "moe",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+]

@@ -1,0 +1,121 @@
+"""A tiny model behind a `DeviceWorker`, on the CPU: a device whose queue runs at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from runner_harness import CONTEXT, VOCAB_SIZE, Driver
+
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool
+from headrace.attention.torch_native import TorchNativeAttention
+from headrace.checkpoint.source import open_checkpoint
+from headrace.execution.device import Device
+from headrace.execution.device_runner import DeviceRunner
+from headrace.execution.device_worker import DeviceWorker
+from headrace.execution.graphs import GraphPool
+from headrace.execution.load_weights import load_model
+from headrace.execution.lora import LoraPool
+from headrace.execution.model_runner import ModelRunner
+from headrace.execution.sequence_table import SequenceTable
+from headrace.layers.weight import Placement
+from headrace.messages.control import ReadyInfo
+from headrace.messages.weights import WeightExecutor
+from headrace.models.spec import kv_shape, model_class_for
+from headrace.sampling.sampler import Sampler
+
+NUM_SEQS = 4
+
+
+class FakeDownload:
+    def __init__(self, values: torch.Tensor, device: "FakeDevice") -> None:
+        self._values = values.clone()
+        self._device = device
+
+    def wait(self) -> np.ndarray:
+        self._device.num_waits += 1
+        return self._values.numpy()
+
+
+class FakeGraph:
+    def __init__(self, run: Callable[[], None], device: "FakeDevice") -> None:
+        self._run = run
+        self._device = device
+
+    def replay(self) -> None:
+        self._device.num_replays += 1
+        self._run()
+
+
+class FakeDevice:
+    """`Device` on the CPU; a graph runs again what was captured."""
+
+    def __init__(self) -> None:
+        self.num_waits = self.num_replays = self.num_captures = 0
+
+    def upload(self, values: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        copy = torch.from_numpy(values.copy())
+        return copy if out is None else out.copy_(copy)
+
+    def download(self, values: torch.Tensor) -> FakeDownload:
+        return FakeDownload(values, self)
+
+    def capture(self, run: Callable[[], None]) -> FakeGraph:
+        self.num_captures += 1
+        run()
+        return FakeGraph(run, self)
+
+
+class TensorAttention(TorchNativeAttention):
+    """Decode as a captured step must compute it: how long a sequence is stands in a tensor; host integers are bounds."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
+        rows = self._rows
+        if max(rows.counts) > 1:
+            return super().forward(q, k, v, layer)
+        k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
+        k_cache.index_put_((rows.out_slots,), k)
+        v_cache.index_put_((rows.out_slots,), v)
+        group = layer.num_q_heads // layer.num_kv_heads
+        keys, values = (cache[rows.slots].repeat_interleave(group, dim=2) for cache in (k_cache, v_cache))
+        scores = torch.einsum("bhd,blhd->bhl", q, keys) * layer.scale
+        unseen = torch.arange(rows.slots.shape[1], device=q.device) >= rows.seq_lens[:, None]
+        weights = torch.softmax(scores.masked_fill(unseen[:, None], -torch.inf), dim=-1)
+        return torch.einsum("bhl,blhd->bhd", weights, values).reshape(q.shape[0], -1)
+
+
+def device_driver(
+    folder: Path,
+    *,
+    sizes: tuple[int, ...] = (),
+    device: Device | None = None,
+    on: str = "cpu",
+    attention: AttentionBackend | None = None,
+) -> tuple[Driver, DeviceRunner, KvPool]:
+    """A driver over the checkpoint in `folder`, float32; sizes: batches that have a graph."""
+    device = device or FakeDevice()
+    where = torch.device(on)
+    checkpoint = open_checkpoint(folder)
+    placement = Placement(where, torch.float32, CONTEXT)
+    model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
+    attention = attention or TensorAttention()
+    num_slots = NUM_SEQS * CONTEXT
+    pool = attention.make_kv_pool(kv_shape(checkpoint.config, torch.float32), num_slots + 1, 1, where)
+    table = SequenceTable(NUM_SEQS, CONTEXT, checkpoint.config.hidden_size, where, link=device)
+    loras = LoraPool(model, placement, max_loras=2, max_rank=8)
+    runner = ModelRunner(model, attention, table, Sampler(VOCAB_SIZE, NUM_SEQS, where, {}), loras)
+    graphs = None
+    if sizes:
+        graphs = GraphPool(model, attention, table, device, sizes, VOCAB_SIZE, num_slots)
+        graphs.capture()
+    device_runner = DeviceRunner(runner, device, graphs)
+    worker = DeviceWorker(device_runner, cast(WeightExecutor, None))
+    return Driver(worker, cast(ReadyInfo, None)), device_runner, pool
+
+
+def reference(folder: Path, **options: Any) -> Driver:
+    """The same model through the worker of the CPU."""
+    from runner_harness import make_driver
+
+    return make_driver(folder, attention_backend="torch_native", page_size=1, **options)

@@ -1,0 +1,176 @@
+"""Choices for a GPU, with made-up facts, and fp8 models on the machine at hand."""
+
+import dataclasses
+
+import msgspec
+import pytest
+import torch
+from runner_harness import CONTEXT, make_driver, prompt, save_llama
+from safetensors.torch import load_file, save_file
+
+from headrace.checkpoint.model_config import parse_hf_config
+from headrace.checkpoint.source import open_checkpoint
+from headrace.config.resolve import BackendChoices, DeviceFacts, resolve
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+from headrace.execution.graphs import graph_bytes
+from headrace.execution.load_weights import load_model
+from headrace.execution.memory import kv_token_budget
+from headrace.execution.perplexity import WindowRunner
+from headrace.layers.weight import Placement
+from headrace.models.spec import model_class_for
+
+HOPPER = DeviceFacts(
+    has_cuda=True, native_kernels=True, native_reason="", num_cpus=6, cuda_bfloat16=True, cuda_capability=(9, 0)
+)
+AMPERE = dataclasses.replace(HOPPER, cuda_capability=(8, 0))
+LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_cpus=6)
+MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+QUANTISED = BackendChoices(("graphs",), lambda name, needs: [], lambda name: 16, lambda name: True)
+SIMPLE = BackendChoices(("simple",), lambda name, needs: [], lambda name: 1)
+# Weights and activations of two layers with random weights, each rounded to 3 bits after the leading one.
+FP8_ERROR = 0.2
+
+
+def config(facts=HOPPER, backends=QUANTISED, model=(), **options):
+    return resolve(ServerArgs(**options), parse_hf_config({**MODEL, **dict(model)}), facts, backends)
+
+
+def test_a_gpu_captures_batches_up_to_what_runs_at_once():
+    assert config(max_running_requests=24).cuda_graph_sizes == (1, 2, 4, 8, 16, 24)
+    assert config(max_running_requests=20).cuda_graph_sizes == (1, 2, 4, 8, 16, 20)
+    assert config(max_running_requests=1000).cuda_graph_sizes[-3:] == (224, 240, 256)
+    assert config(max_running_requests=1000, cuda_graph_max_bs=2).cuda_graph_sizes == (1, 2)
+    assert config(cuda_graph_bs="8,1, 3").cuda_graph_sizes == (1, 3, 8)
+    assert config(disable_cuda_graph=True).cuda_graph_sizes == ()
+    assert config(LAPTOP).cuda_graph_sizes == ()
+
+
+def test_a_backend_that_cannot_be_captured_is_said():
+    got = config(backends=SIMPLE)
+
+    assert got.cuda_graph_sizes == ()
+    assert any("cannot be captured" in decision for decision in got.decisions)
+
+
+@pytest.mark.parametrize(
+    ("facts", "backends", "options", "message"),
+    [
+        (LAPTOP, QUANTISED, {"cuda_graph_bs": "1,2"}, "for GPUs"),
+        (LAPTOP, QUANTISED, {"cuda_graph_max_bs": 4}, "for GPUs"),
+        (HOPPER, SIMPLE, {"cuda_graph_max_bs": 4}, "simple cannot be captured"),
+        (HOPPER, QUANTISED, {"cuda_graph_bs": "1,x"}, "whole numbers"),
+        (HOPPER, QUANTISED, {"cuda_graph_bs": "1,65"}, "from 1 to --max-running-requests, 64"),
+        (HOPPER, QUANTISED, {"cuda_graph_bs": "1", "cuda_graph_max_bs": 4}, "leave --cuda-graph-max-bs out"),
+        (HOPPER, QUANTISED, {"cuda_graph_bs": "1", "disable_cuda_graph": True}, "does not go with"),
+    ],
+)
+def test_graph_options_that_do_not_fit_are_refused(facts, backends, options, message):
+    with pytest.raises(ConfigError, match=message):
+        config(facts, backends, **options)
+
+
+def test_the_share_of_memory_depends_on_the_device():
+    assert config(LAPTOP).mem_fraction_static == 0.5
+    assert config().mem_fraction_static == 0.85
+    assert config(mem_fraction_static=0.3).mem_fraction_static == 0.3
+
+
+def test_graphs_take_their_room_from_the_kv_cache():
+    facts = {"available": 80 << 30, "weight_bytes": 16 << 30, "mem_fraction_static": 0.9, "page_size": 16}
+    facts |= {"bytes_per_token": 131072, "max_tokens_useful": 10**9}
+    room = graph_bytes(256, 128256, 4096, 8192)
+
+    without, beside = kv_token_budget(**facts), kv_token_budget(**facts, reserved_bytes=room)
+
+    assert room > 256 * 128256 * 4 + 256 * 8192 * 4
+    assert (without.max_total_tokens - beside.max_total_tokens) * 131072 == pytest.approx(room, abs=16 * 131072)
+    assert "for graphs" in beside.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "model", "options", "want"),
+    [
+        (HOPPER, {}, {"quantization": "fp8"}, "fp8"),
+        (HOPPER, {}, {"quantization": "int4"}, "int4"),
+        (HOPPER, {"quantization_config": GPTQ}, {}, "int4"),
+        (HOPPER, {"quantization_config": FP8}, {}, "fp8"),
+        (AMPERE, {"quantization_config": FP8}, {}, "none"),
+        (LAPTOP, {"quantization_config": FP8}, {}, "none"),
+        (HOPPER, {"quantization_config": GPTQ, "torch_dtype": "float16"}, {}, "none"),
+        (HOPPER, {"quantization_config": GPTQ, "torch_dtype": "float16"}, {"dtype": "bfloat16"}, "int4"),
+        (HOPPER, {"quantization_config": FP8, "model_type": "qwen3_moe"}, {}, "none"),
+    ],
+)
+def test_weights_are_served_in_the_format_that_the_device_has(facts, model, options, want):
+    got = config(facts, model=model, **options)
+
+    assert got.quantization == want
+    if want == "none":
+        assert any("widened" in decision for decision in got.decisions)
+
+
+@pytest.mark.parametrize(
+    ("facts", "model", "options", "message"),
+    [
+        (LAPTOP, {}, {"quantization": "fp8"}, "a CPU has int8"),
+        (AMPERE, {}, {"quantization": "fp8"}, "compute capability 8.9"),
+        (HOPPER, {}, {"quantization": "int8"}, "fp8 and int4 do"),
+        (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
+        (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
+        (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "already quantised"),
+        (HOPPER, {}, {"quantization": "fp8", "enable_deterministic_inference": True}, "fp8 products feel the batch"),
+    ],
+)
+def test_a_format_that_the_device_lacks_is_refused(facts, model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        config(facts, model=model, **options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_in_fp8_is_close_to_itself(tmp_path, tied):
+    save_llama(tmp_path, hidden_size=64, intermediate_size=96, tie_word_embeddings=tied)
+    checkpoint = open_checkpoint(tmp_path)
+    tokens = prompt(40, 0)
+
+    def logits(scheme):
+        placement = Placement(torch.device("cpu"), torch.float32, CONTEXT, scheme)
+        model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
+        return model.logits(WindowRunner(model, checkpoint.config, "torch_native", CONTEXT).hidden(tokens))
+
+    want, got = logits("none"), logits("fp8")
+
+    assert 0 < (got - want).norm() / want.norm() < FP8_ERROR
+
+
+def test_an_fp8_checkpoint_is_widened_on_a_cpu(tmp_path):
+    (tmp_path / "float").mkdir()
+    (tmp_path / "fp8").mkdir()
+    save_llama(tmp_path / "float")
+    tensors, exact = {}, {}
+    for name, tensor in load_file(tmp_path / "float" / "model.safetensors").items():
+        if "_proj" in name:
+            scale = tensor.abs().amax() / 448
+            tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale.view(1, 1)
+            exact[name] = tensors[name].float() * scale
+        else:
+            tensors[name] = exact[name] = tensor
+    save_file(exact, tmp_path / "float" / "model.safetensors")
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    settings = msgspec.json.decode((tmp_path / "float" / "config.json").read_bytes())
+    (tmp_path / "fp8" / "config.json").write_bytes(msgspec.json.encode({**settings, "quantization_config": FP8}))
+
+    def tokens(folder):
+        driver = make_driver(folder)
+        try:
+            return driver.generate(0, prompt(20, 1), 6), driver.info.decisions
+        finally:
+            driver.worker.close()
+
+    want, got = tokens(tmp_path / "float"), tokens(tmp_path / "fp8")
+
+    assert got[0] == want[0]
+    assert any("fp8 weights are widened" in decision for decision in got[1])

@@ -1,0 +1,107 @@
+"""The grouped product of a mixture of experts, and the linear layer of batch-invariant mode, against torch's."""
+
+import pytest
+import torch
+
+from headrace import kernels
+from headrace.kernels import torch_fallback
+from headrace.kernels.experts import PackedExperts
+from headrace.kernels.packing import PackedLinear
+
+# Sums of up to 130 products in another order.
+TOLERANCE = 2e-5
+
+
+def packed(n: int, k: int, device: torch.device, *, bias: bool = False) -> PackedLinear:
+    weight = torch.randn(n, k, device=device) / k**0.5
+    return PackedLinear(n, k, "torch", weight, torch.randn(n, device=device) if bias else None)
+
+
+def experts(count: int, hidden: int, inner: int, activation: str, device: torch.device, **options) -> PackedExperts:
+    return kernels.pack_experts(
+        [packed(2 * inner, hidden, device, **options) for _ in range(count)],
+        [packed(hidden, inner, device, **options) for _ in range(count)],
+        activation,
+    )
+
+
+def routed(rows: int, count: int, top_k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.rand(rows, count).argsort(dim=1)[:, :top_k]
+    return ids.to(device), torch.rand(rows, top_k).to(device)
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "top_k", "hidden", "inner", "activation"),
+    [
+        (0, 4, 2, 64, 48, "silu"),
+        (1, 4, 2, 64, 48, "silu"),
+        (7, 8, 3, 96, 80, "gelu_tanh"),
+        (70, 3, 2, 64, 33, "silu"),  # enough rows for the large tiles
+    ],
+)
+def test_experts_give_what_one_after_the_other_gives(
+    triton_device: torch.device, rows: int, count: int, top_k: int, hidden: int, inner: int, activation: str
+):
+    from headrace.kernels.triton import invariant_ops, ops
+
+    mixture = experts(count, hidden, inner, activation, triton_device)
+    x = torch.randn(rows, hidden, device=triton_device)
+    ids, shares = routed(rows, count, top_k, triton_device)
+    want = torch_fallback.moe(x, ids, shares, mixture)
+
+    for module in (ops, invariant_ops):
+        torch.testing.assert_close(module.moe(x, ids, shares, mixture), want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_experts_that_nobody_chose_are_not_read(triton_device: torch.device):
+    from headrace.kernels.triton import ops
+
+    mixture = experts(5, 64, 32, "silu", triton_device)
+    for unused in (0, 2, 4):
+        mixture.gate_up[unused].data.fill_(torch.nan)
+    x, ids = torch.randn(3, 64, device=triton_device), torch.tensor([[3, 1], [1, 3], [3, 1]], device=triton_device)
+
+    assert ops.moe(x, ids, torch.rand(3, 2, device=triton_device), mixture).isfinite().all()
+
+
+def test_experts_with_biases_are_left_to_torch(triton_device: torch.device):
+    from headrace.kernels.triton import ops
+
+    mixture = experts(3, 64, 32, "silu", triton_device, bias=True)
+    x = torch.randn(4, 64, device=triton_device)
+    ids, shares = routed(4, 3, 1, triton_device)
+
+    assert torch.equal(ops.moe(x, ids, shares, mixture), torch_fallback.moe(x, ids, shares, mixture))
+
+
+def test_batch_invariant_bits_depend_on_the_row_alone(triton_device: torch.device):
+    from headrace.kernels.triton import invariant_ops
+
+    mixture, layer = experts(3, 64, 32, "silu", triton_device), packed(100, 70, triton_device)
+    x, ids = torch.randn(80, 70, device=triton_device), torch.randint(3, (80, 1), device=triton_device)
+    shares = torch.rand(80, 1, device=triton_device)
+    y = invariant_ops.linear(x, layer, None, False)
+    mixed = invariant_ops.moe(x[:, :64].contiguous(), ids, shares, mixture)
+
+    for row in (0, 13, 79):
+        one = slice(row, row + 1)
+        assert torch.equal(invariant_ops.linear(x[one], layer, None, False)[0], y[row])
+        alone = invariant_ops.moe(x[one, :64].contiguous(), ids[one], shares[one], mixture)
+        assert torch.equal(alone[0], mixed[row])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_batch_invariant_linear_layer(triton_device: torch.device, bias: bool):
+    from headrace.kernels.triton import invariant_ops
+
+    layer = packed(100, 130, triton_device, bias=bias)
+    x = torch.randn(9, 260, device=triton_device)[:, :130]
+    before = torch.randn(9, 120, device=triton_device)[:, :100]
+    for accumulate in (False, True):
+        want = torch_fallback.linear(x, layer, before.clone(), accumulate)
+        got = invariant_ops.linear(x, layer, before.clone(), accumulate)
+        torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+    with pytest.raises(ValueError, match="accumulate needs out"):
+        invariant_ops.linear(x, layer, None, True)
+    with pytest.raises(ValueError, match="out must be"):
+        invariant_ops.linear(x, layer, before[:, 1:], False)
