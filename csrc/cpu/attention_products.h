@@ -43,13 +43,16 @@ HEADRACE_INLINE void for_units(int64_t begin, int64_t end, Body body) {
   for (; u < end; ++u) body(std::integral_constant<int, 1>(), u);
 }
 
-// Element pair (2 i, 2 i + 1) of kLanes keys; `keys` points at the first of them in its page.
-HEADRACE_INLINE void load_key_pair(const bf16* keys, int64_t i, vf& even, vf& odd) {
+// Element 2 i + kOdd of kLanes keys; `keys` points at the first of them in its page.
+template <int kOdd>
+HEADRACE_INLINE vf load_key(const bf16* keys, int64_t i) {
+  vf even, odd;
   load_interleaved(keys + i * 2 * kPageSize, even, odd);
+  return kOdd ? odd : even;
 }
-HEADRACE_INLINE void load_key_pair(const float* keys, int64_t i, vf& even, vf& odd) {
-  even = load(keys + 2 * i * kPageSize);
-  odd = load(keys + (2 * i + 1) * kPageSize);
+template <int kOdd>
+HEADRACE_INLINE vf load_key(const float* keys, int64_t i) {
+  return load(keys + (2 * i + kOdd) * kPageSize);
 }
 
 template <int64_t kCount, class T>
@@ -91,7 +94,7 @@ class Products {
   }
 
  private:
-  // The values of the same pages are fetched meanwhile: they are needed next, and a decode step finds them in memory.
+  // With few rows the values of the same pages are fetched meanwhile: they are needed next, and a decode step finds them in memory.
   template <int R, int P>
   inline __attribute__((always_inline)) void score_units(const float* q, const T* const* k_pages, const T* const* v_pages, int64_t unit,
                                           float* scores) const {
@@ -104,14 +107,15 @@ class Products {
       unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat(0.0f); });
     });
     for (int64_t i = 0; i < head_dim_ / 2; ++i) {
-      vf even[P], odd[P];
-      unrolled<P>([&](auto p) HEADRACE_LAMBDA {
-        prefetch(values[p] + i * 2 * kPageSize);
-        load_key_pair(keys[p], i, even[p], odd[p]);
-      });
-      unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-        const vf a = splat(q[r * head_dim_ + 2 * i]), b = splat(q[r * head_dim_ + 2 * i + 1]);
-        unrolled<P>([&](auto p) HEADRACE_LAMBDA { sum[r][p] = fma(b, odd[p], fma(a, even[p], sum[r][p])); });
+      if (R <= kTileRows / 2) unrolled<P>([&](auto p) HEADRACE_LAMBDA { prefetch(values[p] + i * 2 * kPageSize); });
+      // One element of the pair after the other: with both at hand the accumulators do not fit the registers.
+      unrolled<2>([&](auto odd) HEADRACE_LAMBDA {
+        vf key[P];
+        unrolled<P>([&](auto p) HEADRACE_LAMBDA { key[p] = load_key<decltype(odd)::value>(keys[p], i); });
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+          const vf element = splat(q[r * head_dim_ + 2 * i + odd]);
+          unrolled<P>([&](auto p) HEADRACE_LAMBDA { sum[r][p] = fma(element, key[p], sum[r][p]); });
+        });
       });
     }
     unrolled<R>([&](auto r) HEADRACE_LAMBDA {
