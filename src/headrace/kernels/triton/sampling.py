@@ -14,8 +14,8 @@ import triton.language as tl
 
 _NO_FUSION = {"enable_fp_fusion": False}
 _PEAK_BLOCK = 4096
-_DRAW_BLOCK = 4096
-_DRAW_WARPS = 16
+_DRAW_BLOCK = 2048
+_DRAW_WARPS = 8
 
 _NO_ID = tl.constexpr(-1)
 _BIG_ID = tl.constexpr(2147483647)
