@@ -24,7 +24,7 @@ def another_value(f):
         value = next(choice for choice in get_args(f.type) if choice != f.default)
     elif f.type in (int, int | None):
         value = 16
-    elif f.type is float:
+    elif f.type in (float, float | None):
         value = 0.25
     else:
         value = "{}x"
