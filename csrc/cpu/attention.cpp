@@ -165,7 +165,7 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
     if (fetches) {
       block.later_pages(k0 + kKeyBlock < tile_end ? KeyBlock<T>(a, t, k0 + kKeyBlock) : first_block<T>(a, *next), later_pages);
     }
-    const T* const* const later = fetches ? later_pages : nullptr;
+    const T* const* const later = fetches ? later_pages : block.v;
     // A register tile of rows goes through both products at once: its scores stay in the first-level cache.
     for_row_tiles(rows, [&](int64_t row, int64_t count) {
 #define HEADRACE_CALL(R) products.template score<R>(row, block.k, block.v, block.page_begin, block.page_end, scores)

@@ -81,15 +81,12 @@ class Products {
   }
 
   // values[r][d] += weights[r][key] V[key][d] over keys [key_begin, key_end), for rows [row, row + R). later_pages: pages to fetch
-  // meanwhile, as many as v_pages, or null.
+  // meanwhile, as many as v_pages; v_pages itself when there are none.
   template <int R>
   void weigh(const float* weights, const T* const* v_pages, const T* const* later_pages, int64_t key_begin, int64_t key_end,
              float* values) const {
     for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
-      constexpr int kCount = decltype(count)::value;
-      later_pages == nullptr
-          ? weigh_vectors<R, kCount, false>(weights, v_pages, v_pages, key_begin, key_end, vector * kLanes, values)
-          : weigh_vectors<R, kCount, true>(weights, v_pages, later_pages, key_begin, key_end, vector * kLanes, values);
+      weigh_vectors<R, decltype(count)::value>(weights, v_pages, later_pages, key_begin, key_end, vector * kLanes, values);
     });
   }
 
@@ -124,7 +121,7 @@ class Products {
   }
 
   // C vectors from element d.
-  template <int R, int C, bool kFetch>
+  template <int R, int C>
   inline __attribute__((always_inline)) void weigh_vectors(const float* weights, const T* const* pages, const T* const* later_pages,
                                             int64_t key_begin, int64_t key_end, int64_t d, float* values) const {
     vf sum[R][C];
@@ -137,7 +134,7 @@ class Products {
       const T* later = later_pages[key / kPageSize] + offset;
       const int64_t stop = min_of(key_end, (key / kPageSize + 1) * kPageSize);
       for (; key < stop; ++key, v += head_dim_, later += head_dim_) {
-        if constexpr (kFetch) prefetch_elements<C * kLanes>(later);
+        prefetch_elements<C * kLanes>(later);
         vf value[C];
         unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = load(v + c * kLanes); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {
@@ -193,10 +190,7 @@ class Products<int8_t> {
     const int64_t page_begin = key_begin / kPageSize, page_end = ceil_div(key_end, kPageSize);
     unrolled<R>([&](auto r) HEADRACE_LAMBDA { set_weights(r, weights + r * kScoreStride, v_pages, page_begin, page_end); });
     for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
-      constexpr int kCount = decltype(count)::value;
-      later_pages == nullptr
-          ? weigh_vectors<R, kCount, false>(v_pages, v_pages, page_begin, page_end, vector * kLanes, values)
-          : weigh_vectors<R, kCount, true>(v_pages, later_pages, page_begin, page_end, vector * kLanes, values);
+      weigh_vectors<R, decltype(count)::value>(v_pages, later_pages, page_begin, page_end, vector * kLanes, values);
     });
   }
 
@@ -266,7 +260,7 @@ class Products<int8_t> {
     }
   }
 
-  template <int R, int C, bool kFetch>
+  template <int R, int C>
   inline __attribute__((always_inline)) void weigh_vectors(const int8_t* const* pages, const int8_t* const* later_pages,
                                             int64_t page_begin, int64_t page_end, int64_t d, float* values) const {
     vi sum[R][C];
@@ -278,7 +272,7 @@ class Products<int8_t> {
       const int8_t* later = later_pages[page] + 2 * d;
       const int16_t* w = weights_ + page * kPageSize;
       for (int64_t i = 0; i < kPageSize / 2; ++i, v += 2 * head_dim_, later += 2 * head_dim_, w += 2) {
-        if constexpr (kFetch) prefetch_elements<2 * C * kLanes>(later);
+        prefetch_elements<2 * C * kLanes>(later);
         vi value[C];
         unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = widen_bytes(v + c * 2 * kLanes); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {

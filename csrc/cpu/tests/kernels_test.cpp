@@ -173,6 +173,29 @@ void rows() {
           return out.bytes();
         });
       }
+      same_for_any_threads("layer norm" + shape({count, size}), [&] {
+        const Buffer<float> out(count * size), sum(count * size);
+        kernels().layer_norm({x.get(), size, sum.get(), weight.get(), weight.get(), out.get(), count, size, 1e-5f});
+        kernels().layer_norm({x.get(), size, nullptr, weight.get(), nullptr, out.get(), count, size, 1e-5f});
+        return out.bytes();
+      });
+      same_for_any_threads("draw and sums" + shape({count, size}), [&] {
+        const Buffer<float> temperature(count), peaks(count);
+        const Buffer<int64_t> top_k(count), min_weight(count), out(count), sums(count);
+        const Buffer<double> top_p(count), u(count);
+        for (int64_t i = 0; i < count; ++i) {
+          temperature[i] = static_cast<float>(i % 4) - 1.0f;  // not wanted, greedy, 1, 2
+          top_k[i] = i % 3;
+          top_p[i] = i % 2 == 0 ? 1.0 : 0.5;
+          u[i] = static_cast<double>(i) / static_cast<double>(count);
+        }
+        kernels().draw({x.get(), size, temperature.get(), top_k.get(), top_p.get(), min_weight.get(), u.get(), out.get(), count, size});
+        kernels().exp_sums({x.get(), size, peaks.get(), sums.get(), count, size});
+        for (int64_t i = 0; i < count; ++i) {
+          expect(out[i] < size && (out[i] >= 0) == (temperature[i] >= 0.0f), "draw gives an id where one is wanted" + shape({count, size}));
+        }
+        return out.bytes();
+      });
       same_for_any_threads("gates" + shape({count, size}), [&] {
         const Buffer<float> silu(count * size), gelu(count * size);
         kernels().silu_mul({x.get(), 2 * size, silu.get(), count, size});
@@ -212,8 +235,53 @@ void rows() {
   }
 }
 
+// Experts of every format, rows that meet some of them and leave others without any.
+void experts() {
+  constexpr int64_t kHidden = 70, kInner = 33, kExperts = 5, kTopK = 2;
+  for (const int64_t format : {kExpertFloat, kExpertBf16, int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}}) {
+    auto block_bytes_of = [&](int64_t k) {
+      const int64_t groups = round_up(k, kQuantGroup) / kQuantGroup;
+      switch (format) {
+        case kExpertFloat:
+          return k * kPackedColumns * 4;
+        case kExpertBf16:
+          return k * kPackedColumns * 2;
+        case static_cast<int64_t>(QuantScheme::kInt8Fast):
+          return groups * kQuantGroup * kPackedColumns;
+        case static_cast<int64_t>(QuantScheme::kInt8):
+          return groups * (kQuantGroup + 2) * kPackedColumns;
+        case static_cast<int64_t>(QuantScheme::kInt4):
+          return groups * (kQuantGroup / 2 + 2) * kPackedColumns;
+        default:
+          return groups * (kQuantGroup / 2 + 4) * kPackedColumns;
+      }
+    };
+    std::vector<Buffer<uint8_t>> weights;
+    std::vector<Buffer<float>> scales;
+    const Buffer<ExpertWeight> table(kExperts * 2);
+    for (int64_t i = 0; i < kExperts * 2; ++i) {
+      const int64_t n = i % 2 == 0 ? 2 * kInner : kHidden, k = i % 2 == 0 ? kHidden : kInner;
+      weights.push_back(packed_bytes(round_up(n, kPackedColumns) / kPackedColumns * block_bytes_of(k)));
+      scales.push_back(floats(round_up(n, kPackedColumns)));
+      table[i] = {reinterpret_cast<int64_t>(weights.back().get()), block_bytes_of(k), format,
+                  format >= 0 ? reinterpret_cast<int64_t>(scales.back().get()) : 0, 0};
+    }
+    for (const int64_t count : {1, 3, 40}) {
+      const Buffer<float> x = floats(count * kHidden), shares = floats(count * kTopK);
+      const Buffer<int64_t> ids(count * kTopK);
+      for (int64_t i = 0; i < ids.size(); ++i) ids[i] = (i * 3) % (kExperts - 1);
+      same_for_any_threads("experts" + shape({format, count}), [&] {
+        const Buffer<float> out(count * kHidden);
+        kernels().moe({x.get(), kHidden, ids.get(), shares.get(), table.get(), out.get(), count, kTopK, kExperts, kHidden, kInner,
+                       count == 3});
+        return out.bytes();
+      });
+    }
+  }
+}
+
 // A cache written by write_kv, read by gather_kv and by attention: prompts, chunks and decode rows of several lengths.
-void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, bool is_bf16, int64_t window, float softcap) {
+void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, KvType type, int64_t window, float softcap) {
   const std::vector<int64_t> lengths = {1, 16, 17, 300, 1025, 2100}, rows = {1, 16, 5, 1, 70, 1};
   const int64_t num_seqs = static_cast<int64_t>(lengths.size()), max_pages = round_up(2100, kPageSize) / kPageSize;
   int64_t num_pages = 0, tokens = 0, rows_total = 0;
@@ -230,11 +298,12 @@ void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, b
     q_starts[i + 1] = static_cast<int32_t>(rows_total);
     tokens += length;
   }
-  const int64_t elements = num_pages * num_kv_heads * kPageSize * head_dim, width = num_kv_heads * head_dim;
-  const Buffer<uint8_t> k_cache(elements * (is_bf16 ? 2 : 4)), v_cache(elements * (is_bf16 ? 2 : 4));
-  const KvCache cache = {k_cache.get(), v_cache.get(), is_bf16 ? KvType::kBf16 : KvType::kFloat, num_kv_heads, head_dim};
+  const int64_t elements = num_pages * num_kv_heads * kv_page_elements(type, head_dim), width = num_kv_heads * head_dim;
+  const int64_t element_bytes = type == KvType::kInt8 ? 1 : type == KvType::kBf16 ? 2 : 4;
+  const Buffer<uint8_t> k_cache(elements * element_bytes), v_cache(elements * element_bytes);
+  const KvCache cache = {k_cache.get(), v_cache.get(), type, num_kv_heads, head_dim};
   const Buffer<float> k = floats(tokens * width), v = floats(tokens * width), q = floats(rows_total * num_q_heads * head_dim);
-  const std::string what = shape({head_dim, num_kv_heads, num_q_heads, is_bf16, window});
+  const std::string what = shape({head_dim, num_kv_heads, num_q_heads, static_cast<int>(type), window});
   same_for_any_threads("write and gather kv" + what, [&] {
     const Buffer<float> k_back(tokens * width), v_back(tokens * width);
     kernels().write_kv({k.get(), width, v.get(), width, cache, slots.data(), tokens});
@@ -252,10 +321,12 @@ void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, b
 }
 
 void attention() {
-  attention_of(64, 1, 3, true, 0, 0.0f);
-  attention_of(64, 2, 2, false, 0, 0.0f);
-  attention_of(16, 1, 7, true, 100, 0.0f);
-  attention_of(80, 1, 1, true, 0, 30.0f);
+  attention_of(64, 1, 3, KvType::kBf16, 0, 0.0f);
+  attention_of(64, 2, 2, KvType::kFloat, 0, 0.0f);
+  attention_of(16, 1, 7, KvType::kBf16, 100, 0.0f);
+  attention_of(80, 1, 1, KvType::kBf16, 0, 30.0f);
+  attention_of(64, 1, 3, KvType::kInt8, 0, 0.0f);
+  attention_of(80, 2, 4, KvType::kInt8, 100, 30.0f);
 }
 
 void lookups() {
@@ -336,6 +407,7 @@ int run(const std::vector<std::string>& names) {
     select_isa(isa);
     linears();
     rows();
+    experts();
     attention();
     lookups();
   }
