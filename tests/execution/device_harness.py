@@ -23,6 +23,7 @@ from headrace.layers.weight import Placement
 from headrace.messages.control import ReadyInfo
 from headrace.messages.weights import WeightExecutor
 from headrace.models.spec import kv_shape, model_class_for
+from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
 
 NUM_SEQS = 4
@@ -104,7 +105,9 @@ def device_driver(
     pool = attention.make_kv_pool(kv_shape(checkpoint.config, torch.float32), num_slots + 1, 1, where)
     table = SequenceTable(NUM_SEQS, CONTEXT, checkpoint.config.hidden_size, where, link=device)
     loras = LoraPool(model, placement, max_loras=2, max_rank=8)
-    runner = ModelRunner(model, attention, table, Sampler(VOCAB_SIZE, NUM_SEQS, where, {}), loras)
+    penalties = DevicePenalties(table.tokens, VOCAB_SIZE, device.upload)
+    sampler = Sampler(VOCAB_SIZE, NUM_SEQS, where, {}, penalties)
+    runner = ModelRunner(model, attention, table, sampler, loras)
     graphs = None
     if sizes:
         graphs = GraphPool(model, attention, table, device, sizes, VOCAB_SIZE, num_slots)

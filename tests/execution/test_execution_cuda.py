@@ -6,15 +6,21 @@ import pytest
 import torch
 from runner_harness import make_driver, prompt, save_llama
 
+from headrace.sampling.params import ResolvedSamplingParams
+
 PROMPTS = [prompt(40, 1), prompt(9, 2)]
+PENALISED = ResolvedSamplingParams(
+    max_new_tokens=50, seed=0, temperature=0.0, frequency_penalty=0.9, presence_penalty=-0.4, repetition_penalty=1.7
+)
 
 
 def generate(folder, **options) -> list[list[int]]:
-    """Greedy tokens of each prompt; the first is computed in chunks."""
+    """Greedy tokens of each prompt, the first computed in chunks; then with penalties."""
     driver = make_driver(folder, page_size=1, **{"attention_backend": "torch_native", **options})
     with contextlib.closing(driver.worker):
         assert driver.info.device == options["device"]
-        return [driver.generate(0, PROMPTS[0], 16, chunks=(7, 20)), driver.generate(1, PROMPTS[1], 16)]
+        plain = [driver.generate(0, PROMPTS[0], 16, chunks=(7, 20)), driver.generate(1, PROMPTS[1], 16)]
+        return [*plain, driver.generate(2, PROMPTS[1], 16, sampling=PENALISED)]
 
 
 @pytest.mark.gpu

@@ -8,18 +8,31 @@ import pytest
 import torch
 from device_harness import NUM_SEQS, FakeDevice, device_driver, reference
 from lora_harness import tiny_adapter
-from runner_harness import CONTEXT, int32, prompt, save_llama
+from runner_harness import CONTEXT, GREEDY, int32, prompt, save_llama
 
 from headrace import kernels
 from headrace.errors import ExecutionError
 from headrace.kernels import triton
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec
+from headrace.sampling.device_penalties import count_dtype, penalty_bytes
 from headrace.sampling.params import ResolvedSamplingParams
 
 A, B, C = prompt(40, 1), prompt(9, 2), prompt(17, 3)
 DRAWN = ResolvedSamplingParams(max_new_tokens=50, seed=7, temperature=1.5, top_k=20, top_p=0.9)
 PENALISED = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0, repetition_penalty=1.7)
+BANNED = ResolvedSamplingParams(
+    max_new_tokens=50, seed=0, temperature=0.0, repetition_penalty=1.7, bad_words=((5, 6),), min_new_tokens=2
+)
+WEARY = ResolvedSamplingParams(
+    max_new_tokens=50,
+    seed=5,
+    temperature=0.7,
+    top_k=4,
+    frequency_penalty=0.9,
+    presence_penalty=-0.4,
+    repetition_penalty=0.6,
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +72,8 @@ def test_tokens_are_those_of_the_cpu(folder, expected, sizes):
     assert driver.generate(1, B, 8, sampling=DRAWN) == expected[1]
     assert device.num_replays == (14 if sizes else 0)
     assert driver.generate(2, C, 8, sampling=PENALISED) == expected[2]
+    assert device.num_waits == 26, "penalties are applied on the device"
+    assert device.num_replays == (21 if sizes else 0)
     assert driver.generate(3, A, 8, prefix_slots=int32(range(32))) == expected[0]
 
 
@@ -99,7 +114,7 @@ def test_two_steps_in_flight_read_the_tokens_on_the_device(folder, expected, siz
         driver.submit([(0, 1, True), (1, 1, True)])
         collect((0, 1))
     # A row whose logits are edited on the host enters: its steps wait, and the others' tokens stay the same.
-    driver.submit([(2, 17, True), (0, 1, True), (1, 1, True)], (driver.new(2, C, sampling=PENALISED),))
+    driver.submit([(2, 17, True), (0, 1, True), (1, 1, True)], (driver.new(2, C, sampling=BANNED),))
     collect((0, 1))
     driver.submit([(2, 1, True), (0, 1, True), (1, 1, True)])
     collect((2, 0, 1))
@@ -108,6 +123,88 @@ def test_two_steps_in_flight_read_the_tokens_on_the_device(folder, expected, siz
     assert got[0] == expected[0][:7]
     assert got[1] == expected[1][:7]
     assert got[2] == expected[2][:2]
+
+
+def test_penalties_count_tokens_that_the_host_has_not_seen(folder, expected, sizes):
+    """Three sequences with penalties and one without, two steps in flight, then a row that is reused."""
+    prompts, params = (A, B, C, B), (PENALISED, WEARY, GREEDY, WEARY)
+    driver = reference(folder)
+    with contextlib.closing(driver.worker):
+        want = [driver.generate(seq, prompts[seq], 12, sampling=params[seq]) for seq in range(4)]
+        want_next = driver.generate(0, C, 6, sampling=WEARY)
+    device = FakeDevice()
+    driver, _, _ = device_driver(folder, sizes=sizes, device=device)
+    got: list[list[int]] = [[], [], [], []]
+
+    def collect():
+        for row, token in enumerate(driver.worker.collect().token_ids.tolist()):
+            got[row].append(token)
+
+    new = tuple(driver.new(seq, prompts[seq], sampling=params[seq]) for seq in range(4))
+    driver.submit([(seq, len(prompts[seq]), True) for seq in range(4)], new)
+    for step in range(11):
+        driver.submit([(seq, 1, True) for seq in range(4)])
+        assert device.num_waits == step, "queued before the step before was waited for"
+        collect()
+    collect()
+
+    assert got == want
+    assert want[0][:8] != expected[0], "the penalties change something"
+    assert device.num_replays == (11 if sizes else 0)
+    assert driver.generate(0, C, 6, sampling=WEARY) == want_next
+    assert driver.generate(0, A, 4) == expected[0][:4], "a row without penalties forgets them"
+
+
+def test_penalties_count_again_after_a_retraction_and_a_step_that_is_run_again(folder, sizes):
+    driver = reference(folder)
+    with contextlib.closing(driver.worker):
+        want = driver.generate(0, B, 12, sampling=WEARY)
+    driver, _, _ = device_driver(folder, sizes=sizes)
+    assert driver.generate(0, B, 5, sampling=WEARY) == want[:5]
+
+    # It comes back in another row, with what it has said.
+    new = driver.new(1, [*B, *want[:5]], sampling=WEARY, num_prompt_tokens=len(B))
+    got = [int(driver.step([(1, len(B) + 5, True)], (new,)).token_ids[0])]
+    got += [int(driver.step([(1, 1, True)]).token_ids[0]) for _ in range(4)]
+    assert got == want[5:10]
+    driver.computed[1] -= 3
+    again = [int(driver.step([(1, 1, True)]).token_ids[0]) for _ in range(5)]
+    assert again == want[7:12]
+
+
+def test_a_step_that_waits_applies_penalties_and_reports_logprobs_without_them(folder):
+    """A neighbour wants logprobs now and then: the row with penalties goes either way, with the same tokens."""
+    spec = LogprobSpec(prompt_start=40, top_num=2, token_ids=())
+    driver = reference(folder)
+    with contextlib.closing(driver.worker):
+        want = driver.generate(0, B, 8, sampling=WEARY)
+        driver.step([(1, 40, True)], (driver.new(1, A, logprobs=spec, sampling=PENALISED),))
+        blocks = [driver.step([(1, 1, True)]).logprobs[0] for _ in range(3)]
+    device = FakeDevice()
+    driver, _, _ = device_driver(folder, sizes=(1, 2), device=device)
+    got = driver.generate(0, B, 2, sampling=WEARY)
+    waits = device.num_waits
+    new = driver.new(1, A, logprobs=spec, sampling=PENALISED)
+    steps = [driver.step([(0, 1, True), (1, 40, True)], (new,))]
+    steps += [driver.step([(0, 1, True), (1, 1, True)]) for _ in range(3)]
+    assert device.num_waits == waits, "these steps went the long way"
+    got += [int(step.token_ids[0]) for step in steps]
+    got += [int(driver.step([(0, 1, True)]).token_ids[0]) for _ in range(2)]
+
+    assert got == want
+    for step, block in zip(steps[1:], blocks, strict=True):
+        mine = step.logprobs[1]
+        assert np.frombuffer(mine.token_ids, np.int32).tolist() == np.frombuffer(block.token_ids, np.int32).tolist()
+        np.testing.assert_allclose(
+            np.frombuffer(mine.values, np.float32), np.frombuffer(block.values, np.float32), atol=1e-5
+        )
+
+
+def test_penalties_have_their_share_of_the_memory():
+    assert count_dtype(16_383) == torch.int16
+    assert count_dtype(16_384) == torch.int32
+    assert penalty_bytes(256, 1000, 8192) - penalty_bytes(255, 1000, 8192) == 2 * 1000
+    assert penalty_bytes(256, 1000, 32768) - penalty_bytes(255, 1000, 32768) == 4 * 1000
 
 
 def test_padding_of_a_graph_touches_nobody(folder):
@@ -249,7 +346,9 @@ class Elsewhere(FakeDevice):
 def test_no_step_asks_the_device_for_a_value(folder, sizes):
     with kernels.prefer("torch"):
         driver, runner, _ = device_driver(folder, sizes=sizes, device=Elsewhere(), on="meta")
-        driver.submit([(0, 40, True), (1, 5, False)], (driver.new(0, A), driver.new(1, B, sampling=DRAWN)))
+        driver.submit(
+            [(0, 40, True), (1, 5, False)], (driver.new(0, A, sampling=PENALISED), driver.new(1, B, sampling=DRAWN))
+        )
         driver.submit([(0, 1, True), (1, 4, True)])
         for _ in range(2):
             driver.submit([(0, 1, True), (1, 1, True)])

@@ -41,11 +41,13 @@ def generate(folder, **options) -> list[int]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_triton_gives_the_tokens_of_the_reference(tmp_path, device: str, deterministic: bool):
+def test_triton_gives_the_tokens_of_the_reference(tmp_path, device: str, deterministic: bool, monkeypatch):
     if deterministic and device == "cpu":
         pytest.skip("needs a GPU: on CPU the option changes nothing")
     save_llama(tmp_path)
 
+    # The rotation writes K and V, too.
+    monkeypatch.setattr("headrace.kernels.triton.attention.write_kv", None)
     with kernels.prefer("triton"):
         got = generate(
             tmp_path, device=device, attention_backend="triton", enable_deterministic_inference=deterministic

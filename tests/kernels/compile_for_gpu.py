@@ -57,6 +57,8 @@ def attend(num_q_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.d
     pool = torch.zeros(64, num_kv_heads, head_dim, dtype=kv_dtype)
     integers = torch.zeros(8, dtype=torch.int32)
     attention.write_kv(k, v, pool, pool.clone(), integers)
+    table = torch.zeros(9, head_dim // 2)
+    attention.rotate_write_kv(q, k, v, integers, table, table, pool, pool.clone(), integers)
     plan = attention.Plan(
         table=torch.zeros(7, 4096, dtype=torch.int32),
         page_size=1,

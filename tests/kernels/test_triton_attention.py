@@ -276,6 +276,58 @@ def test_rows_that_pad_a_graph_write_nothing_and_harm_nobody(triton_device: torc
     assert torch.equal(out, torch.stack([k[0], torch.zeros_like(k[0])]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float8_e4m3fn),
+        (torch.float32, torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim", "half"),
+    [(9, 3, 64, 32), (4, 4, 80, 40), (20, 2, 128, 32), (1, 1, 16, 8), (72, 9, 96, 36)],
+)
+def test_rotation_and_write_in_one_launch_are_the_two_one_after_the_other(
+    triton_device: torch.device,
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    half: int,
+):
+    from headrace.kernels.triton import attention, ops
+
+    fp8 = pool_dtype == torch.float8_e4m3fn
+    if fp8 and triton_device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with fp8")
+    sizes = [heads * head_dim for heads in (num_q_heads, num_kv_heads, num_kv_heads)]
+    joined = torch.randn(5, sum(sizes)).to(triton_device, dtype) * (300 if fp8 else 1)
+    positions = torch.tensor([0, 3, 90, 1, 99], dtype=torch.int32, device=triton_device)
+    slots = torch.tensor([6, 2, -1, 0, 7], dtype=torch.int32, device=triton_device)
+    angles = torch.randn(100, half, device=triton_device)
+    cos, sin = angles.cos(), angles.sin()
+    got, want = (
+        [torch.zeros(8, num_kv_heads, head_dim, device=triton_device).to(pool_dtype) for _ in "kv"] for _ in "gw"
+    )
+    heads = [x.unflatten(1, (-1, head_dim)) for x in joined.clone().split(sizes, dim=1)]
+
+    attention.rotate_write_kv(*heads, positions, cos, sin, *got, slots)
+
+    q, k, v = (x.unflatten(1, (-1, head_dim)) for x in joined.split(sizes, dim=1))
+    ops.rotary(q, k, positions, cos, sin)
+    attention.write_kv(k, v, *want, slots)
+    # Compiled, the two may fuse other products: one bit more or less before the rounding.
+    tolerance = 0.0 if triton_device.type == "cpu" else 0.13 if fp8 else 1e-3
+    for g, w in zip((heads[0], *got), (q, *want), strict=True):
+        torch.testing.assert_close(g.float(), w.float(), atol=tolerance / 50, rtol=tolerance)
+    assert not got[0][[1, 3, 4, 5]].float().any(), "slots that no token has"
+    assert got[1][[0, 2, 6, 7]].float().any(dim=2).all()
+
+
 def test_heads_that_are_not_side_by_side_are_refused(triton_device: torch.device):
     from headrace.kernels.triton import attention
 

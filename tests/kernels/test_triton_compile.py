@@ -23,6 +23,7 @@ KERNELS = {
     "_peak_kernel",
     "_reduce_kernel",
     "_rotary_kernel",
+    "_rotate_write_kernel",
     "_sum_ranks_kernel",
     "_write_kv_kernel",
 }

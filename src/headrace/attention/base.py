@@ -1,14 +1,14 @@
 """The seam between models and attention: what a layer says, what a step says, what a backend must do.
 
-Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the `AttentionBackend` protocol. Does not own any kernel, and does not choose
-between backends (`select.py`). Used by the thread that runs the model.
+Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the protocols `AttentionBackend` and `RotatingBackend`. Does not own any kernel, and does not
+choose between backends (`select.py`). Used by the thread that runs the model.
 """
 
 import contextlib
 import math
 import mmap
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -131,3 +131,26 @@ class AttentionBackend(Protocol):
         q [num_tokens, num_q_heads, head_dim]; k, v [num_tokens, num_kv_heads, head_dim]; may be slices of wider rows.
         Returns [num_tokens, num_q_heads * head_dim].
         """
+
+
+class RotatingBackend(AttentionBackend, Protocol):
+    """A backend that rotates q and k in the launch that writes K and V."""
+
+    def forward_rotating(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: AttentionLayerSpec,
+    ) -> torch.Tensor:
+        """`forward` of q and k rotated by the positions of the step, in the halves convention of `headrace.kernels.rotary`.
+
+        cos, sin: float32[max_positions, rotary_dim / 2]. What q and k hold afterwards is not said.
+        """
+
+
+def rotating(attention: AttentionBackend) -> RotatingBackend | None:
+    """The same backend where it rotates; None where the layer has to."""
+    return cast(RotatingBackend, attention) if hasattr(attention, "forward_rotating") else None

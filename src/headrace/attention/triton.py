@@ -25,6 +25,7 @@ class TritonAttention:
         self._pool: KvPool
         self._plan: kernels.Plan
         self._out_slots: torch.Tensor
+        self._positions: torch.Tensor
         self._num_processors: int
 
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
@@ -45,6 +46,7 @@ class TritonAttention:
         """Which kernels the step needs, from the host's counts; the rest stays on the device."""
         table, page_size = (rows.slots, 1) if rows.pages is None else (rows.pages, self._pool.page_size)
         self._out_slots = rows.out_slots
+        self._positions = rows.positions
         self._plan = kernels.Plan(
             table=table,
             page_size=page_size,
@@ -66,6 +68,25 @@ class TritonAttention:
         """See `AttentionBackend.forward`."""
         k_pool, v_pool = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         kernels.write_kv(k, v, k_pool, v_pool, self._out_slots)
+        return self._attend(q, k_pool, v_pool, layer)
+
+    def forward_rotating(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: AttentionLayerSpec,
+    ) -> torch.Tensor:
+        """See `RotatingBackend.forward_rotating`."""
+        k_pool, v_pool = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
+        kernels.rotate_write_kv(q, k, v, self._positions, cos, sin, k_pool, v_pool, self._out_slots)
+        return self._attend(q, k_pool, v_pool, layer)
+
+    def _attend(
+        self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, layer: AttentionLayerSpec
+    ) -> torch.Tensor:
         out = kernels.attend(
             q, k_pool, v_pool, self._plan, layer.scale, window=layer.sliding_window, soft_cap=layer.soft_cap
         )

@@ -61,6 +61,9 @@ TINY = {
 }
 GREEDY = ResolvedSamplingParams(max_new_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True)
 DRAWN = ResolvedSamplingParams(max_new_tokens=1 << 20, seed=5, temperature=0.8, top_k=40, top_p=0.9, ignore_eos=True)
+PENALISED = ResolvedSamplingParams(
+    max_new_tokens=1 << 20, seed=0, temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2, ignore_eos=True
+)
 
 BF16_ERROR = 0.02
 """Norm of the difference over that of the reference: bfloat16 keeps 8 bits, and sums round once more."""
@@ -408,10 +411,10 @@ def _token_check(bench: Bench) -> tuple[float, float]:
 
 
 def _wait_check(bench: Bench) -> tuple[float, float]:
-    """Decode steps, by graphs and eagerly, greedy and drawn, under torch's detector of hidden waiting, which raises."""
+    """Decode steps, by graphs and eagerly, greedy, drawn and with penalties, under torch's detector of hidden waiting, which raises."""
     for eagerly in (False, True):
         worker, _ = build_worker(bench.args("smollm2-135m", disable_cuda_graph=eagerly, **_small(3)))
-        for sampling in (GREEDY, DRAWN):
+        for sampling in (GREEDY, DRAWN, PENALISED):
             plans = _decode_plans(3, 40, 100, 160, sampling)
             for _ in range(3):
                 worker.submit(next(plans))

@@ -41,6 +41,7 @@ from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
 from headrace.models.decoder import DecoderLM
 from headrace.models.spec import CausalLM, kv_shape, model_class_for
+from headrace.sampling.device_penalties import DevicePenalties, penalty_bytes
 from headrace.sampling.logit_processors import load_processors
 from headrace.sampling.sampler import Sampler
 
@@ -127,7 +128,8 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             page_size=config.page_size if attention.paged_kv() is not None else 0,
             link=link,
         )
-        sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors)
+        penalties = None if link is None else DevicePenalties(table.tokens, model_config.vocab_size, link.upload)
+        sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors, penalties)
         rename = partial(spec.rename, model_config)
 
         def load(model_path: str, load_format: LoadFormat) -> CausalLM:
@@ -237,16 +239,19 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
 
 
 def _reserved_bytes(config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...]) -> int:
-    """What graphs of these sizes need."""
-    if not graph_sizes:
+    """What penalties on a GPU and graphs of these sizes need."""
+    if config.device == "cpu":
         return 0
+    penalties = penalty_bytes(config.max_running_requests, model_config.vocab_size, config.context_length)
+    if not graph_sizes:
+        return penalties
     partials = 0
     if config.deterministic:
         from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # Triton, which other choices do without
 
         splits = -(-config.context_length // DETERMINISTIC_SPLIT)
         partials = model_config.num_q_heads * splits * model_config.head_dim * 4
-    return graph_bytes(
+    return penalties + graph_bytes(
         graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, partials
     )
 

@@ -1,8 +1,8 @@
 """Steps on a GPU, queued without waiting for one another.
 
 Owns which way a step goes: a captured graph (decode of few enough rows), the same layers eagerly (prefill and mixed steps), or the
-`ModelRunner` that waits for every value (rows that want logprobs, hidden states, input embeddings, adapters or edited logits, and
-injected faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
+`ModelRunner` that waits for every value (rows that want logprobs, hidden states, input embeddings, adapters or logits edited by
+more than penalties, and injected faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
 
 A step's tokens stay on the device: it writes them to the token buffer, from which the next step, queued before this one has run, takes
 its input. The host reads a copy of them when it collects the step.

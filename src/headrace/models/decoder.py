@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec, PagedKv
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, PagedKv, rotating
 from headrace.checkpoint.model_config import ModelConfig, RopeConfig
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
@@ -93,6 +93,9 @@ class Attention:
         v = v.unflatten(1, (spec.num_kv_heads, spec.head_dim))
         if self.head_norms is not None:
             q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
+        rotates = rotating(attention)
+        if rotates is not None:
+            return self.out(rotates.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec))
         self.rotary(q, k, positions)
         return self.out(attention.forward(q, k, v, spec))
 

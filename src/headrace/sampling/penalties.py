@@ -173,6 +173,13 @@ def edits_logits(params: ResolvedSamplingParams) -> bool:
     )
 
 
+def edits_only_by_penalties(new: NewSequence) -> bool:
+    """True when penalties over prompt and outputs are all that the logits of `new` need."""
+    params = new.sampling
+    others = params.logit_bias or params.bad_words or params.allowed_token_ids or params.min_new_tokens
+    return uses_penalties(params) and not (others or new.custom_logit_processor or new.input_embeds)
+
+
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 

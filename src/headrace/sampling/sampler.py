@@ -5,7 +5,7 @@ check -> bias, penalties and masks -> greedy, or temperature, top-k, top-p, min-
 draw (`draw`), the edits (`penalties`) or which positions are sampled (the plan). One instance, used by one thread at a time.
 
 A row's token is a function of its logits, its parameters, its own tokens and (seed, position) alone: never of the other rows.
-The logits that come in are left as they are.
+`sample` leaves the logits that come in as they are.
 """
 
 import math
@@ -20,10 +20,11 @@ from headrace.log import get_logger
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
+from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import DrawTable, Filters, Int32Array, greedy_ids
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
-from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits
+from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits, edits_only_by_penalties
 
 logger = get_logger(__name__)
 
@@ -59,23 +60,36 @@ class _Sequence:
 
 
 class Sampler:
-    """Samples the rows of a step; see the module. edited: sequences whose logits are edited, or read for logprobs, on the host."""
+    """Samples the rows of a step; see the module. edited: sequences whose logits are edited, or read for logprobs, on the host.
+
+    penalties: given, they apply the penalties of sequences that ask for no other edit.
+    """
 
     def __init__(
-        self, vocab_size: int, max_seqs: int, device: torch.device | str, processors: Mapping[str, LogitProcessor]
+        self,
+        vocab_size: int,
+        max_seqs: int,
+        device: torch.device | str,
+        processors: Mapping[str, LogitProcessor],
+        penalties: DevicePenalties | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._processors = dict(processors)
         self._table: list[_Sequence | None] = [None] * max_seqs
         self._draws = DrawTable(max_seqs)
+        self._penalties = penalties
         self.edited: set[int] = set()
 
     def add(self, seq: int, new: NewSequence) -> None:
         """`new` enters row `seq`, with the outputs it has already (after a retraction); replaces what was there."""
         params = new.sampling
         history = None
-        if edits_logits(params) or new.custom_logit_processor:
+        if self._penalties is not None:
+            self._penalties.discard(seq)
+        if self._penalties is not None and edits_only_by_penalties(new):
+            self._penalties.set(seq, params, new.num_prompt_tokens)
+        elif edits_logits(params) or new.custom_logit_processor:
             history = TokenHistory(new.token_ids, new.num_prompt_tokens)
         filters = Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
         self._draws.set(seq, None if params.is_greedy else filters, params.seed)
@@ -92,12 +106,15 @@ class Sampler:
             self.edited.add(seq)
 
     def all_greedy(self, seqs: Int32Array) -> bool:
-        """Whether each of these sequences takes its most likely token."""
-        return self._draws.all_greedy(seqs)
+        """Whether each of these sequences takes the most likely token of the logits as they come."""
+        return self._draws.all_greedy(seqs) and not self._penalises(seqs)
 
     def pick(self, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """`sample` of sequences that are not `edited`, without waiting for the device: int64[R] on it, -1 where `sample` gives an error."""
-        if self.all_greedy(seqs):
+        """`sample` of sequences that are not `edited`, without waiting for the device: int64[R] on it, -1 where `sample` gives an error.
+        May edit `logits`."""
+        if self._penalties is not None and self._penalises(seqs):
+            self._penalties.apply(logits, seqs, positions)
+        if self._draws.all_greedy(seqs):
             return greedy_ids(logits)
         return self._draws.draw(logits, seqs, positions, range(len(seqs)))
 
@@ -120,11 +137,15 @@ class Sampler:
         if not len(seqs):
             return SamplerOutput(torch.empty(0, dtype=torch.int64, device=self._device))
         states = [self._state(seq) for seq in seqs]
+        source = logits
+        if self._penalties is not None and self._penalises(seqs):
+            source = logits.clone()
+            self._penalties.apply(source, seqs, positions)
         if self._device.type == "cpu" and all(state.is_plain and state.is_greedy for state in states):
-            return self._greedy(logits)
+            return self._greedy(source)
         errors: dict[int, str] = {}
         rows = [row for row, state in enumerate(states) if state.history is None]
-        token_ids = self._pick(logits, seqs, rows, positions, errors, BAD_LOGITS)
+        token_ids = self._pick(source, seqs, rows, positions, errors, BAD_LOGITS)
         if len(rows) < len(states):
             rows = [row for row, state in enumerate(states) if state.history is not None]
             edited = self._copy(logits, rows)
@@ -154,6 +175,9 @@ class Sampler:
                 if state.logprobs is not None:
                     logprobs[row] = token_logprobs(logits[row], host_ids[row], state.logprobs)
         return SamplerOutput(token_ids, errors, logprobs)
+
+    def _penalises(self, seqs: Sequence[int] | Int32Array) -> bool:
+        return self._penalties is not None and self._penalties.any(seqs)
 
     def _state(self, seq: int) -> _Sequence:
         state = self._table[seq]
