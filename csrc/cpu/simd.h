@@ -46,13 +46,20 @@ HEADRACE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b;
 
 HEADRACE_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
+// Fewer sizes of register tiles, all made from the same templates: the sanitizers' builds take minutes with all of them.
+#if defined(HEADRACE_FEW_TILES)
+constexpr bool kFewTiles = true;
+#else
+constexpr bool kFewTiles = false;
+#endif
+
 // vmax and vmin return the second operand when either is a NaN, as x86 does: put the data second and a NaN survives.
 
 #if defined(__AVX512F__)
 
 using vf = __m512;
 constexpr int kLanes = 16;
-constexpr int kTileRows = 12;  // rows x 2 accumulators that fit the registers beside the operands
+constexpr int kTileRows = kFewTiles ? 4 : 12;  // rows x 2 accumulators that fit the registers beside the operands
 
 HEADRACE_INLINE vf splat(float x) { return _mm512_set1_ps(x); }
 HEADRACE_INLINE vf load(const float* p) { return _mm512_loadu_ps(p); }
@@ -87,7 +94,7 @@ HEADRACE_INLINE void load_interleaved(const bf16* p, vf& low, vf& high) {
 
 using vf = __m256;
 constexpr int kLanes = 8;
-constexpr int kTileRows = 6;
+constexpr int kTileRows = kFewTiles ? 4 : 6;
 
 HEADRACE_INLINE vf splat(float x) { return _mm256_set1_ps(x); }
 HEADRACE_INLINE vf load(const float* p) { return _mm256_loadu_ps(p); }
