@@ -16,7 +16,8 @@ def command_for(precision: Precision, port: int) -> ServerCommand:
         f"llama.cpp {FORMATS[precision]}",
         [
             str(binary), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
-            "--alias", FORMATS[precision], "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS), "--no-kv-unified", "-fa", "on", "-b", "2048", "-ub", "512",
+            "--alias", FORMATS[precision],
+            "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS), "--no-kv-unified", "-fa", "on", "-b", "2048", "-ub", "512",
             "--no-ui",
         ],
         needs=(binary, model),
