@@ -109,7 +109,7 @@ def _config(**changes: object):
 @pytest.mark.parametrize(
     ("config", "impl", "message"),
     [
-        (_config(quantization_config={"quant_method": "fp8"}), "auto", "quant_method fp8"),
+        (_config(quantization_config={"quant_method": "bitsandbytes"}), "auto", "quant_method bitsandbytes"),
         (_config(model_type="unheard_of"), "headrace", "unheard_of has no implementation of ours"),
         (_config(model_type="x", auto_map={"AutoModel": "m.M"}), "auto", "its own code"),
         (_config(model_type="x", layer_types=["chunked_attention"] * 2), "auto", "chunks"),
