@@ -20,28 +20,8 @@ from reliability_harness import (
     greedy,
 )
 
-PUBLIC = {"/health", "/ready", "/ping", "/health_generate", "/metrics"}
-ADMIN_ONLY = {
-    "/flush_cache",
-    "/internal_state",
-    "/inject_fault",
-    "/load_lora_adapter",
-    "/unload_lora_adapter",
-    "/start_profile",
-    "/stop_profile",
-    "/configure_logging",
-    "/pause_generation",
-    "/continue_generation",
-    "/update_weights_from_disk",
-    "/update_weights_from_tensor",
-    "/init_weights_update_group",
-    "/update_weights_from_distributed",
-    "/destroy_weights_update_group",
-    "/get_weights_by_name",
-    "/update_weight_version",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-}
+from route_access import ADMIN_ONLY, PUBLIC
+
 HIDDEN = [("post", "/inject_fault"), ("get", "/openapi.json"), ("get", "/docs")]
 
 # header value -> who it is
