@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 import pytest_asyncio
@@ -9,10 +10,11 @@ from frontend_fakes import FakeEngine, Frontend, turns
 
 from headrace.errors import CapacityError, ExecutionError, LateError
 from headrace.frontend import replay
-from headrace.messages.channel import LocalQueue
-from headrace.messages.control import ConfigureLoggingReq, ResetReq, SourceGone
+from headrace.messages.channel import LocalQueue, Ports, ZmqChannels
+from headrace.messages.control import AbortReq, ConfigureLoggingReq, ResetReq, SourceGone
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_int32, unpack_int32
+from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 
 END = FinishReason("length", length=4)
@@ -246,6 +248,28 @@ async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another
     out = StrOut("a", "yz", pack_int32(list(b"yz")), 4, finish=END)
     lives.engine.outbox.send(BatchStrOut((out,), told[0].source))
     assert (await call)[-1]["text"] == "wxyz"
+
+
+def test_what_was_sent_to_a_dead_one_is_not_for_its_next_life(tmp_path):
+    """Both die, and the detokenizer's death is noticed first: over real sockets, whose addresses the next life binds again."""
+    channels = ZmqChannels(Ports.in_directory(tmp_path))
+    first = channels.receiver("to_scheduler")
+    link = replay.EngineLink([channels.sender("to_scheduler")], {}, lambda *end: None, Metrics("m"), time.monotonic)
+    link.send(AbortReq(("a",)))
+    assert first.recv(5.0) == AbortReq(("a",))
+    first.close()
+    time.sleep(0.2)  # the connection is seen to have ended
+
+    link.detokenizer_down()
+    link.send(AbortReq(("b",)))
+    link.scheduler_down(0)
+    second = channels.receiver("to_scheduler")
+    assert second.recv(0.5) is None
+    link.scheduler_up(0, link.new_source(), channels.sender("to_scheduler"))
+    link.send(AbortReq(("c",)))
+
+    assert second.recv(5.0) == AbortReq(("c",))
+    channels.close()
 
 
 async def test_control_calls_do_not_wait_for_a_dead_scheduler(lives):

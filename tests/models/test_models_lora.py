@@ -1,6 +1,10 @@
 """Adapters change a model as peft's merge does, row by row, and a file that does not fit changes nothing."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +68,43 @@ def logits(
 def reference(model: Any, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def peft_logits() -> Iterator[Callable[..., torch.Tensor]]:
+    """What peft says, in a process of its own: where transformers finds peft it imports it, which doubles its start."""
+    peft = Path(sys.prefix) / "peft"
+    assert peft.is_dir(), "scripts/setup puts it there"
+    program = [sys.executable, Path(__file__).parent / "peft_logits.py"]
+    environment = os.environ | {"PYTHONPATH": str(peft)}
+    with subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(model: Path, adapter: str, tokens: list[int], to: Path) -> torch.Tensor:
+            asked = {"model": str(model), "adapter": adapter, "tokens": tokens, "to": str(to)}
+            print(json.dumps(asked), file=process.stdin, flush=True)
+            assert process.stdout.readline() == "done\n"
+            return load_file(to)["logits"]
+
+        yield ask
+        process.stdin.close()
+
+
+def test_logits_are_those_of_peft(case, peft_logits, tmp_path: Path):
+    folder, model, _, path = case
+    runner = open_runner(folder, "torch_native")
+    pool = make_pool(runner, folder)
+    pool.load(1, path)
+    tokens = random_tokens(24, seed=4)
+    want = peft_logits(folder, path, tokens, tmp_path / "logits.safetensors")
+
+    (got,) = logits(runner, pool, [(0, 0, tokens)], [1])
+
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+    assert (want - reference(model, tokens)).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

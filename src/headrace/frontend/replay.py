@@ -179,6 +179,8 @@ class EngineLink:
         """A replica has died: others take its samples, or they are held until it is up again."""
         replica = self._replicas[rank]
         replica.is_up = False
+        # Its next life binds the same address: what this one has not read is not for that one.
+        replica.sender.close()
         self._forget_source(replica.source)
         if self._balancer is not None:
             self._balancer.forget(rank)
@@ -186,8 +188,7 @@ class EngineLink:
         self._release()
 
     def scheduler_up(self, rank: int, source: int, sender: Sender) -> None:
-        """A replica's new life can be sent to. What was sent to the old one and not read is gone with its sender."""
-        self._replicas[rank].sender.close()
+        """A replica's new life can be sent to."""
         self._replicas[rank] = _Replica(sender, source)
         for crash in self._crashes:
             sender.send(crash)
