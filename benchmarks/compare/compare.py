@@ -27,7 +27,7 @@ from reference_texts import NUM_TOKENS
 from rich.console import Console
 
 from headrace.benchmark.results import Result, document, print_results, write_json
-from headrace.benchmark.serving import LoadOptions, measure
+from headrace.benchmark.serving import LoadOptions, measure, run_client
 from headrace.benchmark.targets import OpenAITarget
 from headrace.benchmark.workloads import CHECK_TEXTS, TokenIds
 from headrace.checkpoint.names import resolve_model
@@ -183,7 +183,7 @@ def start_and_run_class(
             ready[command.name] = server.wait_until_ready()
             console.print(f"{command.name}: ready after {ready[command.name]:.1f} s", highlight=False)
             servers.append(server)
-        done = asyncio.run(run_class(precision, servers, tokenizer, reference, load, console))
+        done = run_client(run_class(precision, servers, tokenizer, reference, load, console))
     for name, seconds in ready.items():
         done.servers[name]["ready_s"] = round(seconds, 2)
     return done

@@ -16,6 +16,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr int64_t kFetchingRows = 2 * kTileRows;  // up to so many rows wait for memory rather than compute
 
 // Rows cut into even register tiles: body(first, count).
 template <class Body>
@@ -94,10 +95,10 @@ void softmax_block(float* s, int64_t begin, int64_t end, int64_t first, int64_t 
     for (int64_t d = 0; d < head_dim; d += kLanes) store(values + d, mul(load(values + d), splat(factor)));
   }
   row_max = new_max;
-  const f32x16 shift = splat16(new_max);
+  const f32x16 log2_e = splat16(1.44269504088896341f), shift = splat16(new_max * -1.44269504088896341f);
   f32x16 sum = splat16(0.0f);
   for (int64_t j = seen_first; j < seen_last; j += 16) {
-    const f32x16 weight = vexp(sub(load16(s + j), shift));
+    const f32x16 weight = vexp2(fma(load16(s + j), log2_e, shift));
     store16(s + j, weight);
     sum = add(sum, weight);
   }
@@ -110,7 +111,48 @@ HEADRACE_INLINE int64_t first_key(int64_t position, int64_t window) {
   return window > 0 ? max_of(0, position - window + 1) : 0;
 }
 
-// Up to kKeyBlock keys of a tile: the pages that hold those that any of its queries sees.
+// A block of keys, from `key` on, and the queries of a tile that go through it together: all where the keys are shared, else one.
+struct Visit {
+  int64_t key, query, num_queries;
+};
+
+HEADRACE_INLINE int64_t end_of(const AttentionTile& t, int64_t query) { return t.queries[query].position + 1; }
+
+// The first visit of `split` beyond the shared keys, of `query` or a later one. False: there is none.
+bool first_alone(const AttentionTile& t, int64_t split, int64_t query, Visit& visit) {
+  const int64_t begin = max_of(split * kKeySplit, t.shared_keys), split_end = (split + 1) * kKeySplit;
+  for (; query < t.num_queries; ++query) {
+    if (begin >= min_of(split_end, end_of(t, query))) continue;
+    visit = {begin, query, 1};
+    return true;
+  }
+  return false;
+}
+
+// The first visit of `split` or a later one of the tile. False: there is none.
+bool first_visit(const AttentionTile& t, int64_t split, Visit& visit) {
+  for (; split < t.split_end; ++split) {
+    if (split * kKeySplit < t.shared_keys) {
+      visit = {split * kKeySplit, 0, t.num_queries};
+      return true;
+    }
+    if (first_alone(t, split, 0, visit)) return true;
+  }
+  return false;
+}
+
+// The visit after `visit`, split by split. False: it was the last.
+bool next_visit(const AttentionTile& t, Visit& visit) {
+  const int64_t split = visit.key / kKeySplit, next = visit.key + kKeyBlock;
+  const bool shared = visit.key < t.shared_keys;
+  if (next < min_of((split + 1) * kKeySplit, shared ? t.shared_keys : end_of(t, visit.query))) {
+    visit.key = next;
+    return true;
+  }
+  return first_alone(t, split, shared ? 0 : visit.query + 1, visit) || first_visit(t, split + 1, visit);
+}
+
+// Up to kKeyBlock keys: the pages that hold those that any query of a visit sees.
 template <class T>
 struct KeyBlock {
   int64_t keys = 0, skipped = 0, page_begin = 0, page_end = 0;  // keys [skipped, keys) of the block are seen
@@ -118,15 +160,15 @@ struct KeyBlock {
 
   bool is_empty() const { return skipped >= keys; }
 
-  // The block from key `begin`.
-  KeyBlock(const AttentionArgs& a, const AttentionTile& t, int64_t begin) {
-    keys = min_of(kKeyBlock, t.first_position + t.num_positions - begin);
-    skipped = max_of(0, first_key(t.first_position, a.window) - begin);
+  KeyBlock(const AttentionArgs& a, const AttentionTile& t, const Visit& visit) {
+    const AttentionQuery& first = t.queries[visit.query];
+    keys = min_of(kKeyBlock, end_of(t, visit.query + visit.num_queries - 1) - visit.key);
+    skipped = max_of(0, first_key(first.position, a.window) - visit.key);
     if (is_empty()) return;
     page_begin = skipped / kPageSize;
     page_end = ceil_div(keys, kPageSize);
     const int64_t page_elements = kv_page_elements(a.cache.type, a.cache.head_dim);
-    const int32_t* const table = a.page_table + t.sequence * a.page_table_stride + begin / kPageSize;
+    const int32_t* const table = a.page_table + first.sequence * a.page_table_stride + visit.key / kPageSize;
     for (int64_t p = page_begin; p < page_end; ++p) {
       const int64_t at = (table[p] * a.cache.num_kv_heads + t.kv_head) * page_elements;
       k[p] = static_cast<const T*>(a.cache.k) + at;
@@ -142,37 +184,36 @@ struct KeyBlock {
   }
 };
 
-// The first block that a tile reads.
-template <class T>
-KeyBlock<T> first_block(const AttentionArgs& a, const AttentionTile& t) {
-  return KeyBlock<T>(a, t, max_of(t.split_begin * kKeySplit, first_key(t.first_position, a.window) / kKeyBlock * kKeyBlock));
-}
-
 // Keys [split * kKeySplit, ...) of tile `t` into `state`. next: the tile that this thread computes afterwards, or null. A decode step
 // finds keys and values in memory: those that come next are fetched while the present ones are computed with.
 template <class T>
 void attend_split(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next, int64_t split,
                   const Products<T>& products, float* scores, const State& state) {
-  const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_positions * group;
-  const int64_t tile_end = min_of(t.split_end * kKeySplit, t.first_position + t.num_positions);
-  clear(state, rows, head_dim);
-  const int64_t split_end = min_of((split + 1) * kKeySplit, tile_end);
-  for (int64_t k0 = split * kKeySplit; k0 < split_end; k0 += kKeyBlock) {
-    const KeyBlock<T> block(a, t, k0);
+  const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads;
+  clear(state, t.num_queries * group, head_dim);
+  Visit visit;
+  bool more = first_visit(t, split, visit);
+  while (more && visit.key < (split + 1) * kKeySplit) {
+    const KeyBlock<T> block(a, t, visit);
+    const int64_t first_row = visit.query * group, rows = visit.num_queries * group, k0 = visit.key;
+    more = next_visit(t, visit);
     if (block.is_empty()) continue;
     const T* later_pages[kPagesOfBlock];
-    const bool fetches = rows <= kTileRows && (k0 + kKeyBlock < tile_end || next != nullptr);
-    if (fetches) {
-      block.later_pages(k0 + kKeyBlock < tile_end ? KeyBlock<T>(a, t, k0 + kKeyBlock) : first_block<T>(a, *next), later_pages);
+    bool fetches = false;
+    if (rows <= kFetchingRows) {
+      Visit later = visit;
+      fetches = more || (next != nullptr && first_visit(*next, next->split_begin, later));
+      if (fetches) block.later_pages(KeyBlock<T>(a, more ? t : *next, later), later_pages);
     }
-    const T* const* const later = fetches ? later_pages : block.v;
     // A register tile of rows goes through both products at once: its scores stay in the first-level cache.
-    for_row_tiles(rows, [&](int64_t row, int64_t count) {
+    for_row_tiles(rows, [&](int64_t tile_row, int64_t count) {
+      const int64_t row = first_row + tile_row;
+      const T* const* const later = fetches && tile_row == 0 ? later_pages : block.v;
 #define HEADRACE_CALL(R) products.template score<R>(row, block.k, block.v, block.page_begin, block.page_end, scores)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t r = row + i, position = t.first_position + r / group;
+        const int64_t r = row + i, position = t.queries[r / group].position;
         softmax_block(scores + i * kScoreStride, max_of(0, first_key(position, a.window) - k0),
                       min_of(block.keys, position + 1 - k0), block.page_begin * kPageSize, block.page_end * kPageSize,
                       a.softcap, state.max[r], state.sum[r], state.values + r * head_dim, head_dim);
@@ -188,7 +229,7 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
 // next: as of attend_split.
 template <class T>
 void attend_tile(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next) {
-  const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_positions * group;
+  const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_queries * group;
   const int64_t state_floats = State::floats(rows, head_dim);
   const int64_t state_room = ceil_div(state_floats, 16) * 16;
   float* const scores = static_cast<float*>(thread_scratch(
@@ -198,7 +239,8 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t, const Attention
   const State total = State::at(part_memory + state_room, rows, head_dim);
   Products<T> products(part_memory + 2 * state_room, rows, head_dim);
   for (int64_t r = 0; r < rows; ++r) {
-    products.set_query(r, a.q + (t.q_row + r / group) * a.q_stride + (t.kv_head * group + r % group) * head_dim, a.scale);
+    const int64_t head = t.kv_head * group + r % group;
+    products.set_query(r, a.q + t.queries[r / group].q_row * a.q_stride + head * head_dim, a.scale);
   }
   if (t.partial != nullptr) {
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
@@ -218,7 +260,7 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t, const Attention
   }
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = t.kv_head * group + r % group;
-    float* const to = a.out + ((t.q_row + r / group) * a.num_q_heads + head) * head_dim;
+    float* const to = a.out + (t.queries[r / group].q_row * a.num_q_heads + head) * head_dim;
     const vf inverse = splat(1.0f / total.sum[r]);
     for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, mul(load(total.values + r * head_dim + d), inverse));
   }

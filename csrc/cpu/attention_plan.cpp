@@ -9,7 +9,8 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kTileRowTarget = 48;  // query rows that share a load of K and V
+constexpr int64_t kTileRowTarget = 48;    // query rows of one sequence that share a load of K and V
+constexpr int64_t kSharedRowTarget = 24;  // those of several sequences: fewer, so that the threads have enough tiles
 
 void check(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_starts, int64_t num_seqs, int64_t num_tokens,
            int64_t max_pages, int64_t num_pages) {
@@ -39,6 +40,44 @@ void check(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_sta
   }
 }
 
+// Sequences of one query each whose first pages are the same.
+struct Family {
+  std::vector<int64_t> sequences;
+  int64_t shared_pages;
+};
+
+int64_t common_pages(const int32_t* one, const int32_t* other, int64_t most) {
+  return std::mismatch(one, one + most, other).first - one;
+}
+
+// Who decodes with whom. A sequence joins the first family that it has enough in common with, for both sides.
+std::vector<Family> find_families(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_starts, int64_t num_seqs,
+                                  size_t most_sequences) {
+  std::vector<Family> families;
+  for (int64_t i = 0; i < num_seqs; ++i) {
+    if (q_starts[i + 1] - q_starts[i] != 1) continue;
+    const int32_t* const pages = a.page_table + i * a.page_table_stride;
+    const int64_t full_pages = (seq_lens[i] - 1) / kPageSize;
+    Family* joined = nullptr;
+    for (Family& family : families) {
+      if (family.sequences.size() == most_sequences) continue;
+      const int32_t* const others = a.page_table + family.sequences[0] * a.page_table_stride;
+      const int64_t common = common_pages(pages, others, std::min(full_pages, family.shared_pages));
+      const bool is_one = family.sequences.size() == 1;
+      if (common < kKeyBlock / kPageSize || (!is_one && 2 * common < family.shared_pages)) continue;
+      family.shared_pages = common;
+      joined = &family;
+      break;
+    }
+    if (joined == nullptr) {
+      families.push_back({{}, full_pages});
+      joined = &families.back();
+    }
+    joined->sequences.push_back(i);
+  }
+  return families;
+}
+
 }  // namespace
 
 void AttentionPlan::reset() {
@@ -53,25 +92,50 @@ AttentionPlan plan_attention(const AttentionArgs& a, const int32_t* seq_lens, co
   const int64_t group = a.num_q_heads / a.cache.num_kv_heads;
   const int64_t tile_positions = std::max<int64_t>(1, kTileRowTarget / group);
   AttentionPlan plan;
+  plan.queries.reserve(static_cast<size_t>(num_tokens));  // tiles point into it
+  // A tile of the queries from `first` on, for each KV head.
+  auto add_tiles = [&](size_t first, int64_t shared_keys) {
+    AttentionTile t{};
+    t.queries = plan.queries.data() + first;
+    t.num_queries = static_cast<int32_t>(plan.queries.size() - first);
+    t.shared_keys = static_cast<int32_t>(shared_keys);
+    const int64_t first_key = a.window > 0 ? std::max<int64_t>(0, t.queries[0].position - a.window + 1) : 0;
+    t.first_split = t.split_begin = static_cast<int32_t>(first_key / kKeySplit);
+    t.split_end = static_cast<int32_t>(plan.queries.back().position / kKeySplit + 1);
+    t.num_splits = t.split_end - t.split_begin;
+    for (int64_t head = 0; head < a.cache.num_kv_heads; ++head) {
+      t.kv_head = static_cast<int32_t>(head);
+      plan.tiles.push_back(t);
+    }
+  };
+  auto add_query = [&](int64_t sequence, int64_t row) {
+    const int64_t position = seq_lens[sequence] - (q_starts[sequence + 1] - q_starts[sequence]) + row;
+    plan.queries.push_back({static_cast<int32_t>(sequence), static_cast<int32_t>(q_starts[sequence] + row), static_cast<int32_t>(position)});
+  };
+  // Keys before a window are not read, so that nothing is gained by sharing them.
+  const int64_t most_sequences = a.window > 0 ? 1 : std::max<int64_t>(1, kSharedRowTarget / group);
+  std::vector<bool> is_planned(static_cast<size_t>(num_seqs), false);
+  if (most_sequences > 1) {
+    for (Family& family : find_families(a, seq_lens, q_starts, num_seqs, static_cast<size_t>(most_sequences))) {
+      if (family.sequences.size() == 1) continue;
+      std::stable_sort(family.sequences.begin(), family.sequences.end(), [&](int64_t i, int64_t j) { return seq_lens[i] < seq_lens[j]; });
+      const size_t first = plan.queries.size();
+      for (const int64_t sequence : family.sequences) {
+        is_planned[static_cast<size_t>(sequence)] = true;
+        add_query(sequence, 0);
+      }
+      add_tiles(first, family.shared_pages * kPageSize / kKeyBlock * kKeyBlock);
+    }
+  }
   for (int64_t i = 0; i < num_seqs; ++i) {
-    const int64_t rows = q_starts[i + 1] - q_starts[i], first_position = seq_lens[i] - rows;
-    const int64_t num_tiles = (rows + tile_positions - 1) / tile_positions;
+    if (is_planned[static_cast<size_t>(i)]) continue;
+    const int64_t rows = q_starts[i + 1] - q_starts[i], num_tiles = (rows + tile_positions - 1) / tile_positions;
     // The last positions see the most keys: they go first, so that short tiles fill the end.
     for (int64_t tile = num_tiles - 1; tile >= 0; --tile) {
-      const int64_t begin = tile * tile_positions, end = std::min(rows, begin + tile_positions);
-      const int64_t first_key = a.window > 0 ? std::max<int64_t>(0, first_position + begin - a.window + 1) : 0;
-      AttentionTile t{};
-      t.sequence = static_cast<int32_t>(i);
-      t.q_row = static_cast<int32_t>(q_starts[i] + begin);
-      t.num_positions = static_cast<int32_t>(end - begin);
-      t.first_position = static_cast<int32_t>(first_position + begin);
-      t.first_split = t.split_begin = static_cast<int32_t>(first_key / kKeySplit);
-      t.split_end = static_cast<int32_t>((first_position + end - 1) / kKeySplit + 1);
-      t.num_splits = t.split_end - t.split_begin;
-      for (int64_t head = 0; head < a.cache.num_kv_heads; ++head) {
-        t.kv_head = static_cast<int32_t>(head);
-        plan.tiles.push_back(t);
-      }
+      const size_t first = plan.queries.size();
+      const int64_t end = std::min(rows, (tile + 1) * tile_positions);
+      for (int64_t row = tile * tile_positions; row < end; ++row) add_query(i, row);
+      add_tiles(first, plan.queries.back().position + 1);
     }
   }
   // Too few tiles to keep the threads busy: hand out single splits.
@@ -92,7 +156,7 @@ AttentionPlan plan_attention(const AttentionArgs& a, const int32_t* seq_lens, co
       pieces.push_back(piece);
       offsets.push_back(tile.num_splits > 1 ? num_floats : -1);
     }
-    if (tile.num_splits > 1) num_floats += tile.num_splits * tile.num_positions * group * (a.cache.head_dim + 2);
+    if (tile.num_splits > 1) num_floats += tile.num_splits * tile.num_queries * group * (a.cache.head_dim + 2);
   }
   plan.partials.reset(new float[static_cast<size_t>(std::max<int64_t>(1, num_floats))]);
   for (size_t i = 0; i < pieces.size(); ++i) {

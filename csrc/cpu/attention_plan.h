@@ -9,6 +9,7 @@ namespace headrace {
 
 struct AttentionPlan {
   std::vector<AttentionTile> tiles;
+  std::vector<AttentionQuery> queries;
   std::unique_ptr<float[]> partials;
   std::unique_ptr<int32_t[]> pending;
 

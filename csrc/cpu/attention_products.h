@@ -103,6 +103,9 @@ class Products {
       values[p] = v_pages[(unit + p) / kParts];
       unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat(0.0f); });
     });
+    // Every third row and three distances reach all rows: a pointer for each would not fit the registers.
+    const float* thirds[(R + 2) / 3];
+    unrolled<(R + 2) / 3>([&](auto j) HEADRACE_LAMBDA { thirds[j] = q + 3 * j * head_dim_; });
     for (int64_t i = 0; i < head_dim_ / 2; ++i) {
       if (R <= kTileRows / 2) unrolled<P>([&](auto p) HEADRACE_LAMBDA { prefetch(values[p] + i * 2 * kPageSize); });
       // One element of the pair after the other: with both at hand the accumulators do not fit the registers.
@@ -110,7 +113,7 @@ class Products {
         vf key[P];
         unrolled<P>([&](auto p) HEADRACE_LAMBDA { key[p] = load_key<decltype(odd)::value>(keys[p], i); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-          const vf element = splat(q[r * head_dim_ + 2 * i + odd]);
+          const vf element = splat(thirds[r / 3][r % 3 * head_dim_ + 2 * i + odd]);
           unrolled<P>([&](auto p) HEADRACE_LAMBDA { sum[r][p] = fma(element, key[p], sum[r][p]); });
         });
       });
@@ -221,13 +224,15 @@ class Products<int8_t> {
       values[p] = v_pages[(unit + p) / kParts];
       unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat_int(0); });
     });
+    const int16_t* thirds[(R + 2) / 3];
+    unrolled<(R + 2) / 3>([&](auto j) HEADRACE_LAMBDA { thirds[j] = q + 3 * j * head_dim_; });
     for (int64_t i = 0; i < head_dim_ / 2; i += 2) {
       unrolled<P>([&](auto p) HEADRACE_LAMBDA { prefetch(values[p] + i * 2 * kPageSize); });
       HEADRACE_UNROLL for (int j = 0; j < 2; ++j) {
         vi key[P];
         unrolled<P>([&](auto p) HEADRACE_LAMBDA { key[p] = widen_bytes(keys[p] + (i + j) * 2 * kPageSize); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-          const vi pair = splat_words(q + r * head_dim_ + 2 * (i + j));
+          const vi pair = splat_words(thirds[r / 3] + r % 3 * head_dim_ + 2 * (i + j));
           unrolled<P>([&](auto p) HEADRACE_LAMBDA { dot_words(sum[r][p], key[p], pair); });
         });
       }

@@ -12,7 +12,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 constexpr int64_t kColumns = kPackedColumns;
-constexpr int64_t kDepthBlock = 256;  // an unpacked panel of 256 x 32 floats stays in the first-level cache
+constexpr int64_t kDepthBlock = 128;  // an unpacked panel of 128 x 32 floats stays in the first-level cache, with the rows' slices
 constexpr int64_t kRowBlock = 192;    // rows that share an unpacked panel
 constexpr int64_t kPackedTiles = 5;      // up to so many tiles unpacking once does not pay
 constexpr int64_t kAheadBytes = 8192;  // weights are asked for this far ahead of their use, when they come from memory
@@ -53,6 +53,9 @@ HEADRACE_INLINE void tile(const float* x, int64_t x_stride, const T* const (&wei
       sum[r][c][1] = target.resume ? load(y + 16) : splat(0.0f);
     }
   }
+  // Every third row and three distances reach all rows: a pointer for each would not fit the registers.
+  const float* thirds[(R + 2) / 3];
+  HEADRACE_UNROLL for (int i = 0; i < (R + 2) / 3; ++i) thirds[i] = x + 3 * i * x_stride;
   for (int64_t k = 0; k < depth; ++k) {
     vf low[C], high[C];
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
@@ -60,7 +63,7 @@ HEADRACE_INLINE void tile(const float* x, int64_t x_stride, const T* const (&wei
       load_columns(weight[c] + k * kColumns, low[c], high[c]);
     }
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      const vf a = splat(x[r * x_stride + k]);
+      const vf a = splat(thirds[r / 3][r % 3 * x_stride + k]);
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
         sum[r][c][0] = fma(a, low[c], sum[r][c][0]);
         sum[r][c][1] = fma(a, high[c], sum[r][c][1]);
@@ -161,13 +164,14 @@ void some_rows(const float* x, int64_t x_stride, int64_t rows, const T* weight, 
 template <class T>
 void many_rows(const float* x, int64_t x_stride, int64_t rows, const T* weight, int64_t depth, const Target& whole) {
   alignas(64) float panel[kDepthBlock * kColumns];
+  const int64_t num_tiles = ceil_div(rows, kTileRows), row_bytes = kColumns * static_cast<int64_t>(sizeof(T));
   for (int64_t k0 = 0; k0 < depth; k0 += kDepthBlock) {
     const int64_t part = min_of(kDepthBlock, depth - k0);
     const float* const unpacked = unpack(weight + k0 * kColumns, part, panel);
+    const char* const next = reinterpret_cast<const char*>(weight + (k0 + part) * kColumns);
     for_row_tiles(rows, [&](int64_t t, int64_t row, int64_t count) {
-      // The first tile fetches the weights of the next panel meanwhile.
-      const int64_t step = t == 0 ? kColumns * static_cast<int64_t>(sizeof(T)) : 0;
-      const Ahead ahead = {reinterpret_cast<const char*>(weight + (k0 + part) * kColumns), step};
+      // Each tile asks for its share of the next panel: one alone would wait for memory.
+      const Ahead ahead = {next + part * row_bytes * t / num_tiles, row_bytes / num_tiles};
       const Target target = {whole.y + row * whole.y_stride, whole.y_stride, k0 + part == depth ? whole.bias : nullptr,
                              whole.resume || k0 > 0};
       few_rows<float>(x + row * x_stride + k0, x_stride, count, unpacked, 0, 1, part, target, &ahead);

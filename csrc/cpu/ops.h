@@ -97,12 +97,20 @@ struct AttentionArgs {
   float softcap;   // 0: none
 };
 
-// Some consecutive positions of one sequence and all query heads of one KV head; splits [split_begin, split_end) of its keys.
+// One position that attends.
+struct AttentionQuery {
+  int32_t sequence;
+  int32_t q_row;
+  int32_t position;  // in the sequence
+};
+
+// Some queries with all query heads of one KV head, and splits [split_begin, split_end) of their keys. They are positions of one
+// sequence or of several that begin with the same pages, in the order of positions. Keys before shared_keys are the same for all.
 struct AttentionTile {
-  int32_t sequence, kv_head;
-  int32_t q_row;           // of the first position
-  int32_t num_positions;
-  int32_t first_position;  // in the sequence
+  const AttentionQuery* queries;
+  int32_t num_queries;
+  int32_t kv_head;
+  int32_t shared_keys;
   int32_t split_begin, split_end;
   int32_t num_splits;      // of the whole tile, from first_split
   int32_t first_split;

@@ -71,6 +71,8 @@ HEADRACE_INLINE vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
 HEADRACE_INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 HEADRACE_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 HEADRACE_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+HEADRACE_INLINE float reduce_add(vf a) { return _mm512_reduce_add_ps(a); }
+HEADRACE_INLINE float reduce_max(vf a) { return _mm512_reduce_max_ps(a); }
 HEADRACE_INLINE vf round_nearest(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
@@ -80,6 +82,7 @@ HEADRACE_INLINE bool any_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_
 HEADRACE_INLINE vf pow2(vf n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+HEADRACE_INLINE vf times_pow2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
 HEADRACE_INLINE vf load(const bf16* p) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
@@ -106,6 +109,20 @@ HEADRACE_INLINE vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
 HEADRACE_INLINE vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 HEADRACE_INLINE vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
 HEADRACE_INLINE vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
+HEADRACE_INLINE float reduce_add_4(__m128 a) {
+  const __m128 pair = _mm_add_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+HEADRACE_INLINE float reduce_max_4(__m128 a) {
+  const __m128 pair = _mm_max_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+}
+HEADRACE_INLINE float reduce_add(vf a) {
+  return reduce_add_4(_mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
+}
+HEADRACE_INLINE float reduce_max(vf a) {
+  return reduce_max_4(_mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
+}
 HEADRACE_INLINE vf round_nearest(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 HEADRACE_INLINE bool any_equal(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)) != 0; }
@@ -113,6 +130,7 @@ HEADRACE_INLINE bool any_nan(vf a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, 
 HEADRACE_INLINE vf pow2(vf n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
+HEADRACE_INLINE vf times_pow2(vf a, vf n) { return mul(a, pow2(n)); }
 HEADRACE_INLINE vf load(const bf16* p) {
   return _mm256_castsi256_ps(
       _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
@@ -139,6 +157,14 @@ HEADRACE_INLINE vf div(vf a, vf b) { return _mm_div_ps(a, b); }
 HEADRACE_INLINE vf fma(vf a, vf b, vf c) { return _mm_add_ps(_mm_mul_ps(a, b), c); }
 HEADRACE_INLINE vf vmax(vf a, vf b) { return _mm_max_ps(a, b); }
 HEADRACE_INLINE vf vmin(vf a, vf b) { return _mm_min_ps(a, b); }
+HEADRACE_INLINE float reduce_add(__m128 a) {
+  const __m128 pair = _mm_add_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+HEADRACE_INLINE float reduce_max(__m128 a) {
+  const __m128 pair = _mm_max_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+}
 HEADRACE_INLINE vf round_nearest(vf a) { return _mm_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) { return _mm_blendv_ps(no, yes, _mm_cmplt_ps(a, b)); }
 HEADRACE_INLINE bool any_equal(vf a, vf b) { return _mm_movemask_ps(_mm_cmpeq_ps(a, b)) != 0; }
@@ -146,6 +172,7 @@ HEADRACE_INLINE bool any_nan(vf a) { return _mm_movemask_ps(_mm_cmpunord_ps(a, a
 HEADRACE_INLINE vf pow2(vf n) {
   return _mm_castsi128_ps(_mm_slli_epi32(_mm_add_epi32(_mm_cvtps_epi32(n), _mm_set1_epi32(127)), 23));
 }
+HEADRACE_INLINE vf times_pow2(vf a, vf n) { return mul(a, pow2(n)); }
 HEADRACE_INLINE vf load(const bf16* p) {
   return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 16));
 }
@@ -178,6 +205,11 @@ HEADRACE_INLINE vf div(vf a, vf b) { HEADRACE_LANES(a.lane[i] / b.lane[i]); }
 HEADRACE_INLINE vf fma(vf a, vf b, vf c) { HEADRACE_LANES(a.lane[i] * b.lane[i] + c.lane[i]); }
 HEADRACE_INLINE vf vmax(vf a, vf b) { HEADRACE_LANES(a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }
 HEADRACE_INLINE vf vmin(vf a, vf b) { HEADRACE_LANES(a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]); }
+HEADRACE_INLINE float reduce_add(vf a) { return a.lane[0] + a.lane[2] + (a.lane[1] + a.lane[3]); }
+HEADRACE_INLINE float max_of_two(float a, float b) { return a > b ? a : b; }
+HEADRACE_INLINE float reduce_max(vf a) {
+  return max_of_two(max_of_two(a.lane[0], a.lane[2]), max_of_two(a.lane[1], a.lane[3]));
+}
 HEADRACE_INLINE vf round_nearest(vf a) { HEADRACE_LANES(__builtin_rintf(a.lane[i])); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) {
   HEADRACE_LANES(a.lane[i] < b.lane[i] ? yes.lane[i] : no.lane[i]);
@@ -200,6 +232,7 @@ HEADRACE_INLINE float pow2_of(float n) {
   return result;
 }
 HEADRACE_INLINE vf pow2(vf n) { HEADRACE_LANES(pow2_of(n.lane[i])); }
+HEADRACE_INLINE vf times_pow2(vf a, vf n) { return mul(a, pow2(n)); }
 HEADRACE_INLINE vf load(const bf16* p) { HEADRACE_LANES(bf16_to_float(p[i])); }
 HEADRACE_INLINE void load_interleaved(const bf16* p, vf& low, vf& high) {
   for (int i = 0; i < 4; ++i) {
@@ -229,6 +262,22 @@ HEADRACE_INLINE vf vexp(vf x) {
   p = fma(p, r, splat(5.0000001201e-1f));
   const vf y = add(fma(mul(r, r), p, r), splat(1.0f));
   return if_less(x, lowest, splat(0.0f), mul(y, pow2(n)));
+}
+
+// 2^x, within 2 units in the last place on [-126, 126]; exactly 0 below, NaN for NaN. For weights of a softmax, where x is hardly
+// above 0. Polynomial: Cephes exp2f.
+HEADRACE_INLINE vf vexp2(vf x) {
+  const vf lowest = splat(-126.0f);
+  const vf clamped = vmax(lowest, x);
+  const vf n = round_nearest(clamped);
+  const vf r = sub(clamped, n);
+  vf p = splat(1.535336188319500e-4f);
+  p = fma(p, r, splat(1.339887440266574e-3f));
+  p = fma(p, r, splat(9.618437357674640e-3f));
+  p = fma(p, r, splat(5.550332471162809e-2f));
+  p = fma(p, r, splat(2.402264791363012e-1f));
+  p = fma(p, r, splat(6.931472028550421e-1f));
+  return if_less(x, lowest, splat(0.0f), times_pow2(fma(p, r, splat(1.0f)), n));
 }
 
 HEADRACE_INLINE float scalar_exp(float x) {
@@ -305,6 +354,11 @@ HEADRACE_INLINE f32x16 vexp(f32x16 a) {
   HEADRACE_UNROLL for (int i = 0; i < kParts; ++i) r.part[i] = vexp(a.part[i]);
   return r;
 }
+HEADRACE_INLINE f32x16 vexp2(f32x16 a) {
+  f32x16 r;
+  HEADRACE_UNROLL for (int i = 0; i < kParts; ++i) r.part[i] = vexp2(a.part[i]);
+  return r;
+}
 HEADRACE_INLINE f32x16 vtanh(f32x16 a) {
   f32x16 r;
   HEADRACE_UNROLL for (int i = 0; i < kParts; ++i) r.part[i] = vtanh(a.part[i]);
@@ -313,20 +367,16 @@ HEADRACE_INLINE f32x16 vtanh(f32x16 a) {
 
 // Sum of the lanes as a fixed tree: i + (i + 8), then 4, 2, 1.
 HEADRACE_INLINE float sum_lanes(f32x16 a) {
-  float lanes[16];
-  store16(lanes, a);
-  for (int step = 8; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+  HEADRACE_UNROLL for (int n = kParts / 2; n > 0; n /= 2) {
+    HEADRACE_UNROLL for (int i = 0; i < n; ++i) a.part[i] = add(a.part[i], a.part[i + n]);
   }
-  return lanes[0];
+  return reduce_add(a.part[0]);
 }
 HEADRACE_INLINE float max_lanes(f32x16 a) {
-  float lanes[16];
-  store16(lanes, a);
-  for (int step = 8; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lanes[i] = lanes[i] > lanes[i + step] ? lanes[i] : lanes[i + step];
+  HEADRACE_UNROLL for (int n = kParts / 2; n > 0; n /= 2) {
+    HEADRACE_UNROLL for (int i = 0; i < n; ++i) a.part[i] = vmax(a.part[i], a.part[i + n]);
   }
-  return lanes[0];
+  return reduce_max(a.part[0]);
 }
 
 }  // namespace HEADRACE_ISA

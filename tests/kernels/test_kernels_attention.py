@@ -170,6 +170,38 @@ def test_a_long_prefix_decodes_right_and_alone_equals_batched(native, dtype):
         assert (alone - want).abs().max() < tolerance("native", dtype)
 
 
+# Of each sequence: its length, whose first pages it has, and how many of them.
+FAMILIES: dict[str, list[tuple[int, int, int]]] = {
+    "one prefix": [(1060, 0, 0), *[(1041 + 7 * i, 0, 64) for i in range(8)]],
+    "across splits, with different ends": [(2300, 0, 0), (1300, 0, 70), (1800, 0, 100), (2050, 0, 128), (1025, 0, 64)],
+    "too little in common": [(600, 0, 0), (600, 0, 15), (40, 0, 2)],
+    "two prefixes and one alone": [(700, 0, 0), (900, 1, 0), (650, 0, 40), (800, 1, 40), (500, 4, 0), (520, 1, 20)],
+    "a whole sequence in another": [(512, 0, 0), (513, 0, 32), (1024, 0, 32), (257, 0, 16)],
+}
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=["bf16", "f32", "int8"])
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_that_begin_with_the_same_pages_decode_as_if_alone(native, family, window, dtype, num_threads):
+    rows = FAMILIES[family]
+    lengths = [length for length, _, _ in rows]
+    s = make_sequences(lengths, 2, 64, dtype)
+    for i, (_, whose, num_pages) in enumerate(rows):
+        s.page_table[i, :num_pages] = s.page_table[whose, :num_pages]
+    # One in the middle extends by several tokens meanwhile.
+    q_lens = [5 if i == 1 else 1 for i in range(len(rows))]
+    q = torch.randn(sum(q_lens), 6, 64)
+    kernels.set_num_threads(num_threads)
+
+    together = attend(s, q, lengths, q_lens, 0.125, window=window).split(q_lens)
+
+    for i, mine in enumerate(q.split(q_lens)):
+        only = [q_lens[i] if j == i else 0 for j in range(len(rows))]
+        assert torch.equal(attend(s, mine, lengths, only, 0.125, window=window), together[i])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=["bf16", "int8"])
 def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native, dtype):
     lengths, q_lens = [3000, 40, 1500], [1, 40, 60]

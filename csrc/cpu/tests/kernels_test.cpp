@@ -280,23 +280,26 @@ void experts() {
   }
 }
 
-// A cache written by write_kv, read by gather_kv and by attention: prompts, chunks and decode rows of several lengths.
+// A cache written by write_kv, read by gather_kv and by attention: prompts, chunks and decode rows of several lengths, of which the
+// last three begin with the same pages.
 void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, KvType type, int64_t window, float softcap) {
-  const std::vector<int64_t> lengths = {1, 16, 17, 300, 1025, 2100}, rows = {1, 16, 5, 1, 70, 1};
+  const std::vector<int64_t> lengths = {1, 16, 17, 300, 1025, 2100, 1100, 1030}, rows = {1, 16, 5, 1, 70, 1, 1, 1};
   const int64_t num_seqs = static_cast<int64_t>(lengths.size()), max_pages = round_up(2100, kPageSize) / kPageSize;
   int64_t num_pages = 0, tokens = 0, rows_total = 0;
   const Buffer<int32_t> table(num_seqs * max_pages), seq_lens(num_seqs), q_starts(num_seqs + 1);
   std::vector<int32_t> slots;
   for (int64_t i = 0; i < num_seqs; ++i) {
     const int64_t length = lengths[static_cast<size_t>(i)];
-    for (int64_t p = 0; p * kPageSize < length; ++p) table[i * max_pages + p] = static_cast<int32_t>(num_pages++);
-    for (int64_t t = 0; t < length; ++t) {
+    const int64_t shared_pages = i > 5 ? 64 : 0, shared_tokens = shared_pages * kPageSize;
+    std::copy_n(table.get() + 5 * max_pages, shared_pages, table.get() + i * max_pages);
+    for (int64_t p = shared_pages; p * kPageSize < length; ++p) table[i * max_pages + p] = static_cast<int32_t>(num_pages++);
+    for (int64_t t = shared_tokens; t < length; ++t) {
       slots.push_back(static_cast<int32_t>(table[i * max_pages + t / kPageSize] * kPageSize + t % kPageSize));
     }
     seq_lens[i] = static_cast<int32_t>(length);
     rows_total += rows[static_cast<size_t>(i)];
     q_starts[i + 1] = static_cast<int32_t>(rows_total);
-    tokens += length;
+    tokens += length - shared_tokens;
   }
   const int64_t elements = num_pages * num_kv_heads * kv_page_elements(type, head_dim), width = num_kv_heads * head_dim;
   const int64_t element_bytes = type == KvType::kInt8 ? 1 : type == KvType::kBf16 ? 2 : 4;

@@ -33,8 +33,8 @@ KINDS: tuple[tuple[str, int], ...] = (("chat", 60), ("completion", 20), ("discon
 
 LIMITS: dict[str, Any] = {"max_running_requests": 8, "max_queued_requests": 64, "chunked_prefill_size": 128}
 MAX_TURNS = 6
-WARM_UP_SHARE = 0.2
-"""Memory is judged after this share of the time; before, caches and arenas fill."""
+WARM_UP_SHARE = 1 / 3
+"""Memory is judged after this share of the time; before, caches and arenas fill (it takes ten minutes, see docs/operations.md)."""
 JUDGED_MINUTES = 30.0
 """The slope of memory and the throughput of the last part are judged from so long a run on, without kills; others only report them."""
 MAX_SLOPE_MB_PER_HOUR = 1.0
