@@ -6,6 +6,7 @@ its parent drains and tells it to leave; it ends at once when the parent, which 
 """
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -230,18 +231,24 @@ def main() -> None:
     log.configure(bootstrap.args.log_level, kind)
     reporter = Reporter(bootstrap.report_fd)
     channels = ZmqChannels(bootstrap.ports)
+
+    def ready(info: ReadyInfo | None) -> None:
+        # What is there now stays: collections of garbage need not go through it.
+        gc.freeze()
+        reporter.ready(info)
+
     try:
         if kind == "scheduler":
             run_scheduler(
                 bootstrap.args,
                 channels,
-                reporter.ready,
+                ready,
                 reporter.progress,
                 rank=bootstrap.rank,
                 source=bootstrap.source,
             )
         else:
-            run_detokenizer(bootstrap.args, channels, reporter.ready, reporter.progress)
+            run_detokenizer(bootstrap.args, channels, ready, reporter.progress)
     except HeadraceError as error:
         reporter.failed(error)
         sys.exit(2)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import signal
 import socket
@@ -649,6 +650,7 @@ async def _serve(
         loop.add_signal_handler(signal.SIGHUP, app.state.keys.reload)
     engine.on_death = on_death
     manager.start()
+    gc.freeze()  # as the children do, see `child.main`
     if stopping.is_set():
         return 0
     await server.serve(lambda: on_started(server.url))

@@ -6,13 +6,14 @@ decide what is sent when (load.py). Runs in the event loop of the benchmark clie
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import aiohttp
 import msgspec
 
 from headrace.benchmark.figures import RequestRecord
+from headrace.benchmark.http_stream import post
 from headrace.benchmark.sse import DONE, EventParser
 from headrace.benchmark.workloads import TokenIds
 from headrace.errors import ConfigError, HeadraceError
@@ -151,32 +152,31 @@ class OpenAITarget:
         body.update(self._extra_body)
         payload = msgspec.json.encode(body)
         record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=prompt_tokens)
+        session = self._session
         try:
-            async with self._session.post(
-                f"{self._url}/v1/completions", data=payload, headers={"Content-Type": "application/json"}
-            ) as response:
-                if response.status == 200:
-                    await self._read_stream(response.content.iter_any(), record)
-                else:
-                    record.error = f"HTTP {response.status}: {_shorten(await response.text())}"
+            reply = await post(f"{self._url}/v1/completions", payload, session.headers, session.timeout.total)
         except TimeoutError:
             record.error = "timed out"
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             record.error = f"connection: {type(error).__name__}"
+        else:
+            if reply.status == 200:
+                self._read_stream(reply.pieces, record)
+            else:
+                record.error = f"HTTP {reply.status}: {_shorten(reply.body.decode(errors='replace'))}"
         if record.end_s == 0.0:
             record.end_s = time.perf_counter()
         return record
 
-    async def _read_stream(self, pieces: AsyncIterator[bytes], record: RequestRecord) -> None:
-        """Take the pieces and their times as they come, and look into them at the end: the client shares the server's machine."""
+    def _read_stream(self, pieces: Sequence[tuple[float, bytes]], record: RequestRecord) -> None:
+        """Of a reply that has ended: meanwhile the machine is the server's."""
         parser = EventParser()
         texts: list[str] = []
         num_chunks = 0
         ended = False
         usage: _Usage | None = None
-        arrived = [(time.perf_counter(), piece) async for piece in pieces]
-        record.end_s = arrived[-1][0] if arrived else time.perf_counter()
-        for now_s, piece in arrived:
+        record.end_s = pieces[-1][0] if pieces else time.perf_counter()
+        for now_s, piece in pieces:
             for event in parser.feed(piece):
                 if event == DONE:
                     ended = True

@@ -1,0 +1,113 @@
+"""One POST whose reply is timed piece by piece, at less cost than a general client's.
+
+The client of a benchmark shares the machine with the server: what it does for a token, the server's kernels wait for. Owns one
+connection for each request. Does not look into bodies. HTTP is read by httptools, the parser of uvicorn. Runs in an event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httptools
+
+
+@dataclass(slots=True)
+class StreamReply:
+    """What came: pieces of the body, each with the time (perf_counter) at which it was there."""
+
+    status: int = 0
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        """The pieces together."""
+        return b"".join(piece for _, piece in self.pieces)
+
+
+class _Connection(asyncio.Protocol):
+    """Sends `request` once it is connected; `done` is the reply, or why there is none."""
+
+    def __init__(self, request: bytes) -> None:
+        self.done: asyncio.Future[StreamReply] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._reply = StreamReply()
+        self._parser = httptools.HttpResponseParser(self)
+        self._now_s = 0.0
+        self._has_length = False
+        self._in_body = False
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is connected."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Something came."""
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail(ConnectionError("the reply is not HTTP"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended. The end of a body that says nothing of its length is the end of the connection."""
+        if exc is None and self._in_body and not self._has_length:
+            self.on_message_complete()
+        self._fail(exc or ConnectionResetError("the reply ended early"))
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        """A header of the reply."""
+        self._has_length = self._has_length or name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        """The body follows."""
+        self._reply.status = self._parser.get_status_code()
+        self._in_body = True
+
+    def on_body(self, piece: bytes) -> None:
+        """A piece of the body."""
+        self._reply.pieces.append((self._now_s, piece))
+
+    def on_message_complete(self) -> None:
+        """That was all."""
+        if not self.done.done():
+            self.done.set_result(self._reply)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+async def post(url: str, payload: bytes, headers: Mapping[str, str], timeout_s: float | None) -> StreamReply:
+    """Send `payload` as JSON over a connection of its own and read the whole reply.
+
+    Raises OSError when there is no connection or it breaks, TimeoutError after `timeout_s` seconds in all (None = never).
+    """
+    parts = urlsplit(url)
+    fields = {
+        "Host": parts.netloc,
+        "Content-Type": "application/json",
+        "Content-Length": str(len(payload)),
+        "Connection": "close",
+        **headers,
+    }
+    target = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
+    head = "".join([f"POST {target} HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in fields.items()), "\r\n"])
+    is_tls = parts.scheme == "https"
+    async with asyncio.timeout(timeout_s):
+        transport, connection = await asyncio.get_running_loop().create_connection(
+            lambda: _Connection(head.encode("latin-1") + payload),
+            parts.hostname or "",
+            parts.port or (443 if is_tls else 80),
+            ssl=is_tls or None,
+        )
+        try:
+            return await connection.done
+        finally:
+            transport.close()
