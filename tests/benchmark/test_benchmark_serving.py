@@ -13,7 +13,7 @@ from rich.console import Console
 from headrace.benchmark.figures import Limits
 from headrace.benchmark.load import arrival_times, run_closed_loop, run_open_loop
 from headrace.benchmark.results import document, plot, print_results, write_json
-from headrace.benchmark.serving import LoadOptions, compare_greedy, measure
+from headrace.benchmark.serving import LoadOptions, compare_greedy, measure, run_client
 from headrace.benchmark.targets import OpenAITarget
 from headrace.benchmark.workloads import PRESETS, Workload
 from headrace.errors import ConfigError
@@ -93,6 +93,37 @@ async def test_requests_are_greedy_of_exact_length_and_take_extra_fields():
     assert body["stream_options"] == {"include_usage": True}
     assert body["cache_prompt"] is False
     assert body["model"] == "fake"
+
+
+def test_it_is_the_same_on_the_loop_of_the_command():
+    record = run_client(complete_one(FakeServer(tokens_per_chunk=2)))
+
+    assert record.error is None
+    assert record.start_s < record.chunk_s[0] <= record.chunk_s[1] <= record.end_s
+
+
+@pytest.mark.parametrize(
+    "reply, error",
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ndata: ", "connection:"),
+        (b"what", "connection:"),
+        (b"", "connection:"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: [DONE]\n\n", None),  # the end of the connection is the end of the body
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnone", "HTTP 404: none"),
+    ],
+)
+async def test_what_a_server_sends_that_is_no_whole_reply(reply: bytes, error: str | None):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+        port = server.sockets[0].getsockname()[1]
+        record = await OpenAITarget(session, f"http://127.0.0.1:{port}", "m", "ids", decode, {}).complete([1], 1)
+
+    assert (record.error or "").startswith(error or "")
+    assert bool(record.error) == bool(error)
 
 
 async def test_failures_are_counted_by_kind_and_do_not_stop_the_run():

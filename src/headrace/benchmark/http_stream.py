@@ -40,9 +40,8 @@ class _Connection(asyncio.Protocol):
 
     # What the transport calls.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
         """It is connected."""
-        assert isinstance(transport, asyncio.WriteTransport)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
