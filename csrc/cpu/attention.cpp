@@ -95,10 +95,10 @@ void softmax_block(float* s, int64_t begin, int64_t end, int64_t first, int64_t 
     for (int64_t d = 0; d < head_dim; d += kLanes) store(values + d, mul(load(values + d), splat(factor)));
   }
   row_max = new_max;
-  const f32x16 log2_e = splat16(1.44269504088896341f), shift = splat16(new_max * -1.44269504088896341f);
+  const f32x16 log2_e = splat16(1.44269504088896341f), shift = splat16(new_max);
   f32x16 sum = splat16(0.0f);
   for (int64_t j = seen_first; j < seen_last; j += 16) {
-    const f32x16 weight = vexp2(fma(load16(s + j), log2_e, shift));
+    const f32x16 weight = vexp2(mul(sub(load16(s + j), shift), log2_e));
     store16(s + j, weight);
     sum = add(sum, weight);
   }
@@ -129,11 +129,13 @@ bool first_alone(const AttentionTile& t, int64_t split, int64_t query, Visit& vi
   return false;
 }
 
-// The first visit of `split` or a later one of the tile. False: there is none.
-bool first_visit(const AttentionTile& t, int64_t split, Visit& visit) {
+// The first visit of `split` or a later one of the tile, from the first block that its window reaches on. False: there is none.
+bool first_visit(const AttentionTile& t, int64_t window, int64_t split, Visit& visit) {
+  const int64_t reached = first_key(t.queries[0].position, window) / kKeyBlock * kKeyBlock;
   for (; split < t.split_end; ++split) {
-    if (split * kKeySplit < t.shared_keys) {
-      visit = {split * kKeySplit, 0, t.num_queries};
+    const int64_t begin = max_of(split * kKeySplit, reached);
+    if (begin < min_of((split + 1) * kKeySplit, t.shared_keys)) {
+      visit = {begin, 0, t.num_queries};
       return true;
     }
     if (first_alone(t, split, 0, visit)) return true;
@@ -142,14 +144,14 @@ bool first_visit(const AttentionTile& t, int64_t split, Visit& visit) {
 }
 
 // The visit after `visit`, split by split. False: it was the last.
-bool next_visit(const AttentionTile& t, Visit& visit) {
+bool next_visit(const AttentionTile& t, int64_t window, Visit& visit) {
   const int64_t split = visit.key / kKeySplit, next = visit.key + kKeyBlock;
   const bool shared = visit.key < t.shared_keys;
   if (next < min_of((split + 1) * kKeySplit, shared ? t.shared_keys : end_of(t, visit.query))) {
     visit.key = next;
     return true;
   }
-  return first_alone(t, split, shared ? 0 : visit.query + 1, visit) || first_visit(t, split + 1, visit);
+  return first_alone(t, split, shared ? 0 : visit.query + 1, visit) || first_visit(t, window, split + 1, visit);
 }
 
 // Up to kKeyBlock keys: the pages that hold those that any query of a visit sees.
@@ -158,13 +160,10 @@ struct KeyBlock {
   int64_t keys = 0, skipped = 0, page_begin = 0, page_end = 0;  // keys [skipped, keys) of the block are seen
   const T *k[kPagesOfBlock], *v[kPagesOfBlock];
 
-  bool is_empty() const { return skipped >= keys; }
-
   KeyBlock(const AttentionArgs& a, const AttentionTile& t, const Visit& visit) {
     const AttentionQuery& first = t.queries[visit.query];
     keys = min_of(kKeyBlock, end_of(t, visit.query + visit.num_queries - 1) - visit.key);
     skipped = max_of(0, first_key(first.position, a.window) - visit.key);
-    if (is_empty()) return;
     page_begin = skipped / kPageSize;
     page_end = ceil_div(keys, kPageSize);
     const int64_t page_elements = kv_page_elements(a.cache.type, a.cache.head_dim);
@@ -179,7 +178,7 @@ struct KeyBlock {
   // Where the keys after this block begin, as pages beside v: `next`'s, and something near where it has none.
   void later_pages(const KeyBlock& next, const T** pages) const {
     for (int64_t p = page_begin; p < page_end; ++p) {
-      pages[p] = !next.is_empty() && p >= next.page_begin && p < next.page_end ? next.k[p] : v[p];
+      pages[p] = p >= next.page_begin && p < next.page_end ? next.k[p] : v[p];
     }
   }
 };
@@ -192,17 +191,16 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads;
   clear(state, t.num_queries * group, head_dim);
   Visit visit;
-  bool more = first_visit(t, split, visit);
+  bool more = first_visit(t, a.window, split, visit);
   while (more && visit.key < (split + 1) * kKeySplit) {
     const KeyBlock<T> block(a, t, visit);
     const int64_t first_row = visit.query * group, rows = visit.num_queries * group, k0 = visit.key;
-    more = next_visit(t, visit);
-    if (block.is_empty()) continue;
+    more = next_visit(t, a.window, visit);
     const T* later_pages[kPagesOfBlock];
     bool fetches = false;
     if (rows <= kFetchingRows) {
       Visit later = visit;
-      fetches = more || (next != nullptr && first_visit(*next, next->split_begin, later));
+      fetches = more || (next != nullptr && first_visit(*next, a.window, next->split_begin, later));
       if (fetches) block.later_pages(KeyBlock<T>(a, more ? t : *next, later), later_pages);
     }
     // A register tile of rows goes through both products at once: its scores stay in the first-level cache.

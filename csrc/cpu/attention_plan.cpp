@@ -46,34 +46,36 @@ struct Family {
   int64_t shared_pages;
 };
 
-int64_t common_pages(const int32_t* one, const int32_t* other, int64_t most) {
-  return std::mismatch(one, one + most, other).first - one;
-}
-
-// Who decodes with whom. A sequence joins the first family that it has enough in common with, for both sides.
+// Who decodes with whom: in the order of their pages, relatives follow each other. A sequence joins the one before it unless that would
+// cost the family, or the one after it, more than half of what they have in common.
 std::vector<Family> find_families(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_starts, int64_t num_seqs,
                                   size_t most_sequences) {
-  std::vector<Family> families;
+  auto begin_of = [&](int64_t i) { return a.page_table + i * a.page_table_stride; };
+  auto full_pages = [&](int64_t i) { return (seq_lens[i] - 1) / kPageSize; };
+  auto common_pages = [&](int64_t i, int64_t j) {
+    const int64_t most = std::min(full_pages(i), full_pages(j));
+    return std::mismatch(begin_of(i), begin_of(i) + most, begin_of(j)).first - begin_of(i);
+  };
+  std::vector<int64_t> decoding;
   for (int64_t i = 0; i < num_seqs; ++i) {
-    if (q_starts[i + 1] - q_starts[i] != 1) continue;
-    const int32_t* const pages = a.page_table + i * a.page_table_stride;
-    const int64_t full_pages = (seq_lens[i] - 1) / kPageSize;
-    Family* joined = nullptr;
-    for (Family& family : families) {
-      if (family.sequences.size() == most_sequences) continue;
-      const int32_t* const others = a.page_table + family.sequences[0] * a.page_table_stride;
-      const int64_t common = common_pages(pages, others, std::min(full_pages, family.shared_pages));
-      const bool is_one = family.sequences.size() == 1;
-      if (common < kKeyBlock / kPageSize || (!is_one && 2 * common < family.shared_pages)) continue;
-      family.shared_pages = common;
-      joined = &family;
-      break;
+    if (q_starts[i + 1] - q_starts[i] == 1) decoding.push_back(i);
+  }
+  std::stable_sort(decoding.begin(), decoding.end(), [&](int64_t i, int64_t j) {
+    return std::lexicographical_compare(begin_of(i), begin_of(i) + full_pages(i), begin_of(j), begin_of(j) + full_pages(j));
+  });
+  std::vector<Family> families;
+  for (size_t n = 0; n < decoding.size(); ++n) {
+    const int64_t i = decoding[n], after = n + 1 < decoding.size() ? common_pages(i, decoding[n + 1]) : 0;
+    if (n > 0 && families.back().sequences.size() < most_sequences) {
+      Family& last = families.back();
+      const int64_t shared = std::min(last.shared_pages, common_pages(decoding[n - 1], i));
+      if (shared >= kKeyBlock / kPageSize && 2 * shared >= (last.sequences.size() == 1 ? after : last.shared_pages)) {
+        last.sequences.push_back(i);
+        last.shared_pages = shared;
+        continue;
+      }
     }
-    if (joined == nullptr) {
-      families.push_back({{}, full_pages});
-      joined = &families.back();
-    }
-    joined->sequences.push_back(i);
+    families.push_back({{i}, full_pages(i)});
   }
   return families;
 }

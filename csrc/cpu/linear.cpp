@@ -171,7 +171,7 @@ void many_rows(const float* x, int64_t x_stride, int64_t rows, const T* weight, 
     const char* const next = reinterpret_cast<const char*>(weight + (k0 + part) * kColumns);
     for_row_tiles(rows, [&](int64_t t, int64_t row, int64_t count) {
       // Each tile asks for its share of the next panel: one alone would wait for memory.
-      const Ahead ahead = {next + part * row_bytes * t / num_tiles, row_bytes / num_tiles};
+      const Ahead ahead = {next + part * row_bytes * t / num_tiles, ceil_div(row_bytes, num_tiles)};
       const Target target = {whole.y + row * whole.y_stride, whole.y_stride, k0 + part == depth ? whole.bias : nullptr,
                              whole.resume || k0 > 0};
       few_rows<float>(x + row * x_stride + k0, x_stride, count, unpacked, 0, 1, part, target, &ahead);

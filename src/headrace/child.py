@@ -234,6 +234,7 @@ def main() -> None:
 
     def ready(info: ReadyInfo | None) -> None:
         # What is there now stays: collections of garbage need not go through it.
+        gc.collect()
         gc.freeze()
         reporter.ready(info)
 

@@ -328,7 +328,11 @@ class ChildParts(Parts):
         def on_up(child: ChildProcess) -> None:
             if child.kind == "scheduler":
                 sender = self.channels.sender("to_scheduler", child.rank)
-                manager.restore(sender)
+                try:
+                    manager.restore(sender)
+                except BaseException:
+                    sender.close()  # what is unread is not for the life after this one
+                    raise
                 manager.part_up(child.name, child.rank, child.source, sender)
             else:
                 manager.part_up(child.name)
@@ -650,6 +654,7 @@ async def _serve(
         loop.add_signal_handler(signal.SIGHUP, app.state.keys.reload)
     engine.on_death = on_death
     manager.start()
+    gc.collect()
     gc.freeze()  # as the children do, see `child.main`
     if stopping.is_set():
         return 0

@@ -172,10 +172,11 @@ def test_a_long_prefix_decodes_right_and_alone_equals_batched(native, dtype):
 
 # Of each sequence: its length, whose first pages it has, and how many of them.
 FAMILIES: dict[str, list[tuple[int, int, int]]] = {
-    "one prefix": [(1060, 0, 0), *[(1041 + 7 * i, 0, 64) for i in range(8)]],
+    "one prefix": [(1060, 0, 0), *[(1041 + 7 * i, 0, 64) for i in range(11)]],
     "across splits, with different ends": [(2300, 0, 0), (1300, 0, 70), (1800, 0, 100), (2050, 0, 128), (1025, 0, 64)],
     "too little in common": [(600, 0, 0), (600, 0, 15), (40, 0, 2)],
     "two prefixes and one alone": [(700, 0, 0), (900, 1, 0), (650, 0, 40), (800, 1, 40), (500, 4, 0), (520, 1, 20)],
+    "a stranger between relatives": [(1500, 0, 0), (40, 0, 0), (700, 0, 20), (1500, 0, 90), (1400, 0, 85)],
     "a whole sequence in another": [(512, 0, 0), (513, 0, 32), (1024, 0, 32), (257, 0, 16)],
 }
 

@@ -12,13 +12,16 @@ from urllib.parse import urlsplit
 
 import httptools
 
+CONNECT_S = 10.0
+
 
 @dataclass(slots=True)
 class StreamReply:
-    """What came: pieces of the body, each with the time (perf_counter) at which it was there."""
+    """What came: pieces of the body, each with the time (perf_counter) at which it was there. error: why it is not whole."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    error: Exception | None = None
 
     @property
     def body(self) -> bytes:
@@ -74,23 +77,29 @@ class _Connection(asyncio.Protocol):
         self._reply.pieces.append((self._now_s, piece))
 
     def on_message_complete(self) -> None:
-        """That was all."""
-        if not self.done.done():
+        """That was all; a status below 200 announces the reply proper."""
+        if not self.done.done() and self._reply.status >= 200:
             self.done.set_result(self._reply)
 
     def _fail(self, error: Exception) -> None:
-        if not self.done.done():
+        if self.done.done():
+            return
+        if self._in_body:
+            self._reply.error = error
+            self.done.set_result(self._reply)
+        else:
             self.done.set_exception(error)
 
 
 async def post(url: str, payload: bytes, headers: Mapping[str, str], timeout_s: float | None) -> StreamReply:
-    """Send `payload` as JSON over a connection of its own and read the whole reply.
+    """Send `payload` as JSON over a connection of its own and read the reply until it ends or breaks.
 
-    Raises OSError when there is no connection or it breaks, TimeoutError after `timeout_s` seconds in all (None = never).
+    Raises OSError when there is no connection or no reply, TimeoutError after `timeout_s` seconds in all (None = never), or CONNECT_S without
+    a connection.
     """
     parts = urlsplit(url)
     fields = {
-        "Host": parts.netloc,
+        "Host": parts.netloc.rpartition("@")[2],
         "Content-Type": "application/json",
         "Content-Length": str(len(payload)),
         "Connection": "close",
@@ -100,12 +109,13 @@ async def post(url: str, payload: bytes, headers: Mapping[str, str], timeout_s: 
     head = "".join([f"POST {target} HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in fields.items()), "\r\n"])
     is_tls = parts.scheme == "https"
     async with asyncio.timeout(timeout_s):
-        transport, connection = await asyncio.get_running_loop().create_connection(
-            lambda: _Connection(head.encode("latin-1") + payload),
-            parts.hostname or "",
-            parts.port or (443 if is_tls else 80),
-            ssl=is_tls or None,
-        )
+        async with asyncio.timeout(CONNECT_S):
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                lambda: _Connection(head.encode("latin-1") + payload),
+                parts.hostname or "",
+                parts.port or (443 if is_tls else 80),
+                ssl=is_tls or None,
+            )
         try:
             return await connection.done
         finally:

@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, HeadraceError
 
 PromptForm = Literal["auto", "ids", "text"]
 _ERROR_CHARS = 200
+_ENDED_EARLY = "the stream ended early"
 # What of /server_info belongs beside a figure. A server's reply may hold more, and keys among it.
 _INFO_FIELDS = (
     "version",
@@ -164,12 +165,14 @@ class OpenAITarget:
                 self._read_stream(reply.pieces, record)
             else:
                 record.error = f"HTTP {reply.status}: {_shorten(reply.body.decode(errors='replace'))}"
+            if reply.error is not None and (record.error is None or record.error == _ENDED_EARLY):
+                record.error = f"connection: {type(reply.error).__name__}"
         if record.end_s == 0.0:
             record.end_s = time.perf_counter()
         return record
 
     def _read_stream(self, pieces: Sequence[tuple[float, bytes]], record: RequestRecord) -> None:
-        """Of a reply that has ended: meanwhile the machine is the server's."""
+        """Of a reply that has ended: until then the machine is the server's. (Others that end meanwhile are noted a little late.)"""
         parser = EventParser()
         texts: list[str] = []
         num_chunks = 0
@@ -205,7 +208,7 @@ class OpenAITarget:
             details = usage.prompt_tokens_details
             record.cached_tokens = (details.cached_tokens or 0) if details else 0
         if not ended:
-            record.error = "the stream ended early"
+            record.error = _ENDED_EARLY
 
     async def flush(self) -> bool:
         """`POST /flush_cache`, which Headrace and SGLang have."""
