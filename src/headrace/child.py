@@ -233,10 +233,10 @@ def main() -> None:
     channels = ZmqChannels(bootstrap.ports)
 
     def ready(info: ReadyInfo | None) -> None:
+        reporter.ready(info)
         # What is there now stays: collections of garbage need not go through it.
         gc.collect()
         gc.freeze()
-        reporter.ready(info)
 
     try:
         if kind == "scheduler":
