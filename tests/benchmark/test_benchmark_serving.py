@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headrace.benchmark.figures import Limits
 from headrace.benchmark.load import arrival_times, run_closed_loop, run_open_loop
-from headrace.benchmark.results import document, plot, print_results, write_json
+from headrace.benchmark.results import document, plot, print_results, rate_text, write_json
 from headrace.benchmark.serving import LoadOptions, compare_greedy, measure, run_client
 from headrace.benchmark.targets import OpenAITarget
 from headrace.benchmark.workloads import PRESETS, Workload
@@ -297,6 +297,23 @@ async def test_no_column_is_lost_on_eighty_columns():
     for word in ("preset", "requests", "spread", "goodput", "errors", "counted", "usage", "p99", first.url, second.url):
         assert word in text
     assert text.count("Ccold") == 2 * 5  # a line for each server in the rates and in the four latencies
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.00"),
+        (99.5, "99.50"),
+        (215.2, "215.2"),
+        (1234.5, "1234"),
+        (99_999.4, "99999"),
+        (99_999.6, "100k"),
+        (879_394.0, "879k"),
+        (9_999_400.0, "9999k"),
+    ],
+)
+def test_no_rate_is_wider_than_six_characters(value, text):
+    assert rate_text(value) == text
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,12 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         main_rate = "prompt_throughput" if PRESETS[result.preset].max_new_tokens == 1 else "output_throughput"
         rates.add_row(
             *head,
-            _rate(median["request_throughput"]),
-            f"{median['prompt_throughput']:.0f}",
-            _rate(median["output_throughput"]),
-            f"{median['total_throughput']:.0f}",
+            rate_text(median["request_throughput"]),
+            rate_text(median["prompt_throughput"]),
+            rate_text(median["output_throughput"]),
+            rate_text(median["total_throughput"]),
             f"{spread[main_rate] / 2:.0%}" if len(result.repetitions) > 1 else "-",
-            _rate(median["goodput"]) if "goodput" in median else "-",
+            rate_text(median["goodput"]) if "goodput" in median else "-",
             f"[red]{num_errors}[/red]" if num_errors else "0",
             result.repetitions[0].token_source,
         )
@@ -153,8 +153,10 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         console.print(f"[red]{count} x[/red] {error}", markup=True, highlight=False)
 
 
-def _rate(value: float) -> str:
-    """Four digits are enough to compare by."""
+def rate_text(value: float) -> str:
+    """Four digits are enough to compare by; from 100,000 on in thousands, so that the widest table keeps its 80 columns."""
+    if value >= 99_999.5:
+        return f"{value / 1000:.0f}k"
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
