@@ -16,6 +16,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr float kLog2E = 1.44269504088896341f;  // scores are powers of 2 rather than of e: one multiplication less for each
 constexpr int64_t kFetchingRows = 2 * kTileRows;  // up to so many rows wait for memory rather than compute
 
 // Rows cut into even register tiles: body(first, count).
@@ -62,7 +63,7 @@ void merge(const State& total, const State& part, int64_t rows, int64_t head_dim
       continue;
     }
     const float top = total.max[r] > part.max[r] ? total.max[r] : part.max[r];
-    const float scale_total = scalar_exp(total.max[r] - top), scale_part = scalar_exp(part.max[r] - top);
+    const float scale_total = scalar_exp2(total.max[r] - top), scale_part = scalar_exp2(part.max[r] - top);
     total.max[r] = top;
     total.sum[r] = total.sum[r] * scale_total + part.sum[r] * scale_part;
     for (int64_t d = 0; d < head_dim; d += kLanes) {
@@ -71,40 +72,32 @@ void merge(const State& total, const State& part, int64_t rows, int64_t head_dim
   }
 }
 
-// One block of scores of one row -> weights, in place; the row sees keys [begin, end) of the block. Weights outside are 0 in
-// [first, last), both multiples of 16.
-void softmax_block(float* s, int64_t begin, int64_t end, int64_t first, int64_t last, float softcap, float& row_max,
-                   float& row_sum, float* values, int64_t head_dim) {
-  if (begin >= end) {
-    for (int64_t j = first; j < last; j += 16) store16(s + j, splat16(0.0f));
+// The scores of row i of a register tile become its weights, and its running softmax takes note of them.
+template <class T>
+void softmax_block(const Products<T>& products, int64_t i, const RowScores& row, const T* const* v_pages, float softcap,
+                   float& row_max, float& row_sum, float* values, int64_t head_dim) {
+  if (row.begin >= row.end) {
+    products.set_no_weights(i, row);
     return;
   }
-  const int64_t seen_first = begin / 16 * 16, seen_last = ceil_div(end, 16) * 16;
+  float* const s = row.scores;
+  const int64_t seen_first = row.seen_first(), seen_last = row.seen_last();
   if (softcap != 0.0f) {
-    const f32x16 cap = splat16(softcap), inverse = splat16(1.0f / softcap);
+    const f32x16 cap = splat16(softcap * kLog2E), inverse = splat16(1.0f / (softcap * kLog2E));
     for (int64_t j = seen_first; j < seen_last; j += 16) store16(s + j, mul(cap, vtanh(mul(load16(s + j), inverse))));
   }
-  for (int64_t j = seen_first; j < begin; ++j) s[j] = kMinusInfinity;
-  for (int64_t j = end; j < seen_last; ++j) s[j] = kMinusInfinity;
+  for (int64_t j = seen_first; j < row.begin; ++j) s[j] = kMinusInfinity;
+  for (int64_t j = row.end; j < seen_last; ++j) s[j] = kMinusInfinity;
   f32x16 top = splat16(row_max);
   for (int64_t j = seen_first; j < seen_last; j += 16) top = vmax(top, load16(s + j));
   const float new_max = max_lanes(top);
   if (row_max != new_max && row_max != kMinusInfinity) {
-    const float factor = scalar_exp(row_max - new_max);
+    const float factor = scalar_exp2(row_max - new_max);
     row_sum *= factor;
     for (int64_t d = 0; d < head_dim; d += kLanes) store(values + d, mul(load(values + d), splat(factor)));
   }
   row_max = new_max;
-  const f32x16 log2_e = splat16(1.44269504088896341f), shift = splat16(new_max);
-  f32x16 sum = splat16(0.0f);
-  for (int64_t j = seen_first; j < seen_last; j += 16) {
-    const f32x16 weight = vexp2(mul(sub(load16(s + j), shift), log2_e));
-    store16(s + j, weight);
-    sum = add(sum, weight);
-  }
-  row_sum += sum_lanes(sum);
-  for (int64_t j = first; j < seen_first; j += 16) store16(s + j, splat16(0.0f));
-  for (int64_t j = seen_last; j < last; j += 16) store16(s + j, splat16(0.0f));
+  row_sum += products.set_weights(i, row, v_pages, new_max);
 }
 
 HEADRACE_INLINE int64_t first_key(int64_t position, int64_t window) {
@@ -212,9 +205,11 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
 #undef HEADRACE_CALL
       for (int64_t i = 0; i < count; ++i) {
         const int64_t r = row + i, position = t.queries[r / group].position;
-        softmax_block(scores + i * kScoreStride, max_of(0, first_key(position, a.window) - k0),
-                      min_of(block.keys, position + 1 - k0), block.page_begin * kPageSize, block.page_end * kPageSize,
-                      a.softcap, state.max[r], state.sum[r], state.values + r * head_dim, head_dim);
+        const RowScores scores_of_row = {scores + i * kScoreStride, max_of(0, first_key(position, a.window) - k0),
+                                         min_of(block.keys, position + 1 - k0), block.page_begin * kPageSize,
+                                         block.page_end * kPageSize};
+        softmax_block(products, i, scores_of_row, block.v, a.softcap, state.max[r], state.sum[r],
+                      state.values + r * head_dim, head_dim);
       }
 #define HEADRACE_CALL(R) \
   products.template weigh<R>(scores, block.v, later, block.skipped, block.keys, state.values + row * head_dim)
@@ -238,7 +233,7 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t, const Attention
   Products<T> products(part_memory + 2 * state_room, rows, head_dim);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = t.kv_head * group + r % group;
-    products.set_query(r, a.q + t.queries[r / group].q_row * a.q_stride + head * head_dim, a.scale);
+    products.set_query(r, a.q + t.queries[r / group].q_row * a.q_stride + head * head_dim, a.scale * kLog2E);
   }
   if (t.partial != nullptr) {
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {

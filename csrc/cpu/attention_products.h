@@ -1,9 +1,9 @@
 // The two products of attention over one block of keys, by the element of the cache: scores = q . K and values += weights . V, for
-// the query rows of a tile. What becomes of the scores in between is the softmax's business.
+// the query rows of a tile, and between them the weights 2^score in the form that the second takes.
 //
 // bf16 and float caches are multiplied as floats, one chain of fused multiply-adds per result. An int8 cache is multiplied as
-// integers: a query row becomes 16-bit words with one scale, and so do a row's weights of a block, times the scales of V. These
-// sums are exact, so the bits of a row do not depend on the rows and keys beside it here either.
+// integers: a query row becomes 16-bit words with one scale, and a row's weights of a block, times the scales of V, become unsigned
+// bytes with one scale. These sums are exact, so the bits of a row do not depend on the rows and keys beside it here either.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -61,6 +61,19 @@ HEADRACE_INLINE void prefetch_elements(const T* elements) {
   HEADRACE_UNROLL for (int64_t i = 0; i < kCount * static_cast<int64_t>(sizeof(T)); i += 64) prefetch(bytes + i);
 }
 
+// Scores of one row in a block: it sees keys [begin, end). [first, last) are the keys of all pages that are computed with.
+struct RowScores {
+  float* scores;
+  int64_t begin, end, first, last;
+
+  // Whole vectors of 16 around what is seen.
+  int64_t seen_first() const { return begin / 16 * 16; }
+  int64_t seen_last() const { return ceil_div(end, 16) * 16; }
+};
+
+// 2^(score - shift) of 16 scores.
+HEADRACE_INLINE f32x16 powers(const float* scores, f32x16 shift) { return vexp2(sub(load16(scores), shift)); }
+
 template <class T>
 class Products {
  public:
@@ -80,8 +93,30 @@ class Products {
     });
   }
 
-  // values[r][d] += weights[r][key] V[key][d] over keys [key_begin, key_end), for rows [row, row + R). later_pages: pages to fetch
-  // meanwhile, as many as v_pages; v_pages itself when there are none.
+  // The scores of row i of a register tile become weights 2^(score - shift), 0 where nothing is seen; returns their sum. Scores of
+  // what is not seen within a vector of 16 are minus infinity.
+  float set_weights(int64_t, const RowScores& row, const T* const*, float shift) const {
+    float* const scores = row.scores;
+    const int64_t first = row.seen_first(), last = row.seen_last();
+    const f32x16 shifts = splat16(shift);
+    f32x16 sum = splat16(0.0f);
+    for (int64_t j = row.first; j < first; j += 16) store16(scores + j, splat16(0.0f));
+    for (int64_t j = first; j < last; j += 16) {
+      const f32x16 weight = powers(scores + j, shifts);
+      store16(scores + j, weight);
+      sum = add(sum, weight);
+    }
+    for (int64_t j = last; j < row.last; j += 16) store16(scores + j, splat16(0.0f));
+    return sum_lanes(sum);
+  }
+
+  // The same for a row that sees no key of the block.
+  void set_no_weights(int64_t, const RowScores& row) const {
+    for (int64_t j = row.first; j < row.last; j += 16) store16(row.scores + j, splat16(0.0f));
+  }
+
+  // values[r][d] += weights[r][key] V[key][d] over keys [key_begin, key_end), for rows [row, row + R); weights as set_weights left
+  // them in the scores. later_pages: pages to fetch meanwhile, as many as v_pages; v_pages itself when there are none.
   template <int R>
   void weigh(const float* weights, const T* const* v_pages, const T* const* later_pages, int64_t key_begin, int64_t key_end,
              float* values) const {
@@ -155,24 +190,24 @@ class Products {
   int64_t head_dim_;
 };
 
-// Integer sums stay below 2^31: 32,767 * 127 times 256 keys of a block, or times head_dim <= 512.
+// Integer sums stay below 2^31: 32,767 * 127 times head_dim <= 512, or 255 * 127 times 256 keys of a block.
 template <>
 class Products<int8_t> {
  public:
   static int64_t memory_floats(int64_t rows, int64_t head_dim) {
-    return rows * (head_dim / 2 + 1) + kTileRows * (kKeyBlock / 2 + 1);
+    return rows * (head_dim / 2 + 1) + kTileRows * (kKeyBlock / 4 + 1);
   }
   Products(float* memory, int64_t rows, int64_t head_dim)
       : q_scales_(memory),
         weight_scales_(q_scales_ + rows),
         q_(reinterpret_cast<int16_t*>(weight_scales_ + kTileRows)),
-        weights_(q_ + rows * head_dim),
+        weights_(reinterpret_cast<uint8_t*>(q_ + rows * head_dim)),
         head_dim_(head_dim) {}
 
   void set_query(int64_t row, const float* q, float scale) {
     vi most = splat_int(0);
     for (int64_t d = 0; d < head_dim_; d += kLanes) most = max_int(most, magnitude_bits(load(q + d)));
-    const Range range(most);
+    const Range range(most, 32767.0f);
     q_scales_[row] = range.scale * scale;
     for (int64_t d = 0; d < head_dim_; d += kLanes) {
       store_as_words(q_ + row * head_dim_ + d, to_int(mul(load(q + d), splat(range.inverse))));
@@ -187,27 +222,81 @@ class Products<int8_t> {
     });
   }
 
+  // Bytes are weights times scales of V, in 254ths of the largest. What rounding takes from a key it gives to the key 16 after it, as
+  // in error diffusion (Floyd and Steinberg, 1976): a byte is the step of a running total that is rounded. Many keys of little weight
+  // beside one of much do not vanish.
+  float set_weights(int64_t i, const RowScores& row, const int8_t* const* v_pages, float shift) const {
+    float* const scores = row.scores;
+    const int64_t first = row.seen_first(), last = row.seen_last(), last_full = row.end / 16 * 16;
+    const f32x16 shifts = splat16(shift);
+    f32x16 sum = splat16(0.0f);
+    vi most = splat_int(0);
+    const auto weigh16 = [&](int64_t j, bool is_full) HEADRACE_LAMBDA {
+      const f32x16 weight = powers(scores + j, shifts);
+      sum = add(sum, weight);
+      f32x16 product = mul(weight, load16(scales_of(v_pages[j / kPageSize])));
+      HEADRACE_UNROLL for (int p = 0; p < kParts; ++p) {
+        // Nothing is known of the scale of a key that is not seen: it may be a NaN.
+        if (!is_full) product.part[p] = if_less(splat(0.0f), weight.part[p], product.part[p], splat(0.0f));
+        most = max_int(most, magnitude_bits(product.part[p]));
+      }
+      store16(scores + j, product);
+    };
+    int64_t j = first;
+    if (row.begin > first) {
+      weigh16(j, false);
+      j += 16;
+    }
+    for (; j < last_full; j += 16) weigh16(j, true);
+    if (j < last) weigh16(j, false);
+    const Range range(most, 254.0f);  // two roundings may make it 255
+    weight_scales_[i] = range.scale;
+    uint8_t* const to = weights_ + i * kKeyBlock;
+    memset(to + row.first, 0, static_cast<size_t>(first - row.first));
+    const vf inverse = splat(range.inverse);
+    vf total[kParts];
+    vi given[kParts];
+    HEADRACE_UNROLL for (int p = 0; p < kParts; ++p) {
+      total[p] = splat(0.0f);
+      given[p] = splat_int(0);
+    }
+    for (j = first; j < last; j += 16) {
+      HEADRACE_UNROLL for (int p = 0; p < kParts; ++p) {
+        total[p] = fma(load(scores + j + p * kLanes), inverse, total[p]);
+        const vi rounded = to_int(total[p]);
+        store_as_bytes(to + j + p * kLanes, sub_int(rounded, given[p]));
+        given[p] = rounded;
+      }
+    }
+    memset(to + last, 0, static_cast<size_t>(row.last - last));
+    return sum_lanes(sum);
+  }
+
+  void set_no_weights(int64_t i, const RowScores& row) const {
+    weight_scales_[i] = 0.0f;
+    memset(weights_ + i * kKeyBlock + row.first, 0, static_cast<size_t>(row.last - row.first));
+  }
+
   template <int R>
-  void weigh(const float* weights, const int8_t* const* v_pages, const int8_t* const* later_pages, int64_t key_begin,
-             int64_t key_end, float* values) const {
+  void weigh(const float*, const int8_t* const* v_pages, const int8_t* const* later_pages, int64_t key_begin, int64_t key_end,
+             float* values) const {
     const int64_t page_begin = key_begin / kPageSize, page_end = ceil_div(key_end, kPageSize);
-    unrolled<R>([&](auto r) HEADRACE_LAMBDA { set_weights(r, weights + r * kScoreStride, v_pages, page_begin, page_end); });
     for_units<R>(0, head_dim_ / kLanes, [&](auto count, int64_t vector) HEADRACE_LAMBDA {
       weigh_vectors<R, decltype(count)::value>(v_pages, later_pages, page_begin, page_end, vector * kLanes, values);
     });
   }
 
  private:
-  // The factors between floats of a largest magnitude and 16-bit words. It is compared as an integer, where a NaN is more than
-  // anything: a NaN or an infinity makes the scale non-finite, and with it the result.
+  // The factors between floats and integers up to `top`, for the largest magnitude (as bits). It is compared as an integer, where a NaN
+  // is more than anything: a NaN or an infinity makes the scale non-finite, and with it the result.
   struct Range {
     float scale, inverse;
-    explicit Range(vi magnitudes) {
+    Range(vi magnitudes, float top) {
       const int32_t bits = reduce_max_int(magnitudes);
       float magnitude;
       memcpy(&magnitude, &bits, 4);
-      scale = magnitude / 32767.0f;
-      inverse = magnitude > 1e-30f ? 32767.0f / magnitude : 0.0f;  // below that the words are 0: 32767 / magnitude may overflow
+      scale = magnitude / top;
+      inverse = magnitude > 1e-30f ? top / magnitude : 0.0f;  // below that the integers are 0: top / magnitude may overflow
     }
   };
 
@@ -246,25 +335,6 @@ class Products<int8_t> {
     });
   }
 
-  // The weights of one row times the scales of V, as words. A key without weight counts for nothing, whatever its scale.
-  void set_weights(int64_t r, const float* weights, const int8_t* const* v_pages, int64_t page_begin, int64_t page_end) const {
-    auto scaled = [&](int64_t page, int64_t i) {
-      const vf weight = load(weights + page * kPageSize + i), zero = splat(0.0f);
-      return if_less(zero, weight, mul(weight, load(scales_of(v_pages[page]) + i)), zero);
-    };
-    vi most = splat_int(0);
-    for (int64_t page = page_begin; page < page_end; ++page) {
-      HEADRACE_UNROLL for (int i = 0; i < kPageSize; i += kLanes) most = max_int(most, magnitude_bits(scaled(page, i)));
-    }
-    const Range range(most);
-    weight_scales_[r] = range.scale;
-    for (int64_t page = page_begin; page < page_end; ++page) {
-      HEADRACE_UNROLL for (int i = 0; i < kPageSize; i += kLanes) {
-        store_as_words(weights_ + r * kKeyBlock + page * kPageSize + i, to_int(mul(scaled(page, i), splat(range.inverse))));
-      }
-    }
-  }
-
   template <int R, int C>
   inline __attribute__((always_inline)) void weigh_vectors(const int8_t* const* pages, const int8_t* const* later_pages,
                                             int64_t page_begin, int64_t page_end, int64_t d, float* values) const {
@@ -273,16 +343,16 @@ class Products<int8_t> {
       unrolled<C>([&](auto c) HEADRACE_LAMBDA { sum[r][c] = splat_int(0); });
     });
     for (int64_t page = page_begin; page < page_end; ++page) {
-      const int8_t* v = pages[page] + 2 * d;
-      const int8_t* later = later_pages[page] + 2 * d;
-      const int16_t* w = weights_ + page * kPageSize;
-      for (int64_t i = 0; i < kPageSize / 2; ++i, v += 2 * head_dim_, later += 2 * head_dim_, w += 2) {
-        prefetch_elements<2 * C * kLanes>(later);
+      const int8_t* v = pages[page] + 4 * d;
+      const int8_t* later = later_pages[page] + 4 * d;
+      const uint8_t* w = weights_ + page * kPageSize;
+      for (int64_t i = 0; i < kPageSize / 4; ++i, v += 4 * head_dim_, later += 4 * head_dim_, w += 4) {
+        prefetch_elements<4 * C * kLanes>(later);
         vi value[C];
-        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = widen_bytes(v + c * 2 * kLanes); });
+        unrolled<C>([&](auto c) HEADRACE_LAMBDA { value[c] = load_bytes(v + c * 4 * kLanes); });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-          const vi pair = splat_words(w + r * kKeyBlock);
-          unrolled<C>([&](auto c) HEADRACE_LAMBDA { dot_words(sum[r][c], value[c], pair); });
+          const vi four = splat_bytes(w + r * kKeyBlock);
+          unrolled<C>([&](auto c) HEADRACE_LAMBDA { dot_unsigned(sum[r][c], four, value[c]); });
         });
       }
     }
@@ -298,7 +368,7 @@ class Products<int8_t> {
   float* q_scales_;       // [rows]
   float* weight_scales_;  // [kTileRows], of the rows being weighed
   int16_t* q_;            // [rows][head_dim]
-  int16_t* weights_;      // [kTileRows][kKeyBlock]
+  uint8_t* weights_;      // [kTileRows][kKeyBlock]
   int64_t head_dim_;
 };
 

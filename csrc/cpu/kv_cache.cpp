@@ -68,7 +68,7 @@ HEADRACE_INLINE const float* scales_of(const int8_t* page, int64_t head_dim) {
 // Byte d of the key and of the value at `offset` of a page.
 HEADRACE_INLINE int64_t key_byte(int64_t d, int64_t offset) { return ((d >> 1) * kPageSize + offset) * 2 + (d & 1); }
 HEADRACE_INLINE int64_t value_byte(int64_t d, int64_t offset, int64_t head_dim) {
-  return ((offset >> 1) * head_dim + d) * 2 + (offset & 1);
+  return ((offset >> 2) * head_dim + d) * 4 + (offset & 3);
 }
 
 // head_dim bytes; returns their scale.

@@ -68,8 +68,8 @@ struct QuantizedLinearArgs {
 };
 
 // K cache: [page][kv_head][head_dim / 2][16][2] bf16 or [page][kv_head][head_dim][16] float. V cache: [page][kv_head][16][head_dim].
-// kInt8: [page][kv_head] records of bytes and then 16 float scales, one a token: K as for bf16, V [8][head_dim][2], the tokens of a
-// page in pairs. value = byte * scale of its token.
+// kInt8: [page][kv_head] records of bytes and then 16 float scales, one a token: K as for bf16, V [4][head_dim][4], four
+// tokens side by side. value = byte * scale of its token.
 enum class KvType : int { kFloat = 0, kBf16 = 1, kInt8 = 2 };
 
 struct KvCache {

@@ -1,7 +1,8 @@
 // Integer vectors of the quantised kernels: `vi`, kLanes 32-bit lanes, and the dot products of bytes into them.
 //
-// A lane takes four unsigned weight codes and four signed activations. Every way to compute that sum here is exact (no step
-// saturates), so all instruction sets give the same integers.
+// A lane takes four unsigned codes and four signed bytes: 0 .. 15 (dot_nibbles), 0 .. 255 that stand for -128 .. 127 (dot), or that
+// stand for themselves (dot_unsigned). Every way to compute that sum here is exact (no step saturates), so all instruction sets give
+// the same integers.
 #pragma once
 #include "simd.h"
 
@@ -15,12 +16,13 @@ using vi = __m512i;
 HEADRACE_INLINE vi splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 HEADRACE_INLINE vi load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 HEADRACE_INLINE void store_bytes(void* p, vi a) { _mm512_storeu_si512(p, a); }
-HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
+HEADRACE_INLINE vi splat_bytes(const void* p) {
   int32_t four;
   memcpy(&four, p, 4);
   return _mm512_set1_epi32(four);
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
+HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 template <int kBits>
 HEADRACE_INLINE vi shift_left(vi a) {
   return _mm512_slli_epi32(a, kBits);
@@ -35,6 +37,9 @@ HEADRACE_INLINE int32_t reduce_max_int(vi a) { return _mm512_reduce_max_epi32(a)
 HEADRACE_INLINE int32_t reduce_add_int(vi a) { return _mm512_reduce_add_epi32(a); }
 HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
+}
+HEADRACE_INLINE void store_as_bytes(uint8_t* p, vi a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(a));
 }
 HEADRACE_INLINE vf load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -53,6 +58,7 @@ HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
 HEADRACE_INLINE vi start_of_bytes(int32_t negative_sum) { return shift_left<7>(splat_int(negative_sum)); }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_bytes(sum, weights, x); }
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_bytes(sum, codes, x); }
 
 #else
 
@@ -72,6 +78,11 @@ HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) {
   dot_nibbles(sum, w.magnitude, _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x));
 }
+// Seven bits and the eighth apart, for the same reason.
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
+  dot_nibbles(sum, _mm512_and_si512(codes, _mm512_set1_epi8(0x7f)), x);
+  dot_nibbles(sum, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), x);
+}
 
 #endif
 
@@ -82,12 +93,13 @@ using vi = __m256i;
 HEADRACE_INLINE vi splat_int(int32_t x) { return _mm256_set1_epi32(x); }
 HEADRACE_INLINE vi load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 HEADRACE_INLINE void store_bytes(void* p, vi a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
-HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
+HEADRACE_INLINE vi splat_bytes(const void* p) {
   int32_t four;
   memcpy(&four, p, 4);
   return _mm256_set1_epi32(four);
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm256_add_epi32(a, b); }
+HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 template <int kBits>
 HEADRACE_INLINE vi shift_left(vi a) {
   return _mm256_slli_epi32(a, kBits);
@@ -112,6 +124,10 @@ HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
+HEADRACE_INLINE void store_as_bytes(uint8_t* p, vi a) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
 HEADRACE_INLINE vf load_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -129,6 +145,11 @@ HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
 }
 // |w| <= 128 and |x| <= 127, so a pair is at most 32,512: it does not saturate 16 bits.
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.magnitude, _mm256_sign_epi8(x, w.weights)); }
+// Seven bits and the eighth apart, for the same reason.
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
+  dot_nibbles(sum, _mm256_and_si256(codes, _mm256_set1_epi8(0x7f)), x);
+  dot_nibbles(sum, _mm256_and_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))), x);
+}
 
 #elif defined(__SSE4_2__)
 
@@ -137,12 +158,13 @@ using vi = __m128i;
 HEADRACE_INLINE vi splat_int(int32_t x) { return _mm_set1_epi32(x); }
 HEADRACE_INLINE vi load_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 HEADRACE_INLINE void store_bytes(void* p, vi a) { _mm_storeu_si128(static_cast<__m128i*>(p), a); }
-HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
+HEADRACE_INLINE vi splat_bytes(const void* p) {
   int32_t four;
   memcpy(&four, p, 4);
   return _mm_set1_epi32(four);
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm_add_epi32(a, b); }
+HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm_sub_epi32(a, b); }
 template <int kBits>
 HEADRACE_INLINE vi shift_left(vi a) {
   return _mm_slli_epi32(a, kBits);
@@ -164,6 +186,11 @@ HEADRACE_INLINE int32_t reduce_add_int(vi a) {
 HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
   const __m128i words = _mm_packs_epi32(a, a);
   const int32_t four = _mm_cvtsi128_si32(_mm_packs_epi16(words, words));
+  memcpy(p, &four, 4);
+}
+HEADRACE_INLINE void store_as_bytes(uint8_t* p, vi a) {
+  const __m128i words = _mm_packs_epi32(a, a);
+  const int32_t four = _mm_cvtsi128_si32(_mm_packus_epi16(words, words));
   memcpy(p, &four, 4);
 }
 // A finite half: its exponent and fraction, read as those of a float, are too small by 2^112. The product is exact.
@@ -188,6 +215,11 @@ HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
 }
 // |w| <= 128 and |x| <= 127, so a pair is at most 32,512: it does not saturate 16 bits.
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.magnitude, _mm_sign_epi8(x, w.weights)); }
+// Seven bits and the eighth apart, for the same reason.
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
+  dot_nibbles(sum, _mm_and_si128(codes, _mm_set1_epi8(0x7f)), x);
+  dot_nibbles(sum, _mm_and_si128(codes, _mm_set1_epi8(static_cast<char>(0x80))), x);
+}
 
 #else  // any other CPU: four lanes of plain C++
 
@@ -212,11 +244,12 @@ HEADRACE_INLINE void store_bytes(void* p, vi a) {
   uint8_t* const bytes = static_cast<uint8_t*>(p);
   for (int i = 0; i < 16; ++i) bytes[i] = byte_of(a, i);
 }
-HEADRACE_INLINE vi splat_bytes(const int8_t* p) {
-  const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(p);
+HEADRACE_INLINE vi splat_bytes(const void* p) {
+  const uint8_t* const bytes = static_cast<const uint8_t*>(p);
   return splat_int(static_cast<int32_t>(bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24));
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] + b.lane[i]); }
+HEADRACE_INLINE vi sub_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] - b.lane[i]); }
 template <int kBits>
 HEADRACE_INLINE vi shift_left(vi a) {
   HEADRACE_INT_LANES(a.lane[i] * (1 << kBits));
@@ -246,6 +279,9 @@ HEADRACE_INLINE int32_t reduce_add_int(vi a) { return a.lane[0] + a.lane[1] + a.
 HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
   for (int i = 0; i < 4; ++i) p[i] = static_cast<int8_t>(a.lane[i]);
 }
+HEADRACE_INLINE void store_as_bytes(uint8_t* p, vi a) {
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(a.lane[i]);
+}
 HEADRACE_INLINE vf load_half(const uint16_t* p) {
   vf result;
   for (int i = 0; i < 4; ++i) {
@@ -265,6 +301,7 @@ HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
   for (int i = 0; i < 16; ++i) sum.lane[i / 4] += byte_of(weights, i) * static_cast<int8_t>(byte_of(x, i));
 }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.codes, x); }
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_nibbles(sum, codes, x); }
 
 #undef HEADRACE_INT_LANES
 

@@ -111,8 +111,10 @@ def test_an_int8_cache_gives_what_float64_gives_over_its_values(backend: str, sh
 
     got = cache.step([(0, 0, (q, k, v))])[0]
 
-    # The native kernels round queries and weights to 16 bits: 2^-15 of the largest, over 300 keys.
-    torch.testing.assert_close(got, exact((q, *stored), cache.layer).float(), atol=4e-4, rtol=0)
+    error = (got - exact((q, *stored), cache.layer)).abs()
+    # The native kernels round weights to 254ths of the largest: a step, or some, of values up to 4.
+    assert error.max() < (0.03 if backend == "cpu" else 1e-5)
+    assert error.square().mean().sqrt() < (3e-3 if backend == "cpu" else 1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
