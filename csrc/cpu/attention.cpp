@@ -88,9 +88,14 @@ void softmax_block(const Products<T>& products, int64_t i, const RowScores& row,
   }
   for (int64_t j = seen_first; j < row.begin; ++j) s[j] = kMinusInfinity;
   for (int64_t j = row.end; j < seen_last; ++j) s[j] = kMinusInfinity;
-  f32x16 top = splat16(row_max);
-  for (int64_t j = seen_first; j < seen_last; j += 16) top = vmax(top, load16(s + j));
-  const float new_max = max_lanes(top);
+  f32x16 top = splat16(row_max), other = top;  // two chains: one would be as long as the exponentials take
+  int64_t j = seen_first;
+  for (; j + 32 <= seen_last; j += 32) {
+    top = vmax(top, load16(s + j));
+    other = vmax(other, load16(s + j + 16));
+  }
+  if (j < seen_last) top = vmax(top, load16(s + j));
+  const float new_max = max_lanes(vmax(top, other));
   if (row_max != new_max && row_max != kMinusInfinity) {
     const float factor = scalar_exp2(row_max - new_max);
     row_sum *= factor;
