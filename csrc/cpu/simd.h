@@ -82,6 +82,7 @@ HEADRACE_INLINE bool any_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_
 HEADRACE_INLINE vf pow2(vf n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+// a 2^n, and 0 where x < lowest, whatever a and n are there.
 HEADRACE_INLINE vf times_pow2(vf a, vf n, vf x, vf lowest) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ), a, n);
 }
