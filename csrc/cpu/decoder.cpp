@@ -29,21 +29,10 @@ void linear(const DecoderLinear& w, const float* x, float* y, int64_t rows) {
 
 // Tells the pool that `w` is what the linear after the next reads.
 void expect(const DecoderLinear& w) {
-  const int64_t groups = (w.k + kQuantGroup - 1) / kQuantGroup, k_padded = groups * kQuantGroup;
   int64_t bytes = w.n * w.k * (w.weight_is_bf16 ? 2 : 4);
-  switch (w.scheme) {
-    case static_cast<int>(QuantScheme::kInt8):
-      bytes = w.n * groups * (kQuantGroup + 2);
-      break;
-    case static_cast<int>(QuantScheme::kInt8Fast):
-      bytes = w.n * k_padded;
-      break;
-    case static_cast<int>(QuantScheme::kInt4):
-      bytes = w.n * groups * (kQuantGroup / 2 + 2);
-      break;
-    case static_cast<int>(QuantScheme::kInt4Min):
-      bytes = w.n * groups * (kQuantGroup / 2 + 4);
-      break;
+  if (w.scheme >= 0) {
+    const int64_t k_padded = (w.k + kQuantGroup - 1) / kQuantGroup * kQuantGroup;
+    bytes = w.n * packed_block_bytes(static_cast<QuantScheme>(w.scheme), k_padded) / kPackedColumns;
   }
   expect_reads(w.weight, bytes);
 }

@@ -2,8 +2,7 @@
 //
 // Integer sums are exact. With group scales an output is one chain of fused multiply-adds over the groups 0, 1, ..., whatever the
 // number of rows and the tile they fall in, so a row's bits do not depend on its batch, on chunking or on threads.
-#include "kernels.h"
-#include "simd_int.h"
+#include "quantized_tile.h"
 #include "threads.h"
 
 namespace headrace {
@@ -12,16 +11,6 @@ namespace {
 
 constexpr int64_t kColumns = kPackedColumns;
 constexpr int64_t kGroup = kQuantGroup;
-constexpr int64_t kRowBlock = 192;  // rows that go through a block of weights while these are in cache
-constexpr int64_t kAheadBytes = 8192;
-constexpr int kUnitsOfBlock = static_cast<int>(kColumns) / kLanes;  // a unit is kLanes columns
-#if defined(__AVX512F__)
-constexpr int kTile = 6;       // rows: x 2 units x 2 accumulators fit 32 registers
-constexpr int kWholeUnits = 4;  // units of a tile without group scales
-#else
-constexpr int kTile = 2;
-constexpr int kWholeUnits = 2;
-#endif
 
 // Where to prefetch while a tile computes: record g of the tile goes with address + g * record_step, and so on for the parts of it.
 // One tile over the weights asks for what it needs a little later. Several tiles over the same weights ask for the next block instead,
@@ -35,30 +24,6 @@ struct Ahead {
     return {weight + block_bytes + block_bytes * tile / num_tiles, record_bytes / num_tiles, 64 / num_tiles};
   }
 };
-
-// R rows x C units of results, whose first column is `column`.
-template <int R, int C>
-HEADRACE_INLINE void finish(const QuantizedLinearArgs& a, int64_t row, int64_t column, const vf (&result)[R][C]) {
-  HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-    const int64_t first = column + c * kLanes;
-    const int64_t valid = min_of(kLanes, a.n - first);
-    if (valid <= 0) continue;
-    const vf scale = load(a.column_scales + first);
-    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      float* const y = a.y + (row + r) * a.y_stride + first;
-      vf value = mul(result[r][c], scale);
-      if (a.bias != nullptr) value = add(value, load(a.bias + first));
-      if (valid == kLanes) {
-        store(y, a.accumulate ? add(value, load(y)) : value);
-      } else {
-        float side[kLanes] = {};
-        if (a.accumulate) memcpy(side, y, static_cast<size_t>(valid) * 4);
-        store(side, a.accumulate ? add(value, load(side)) : value);
-        memcpy(y, side, static_cast<size_t>(valid) * 4);
-      }
-    }
-  }
-}
 
 // One group of a block of weights: the codes, then 32 half scales, then (kInt4Min) 32 half minimums.
 template <QuantScheme kScheme>
@@ -128,7 +93,7 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
 template <QuantScheme kScheme, bool kUnpacked, int R, int C>
 void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& block, int64_t unit, const Ahead& ahead) {
   const int64_t groups = a.k_padded / kGroup;
-  const int8_t* const x = a.x.values + row * a.x.values_stride;
+  const int8_t* const x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
   const float* const x_scales = a.x.scales + row * groups;
   const int32_t* const x_sums = a.x.negative_sums + row * groups;
   const float* const x_scaled_sums = a.x.scaled_sums + row * groups;
@@ -147,7 +112,7 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& blo
     }
     const uint8_t* const codes = (kUnpacked ? block.unpacked + g * kUnpackedGroup : record) + unit * kLanes * 4;
     const uint8_t* const later = ahead.address + g * ahead.record_step + unit * kLanes * 4;
-    group_sums<kScheme, kUnpacked, R, C>(codes, later, ahead.line_step, x + g * kGroup, a.x.values_stride, sum);
+    group_sums<kScheme, kUnpacked, R, C>(codes, later, ahead.line_step, x + g * kGroup, a.k_padded, sum);
     prefetch(later + kCodeBytes<kScheme> / 64 * ahead.line_step);
     if (kScheme == QuantScheme::kInt4Min) prefetch(later + (kCodeBytes<kScheme> / 64 + 1) * ahead.line_step);
     const uint16_t* const halves = reinterpret_cast<const uint16_t*>(record + kCodeBytes<kScheme>) + unit * kLanes;
@@ -197,69 +162,6 @@ void unpack_block(const uint8_t* records, int64_t groups, uint8_t* unpacked) {
   }
 }
 
-// As Ahead, for each unit of a tile from its own codes: `step` bytes for each four elements of k.
-struct WholeAhead {
-  int64_t offset, step;
-};
-
-// One scale a row and a column: R rows x C units, which may reach into the next block.
-template <int R, int C>
-void whole_tile(const QuantizedLinearArgs& a, int64_t row, const uint8_t* weight, int64_t unit, int64_t column,
-                const WholeAhead& ahead) {
-  const int8_t* const x = a.x.values + row * a.x.values_stride;
-  const uint8_t* codes[C];
-  HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-    codes[c] = weight + (unit + c) / kUnitsOfBlock * kColumns * a.k_padded + (unit + c) % kUnitsOfBlock * kLanes * 4;
-  }
-  vi sum[R][C];
-  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    const vi start = start_of_bytes(a.x.negative_sums[row + r]);
-    HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
-  }
-  for (int64_t k = 0; k < a.k_padded; k += 8) {
-    HEADRACE_UNROLL for (int step = 0; step < 2; ++step) {
-      Bytes weights[C];
-      HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-        const uint8_t* const place = codes[c] + (k + step * 4) * kColumns;
-        prefetch(codes[c] + ahead.offset + (k / 4 + step) * ahead.step);
-        weights[c] = load_weights(place);
-      }
-      HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-        const vi values = splat_bytes(x + r * a.x.values_stride + k + step * 4);
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot(sum[r][c], weights[c], values);
-      }
-    }
-  }
-  vf result[R][C];
-  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    const vf x_scale = splat(a.x.scales[row + r]);
-    HEADRACE_UNROLL for (int c = 0; c < C; ++c) result[r][c] = mul(to_float(sum[r][c]), x_scale);
-  }
-  finish<R, C>(a, row, column, result);
-}
-
-template <int C>
-HEADRACE_INLINE void whole_rows(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_t* weight, int64_t unit,
-                                int64_t column, const WholeAhead& ahead) {
-#define HEADRACE_TILE(R)                                                                 \
-  case R:                                                                                \
-    if constexpr (R <= kTile) whole_tile<R, C>(a, row, weight, unit, column + unit * kLanes, ahead); \
-    break;
-  switch (rows) { HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6) }
-#undef HEADRACE_TILE
-}
-
-// Rows cut into even tiles: body(first row, rows, tile, number of tiles).
-template <class Body>
-HEADRACE_INLINE void for_row_tiles(int64_t row, int64_t rows, Body body) {
-  const int64_t num_tiles = ceil_div(rows, kTile), base = rows / num_tiles, longer = rows % num_tiles;
-  for (int64_t t = 0; t < num_tiles; ++t) {
-    const int64_t count = base + (t < longer ? 1 : 0);
-    body(row, count, t, num_tiles);
-    row += count;
-  }
-}
-
 template <QuantScheme kScheme>
 void group_blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const int64_t groups = a.k_padded / kGroup, block_bytes = groups * kRecordBytes<kScheme>;
@@ -279,23 +181,6 @@ void group_blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64
       }
       group_rows<kScheme, false>(a, first, count, block, ahead);
     });
-  }
-}
-
-void whole_blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  const int64_t block_bytes = kColumns * a.k_padded;
-  const uint8_t* const weight = a.weight + begin * block_bytes;
-  const int64_t units = (end - begin) * kUnitsOfBlock, column = begin * kColumns;
-  for (int64_t unit = 0; unit < units;) {
-    const bool wide = unit + kWholeUnits <= units;
-    const int64_t taken = wide ? kWholeUnits : 2;
-    for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
-      const int64_t next = ceil_div(taken, kUnitsOfBlock) * block_bytes;
-      const WholeAhead ahead = {num_tiles == 1 ? kAheadBytes : next + block_bytes * tile / num_tiles, kColumns * 4 / num_tiles};
-      wide ? whole_rows<kWholeUnits>(a, first, count, weight, unit, column, ahead)
-           : whole_rows<2>(a, first, count, weight, unit, column, ahead);
-    });
-    unit += taken;
   }
 }
 
@@ -323,7 +208,8 @@ void linear_quantized(const QuantizedLinearArgs& a) {
             group_blocks<QuantScheme::kInt4Min>(a, row, rows, block, block + count);
             break;
           case QuantScheme::kInt8Fast:
-            whole_blocks(a, row, rows, block, block + count);
+          case QuantScheme::kInt16:
+            linear_by_column(a, row, rows, block, block + count);
             break;
         }
       }

@@ -20,24 +20,30 @@ struct Segment {
 };
 
 bool is_quantized(const ExpertWeight& w) { return w.format >= 0; }
-bool is_by_group(const ExpertWeight& w) { return w.format != static_cast<int64_t>(QuantScheme::kInt8Fast); }
+RowFormat format_of(const ExpertWeight& w) { return row_format(static_cast<QuantScheme>(w.format)); }
 
-// Rows [n][k] of a pass, as each expert's weight wants them: floats, or bytes with their scales.
+// Rows [n][k] of a pass, as each expert's weight wants them: floats, or bytes or words with their scales.
 struct Inputs {
   float* floats;
-  int8_t* values;
+  char* values;
   float* scales;
   int32_t* negative_sums;
   float* scaled_sums;
   int64_t k;
 
-  int64_t groups() const { return ceil_div(k, kQuantGroup); }
-  int64_t padded() const { return groups() * kQuantGroup; }
+  static int64_t padded(int64_t k) { return ceil_div(k, kQuantGroup) * kQuantGroup; }
 
+  // The rows of the segment that begins at row `first`, each with room for words and for a scale for each 32 elements.
+  QuantizedRows from(int64_t first) const {
+    const int64_t at = first * (padded(k) / kQuantGroup);
+    return {values + first * padded(k) * 2, scales + at, negative_sums + at, scaled_sums + at};
+  }
   // Row `row` of the segment that begins at row `first`.
   void quantize(const float* x, const ExpertWeight& w, int64_t first, int64_t row) const {
-    const int64_t at = first * groups() + (row - first) * (is_by_group(w) ? groups() : 1);
-    quantize_rows({x, k, values + row * padded(), scales + at, negative_sums + at, scaled_sums + at, 1, k, is_by_group(w)});
+    const RowFormat format = format_of(w);
+    const int64_t at = first * (padded(k) / kQuantGroup) + (row - first) * ceil_div(k, format.group);
+    char* const to = values + first * padded(k) * 2 + (row - first) * padded(k) * format.value_bytes;
+    quantize_rows({x, k, to, scales + at, negative_sums + at, scaled_sums + at, 1, k, format});
   }
 };
 
@@ -63,7 +69,7 @@ struct Memory {
 Memory cut(Cutter memory, const MoeArgs& a, int64_t pass, size_t* bytes) {
   auto inputs = [&](int64_t k) {
     const int64_t groups = ceil_div(k, kQuantGroup);
-    return Inputs{memory.take<float>(pass * k), memory.take<int8_t>(pass * groups * kQuantGroup), memory.take<float>(pass * groups),
+    return Inputs{memory.take<float>(pass * k), memory.take<char>(pass * groups * kQuantGroup * 2), memory.take<float>(pass * groups),
                   memory.take<int32_t>(pass * groups), memory.take<float>(pass * groups), k};
   };
   const int64_t pairs = a.rows * a.top_k;
@@ -95,10 +101,8 @@ void products(const Segment* segments, int64_t num_segments, const Inputs& x, in
       const float* const bias = w.bias == 0 ? nullptr : reinterpret_cast<const float*>(w.bias) + column;
       float* const out = y + s.first * n + column;
       if (is_quantized(w)) {
-        const int64_t at = s.first * x.groups();
-        linear_quantized({{x.values + s.first * x.padded(), x.padded(), x.scales + at, x.negative_sums + at, x.scaled_sums + at},
-                          static_cast<QuantScheme>(w.format), reinterpret_cast<const uint8_t*>(weight),
-                          reinterpret_cast<const float*>(w.column_scales) + column, bias, out, n, s.rows, columns, x.padded(), false});
+        linear_quantized({x.from(s.first), static_cast<QuantScheme>(w.format), reinterpret_cast<const uint8_t*>(weight),
+                          reinterpret_cast<const float*>(w.column_scales) + column, bias, out, n, s.rows, columns, Inputs::padded(x.k), false});
       } else {
         linear({x.floats + s.first * x.k, x.k, weight, w.format == kExpertBf16, bias, out, n, s.rows, columns, x.k, false});
       }
@@ -139,7 +143,7 @@ void add_up(const MoeArgs& a, const Memory& m, int64_t row) {
 void moe(const MoeArgs& a) {
   const int64_t pairs = a.rows * a.top_k;
   if (pairs == 0) return;
-  const int64_t pair_bytes = 5 * a.hidden_size + 13 * a.intermediate_size;
+  const int64_t pair_bytes = 6 * a.hidden_size + 14 * a.intermediate_size;
   const int64_t pass = min_of(pairs, max_of(kPassPairs, kPassBytes / pair_bytes));
   size_t bytes;
   cut({nullptr, 0}, a, pass, &bytes);

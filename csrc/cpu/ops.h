@@ -11,6 +11,9 @@ constexpr int64_t kKeySplit = 1024;  // keys of one partial result, aligned at p
 constexpr int64_t kPackedColumns = 32;
 constexpr int64_t kMaxInt8HeadDim = 512;  // sums of 16-bit times 8-bit products of an int8 KV cache stay below 2^31
 constexpr int64_t kQuantGroup = 32;  // elements that share a scale
+constexpr int64_t kWideGroup = 128;  // elements of a row of activations that do, where weights have one scale a column
+constexpr int32_t kMaxWord = 8191;   // of an activation as a word
+constexpr int32_t kMaxWordsNorm = 23170;  // of kWideGroup weights as words, sqrt(sum of squares)
 
 // y[rows, n] = x[rows, k] @ weight^T (+ bias), weight packed as [n / 32][k][32] float or [n / 32][k][16][2] bf16, where pair j of
 // a k holds columns j and j + 16. accumulate: the sum starts from y instead of 0. bias has n rounded up to 32 elements.
@@ -26,29 +29,60 @@ struct LinearArgs {
   bool accumulate;
 };
 
-// x[rows, k] as signed bytes [rows][k rounded up to 32], scaled by group of 32 (by_group) or by row: scales, negative_sums
-// (minus the sum of a group's or row's values) and scaled_sums (scale * negative_sum) are [rows][groups] or [rows].
+// How rows of activations are quantised: signed bytes or words of value_bytes, and a scale for each `group` elements, a multiple of 32.
+struct RowFormat {
+  int64_t value_bytes, group;
+};
+
+// x[rows, k] as values [rows][k rounded up to 32], and scales, negative_sums (minus the sum of a group's values) and scaled_sums
+// (scale * negative_sum) [rows][groups]. The sums are not written for words.
 struct QuantizeArgs {
   const float* x;
   int64_t x_stride;
-  int8_t* values;
+  void* values;
   float* scales;
   int32_t* negative_sums;
   float* scaled_sums;
   int64_t rows, k;
-  bool by_group;
+  RowFormat format;
 };
 
 // How a quantised weight is packed, in blocks of 32 columns; k is rounded up to 32 and the codes beyond it are those of 0.
-// kInt8, kInt4, kInt4Min: [n / 32][k / 32] records of codes, 32 half scales and (kInt4Min) 32 half minimums. kInt8Fast: codes alone.
+// kInt8, kInt4, kInt4Min: [n / 32][k / 32] records of codes, 32 half scales and (kInt4Min) 32 half minimums. kInt8Fast, kInt16: codes alone.
+// Codes of 16 bits: [k / 2][32][2] signed words, weight = scale * code. Those of a column have a norm of at most kMaxWordsNorm in each
+// kWideGroup of k, and activations one of at most kMaxWord * sqrt(kWideGroup), so that their product is below 2^31 (Cauchy and Schwarz).
 // Codes of 8 bits: [k / 4][32][4] bytes, weight = scale * (code - 128). Codes of 4 bits: [k / 8][32][4] bytes, k 8 i + j in the low
 // nibble of byte j and 8 i + 4 + j in the high one; weight = scale * (code - 8), or scale * code - minimum.
-enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3 };
+enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3, kInt16 = 4 };
 
-// What quantize_rows wrote; values_stride in elements.
+// Of the activations of a linear layer.
+constexpr RowFormat row_format(QuantScheme scheme) {
+  return scheme == QuantScheme::kInt16      ? RowFormat{2, kWideGroup}
+         : scheme == QuantScheme::kInt8Fast ? RowFormat{1, kWideGroup}
+                                            : RowFormat{1, kQuantGroup};
+}
+
+// Bytes of a block of 32 columns.
+constexpr int64_t packed_block_bytes(QuantScheme scheme, int64_t k_padded) {
+  const int64_t scales = k_padded / kQuantGroup * 2;  // of a column
+  switch (scheme) {
+    case QuantScheme::kInt16:
+      return kPackedColumns * k_padded * 2;
+    case QuantScheme::kInt8Fast:
+      return kPackedColumns * k_padded;
+    case QuantScheme::kInt8:
+      return kPackedColumns * (k_padded + scales);
+    case QuantScheme::kInt4:
+      return kPackedColumns * (k_padded / 2 + scales);
+    case QuantScheme::kInt4Min:
+      return kPackedColumns * (k_padded / 2 + 2 * scales);
+  }
+  return 0;
+}
+
+// What quantize_rows wrote.
 struct QuantizedRows {
-  const int8_t* values;
-  int64_t values_stride;
+  const void* values;
   const float* scales;
   const int32_t* negative_sums;
   const float* scaled_sums;

@@ -1,9 +1,9 @@
-// Activations as signed bytes: one scale for a whole row or for each 32 elements, and the sums that the linear layers need.
+// Activations as signed bytes or words: a scale for each group of elements, and the sums that the linear layers need.
 //
-// scale = largest magnitude / 127, value = x / scale rounded to nearest even, so values are -127 .. 127. The bits of a row depend on
-// that row alone. A NaN or infinity makes the scale of its group (or row) non-finite, and with it every output of the row.
+// scale = largest magnitude / limit, value = x / scale rounded to nearest even, so values are -limit .. limit: 127 or kMaxWord. The bits
+// of a row depend on that row alone. A NaN or infinity makes the scale of its group non-finite, and with it every output of the row.
 #include "kernels.h"
-#include "simd_int.h"
+#include "simd_words.h"
 #include "threads.h"
 
 namespace headrace {
@@ -11,7 +11,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 constexpr int64_t kGroup = kQuantGroup;
-constexpr float kSmallest = 1e-30f;  // below this 127 / magnitude would overflow: the values are 0
+constexpr float kSmallest = 1e-30f;  // below this limit / magnitude would overflow: the values are 0
 
 // Magnitudes compare as integers, where a NaN is more than anything.
 HEADRACE_INLINE vi largest(const float* x) {
@@ -26,57 +26,54 @@ HEADRACE_INLINE float as_float(int32_t bits) {
   return result;
 }
 
-HEADRACE_INLINE float inverse_of(float magnitude) { return magnitude > kSmallest ? 127.0f / magnitude : 0.0f; }
+constexpr float limit_of(int8_t) { return 127.0f; }
+constexpr float limit_of(int16_t) { return static_cast<float>(kMaxWord); }
+
+HEADRACE_INLINE void store_values(int8_t* p, vi values) { store_as_bytes(p, values); }
+HEADRACE_INLINE void store_values(int16_t* p, vi values) { store_as_words(p, values); }
 
 // 32 elements; returns the lanes of their sum.
-HEADRACE_INLINE vi quantize_group(const float* x, float inverse, int8_t* values) {
+template <class T>
+HEADRACE_INLINE vi quantize_some(const float* x, float inverse, T* values) {
   const vf factor = splat(inverse);
   vi sum = splat_int(0);
   HEADRACE_UNROLL for (int i = 0; i < kGroup; i += kLanes) {
     const vi value = to_int(mul(load(x + i), factor));
     sum = add_int(sum, value);
-    store_as_bytes(values + i, value);
+    store_values(values + i, value);
   }
   return sum;
 }
 
-// Calls body(first element, pointer to 32 floats): the last group of a row is padded with zeros.
+// Calls body(element, pointer to 32 floats) for elements begin, begin + 32, ... before end: zeros pad the last of a row.
 template <class Body>
-HEADRACE_INLINE void for_groups(const float* x, int64_t k, Body body) {
-  const int64_t whole = k / kGroup * kGroup;
-  for (int64_t begin = 0; begin < whole; begin += kGroup) body(begin, x + begin);
-  if (whole < k) {
+HEADRACE_INLINE void for_each_32(const float* x, int64_t begin, int64_t end, Body body) {
+  const int64_t whole = begin + (end - begin) / kGroup * kGroup;
+  for (int64_t i = begin; i < whole; i += kGroup) body(i, x + i);
+  if (whole < end) {
     float padded[kGroup] = {};
-    memcpy(padded, x + whole, static_cast<size_t>(k - whole) * 4);
+    memcpy(padded, x + whole, static_cast<size_t>(end - whole) * 4);
     body(whole, padded);
   }
 }
 
-void quantize_by_group(const QuantizeArgs& q, int64_t row) {
-  const int64_t groups = ceil_div(q.k, kGroup);
-  int8_t* const values = q.values + row * groups * kGroup;
-  for_groups(q.x + row * q.x_stride, q.k, [&](int64_t begin, const float* x) {
-    const float magnitude = as_float(reduce_max_int(largest(x)));
-    const int32_t negative_sum = -reduce_add_int(quantize_group(x, inverse_of(magnitude), values + begin));
-    const int64_t place = row * groups + begin / kGroup;
-    q.scales[place] = magnitude / 127.0f;
-    q.negative_sums[place] = negative_sum;
-    q.scaled_sums[place] = q.scales[place] * static_cast<float>(negative_sum);
-  });
-}
-
-void quantize_whole(const QuantizeArgs& q, int64_t row) {
+template <class T>
+void quantize_row(const QuantizeArgs& q, int64_t row) {
+  constexpr float kLimit = limit_of(T{});
+  const int64_t groups = ceil_div(q.k, q.format.group);
   const float* const x = q.x + row * q.x_stride;
-  int8_t* const values = q.values + row * ceil_div(q.k, kGroup) * kGroup;
-  vi most = splat_int(0), sum = splat_int(0);
-  for_groups(x, q.k, [&](int64_t, const float* group) { most = max_int(most, largest(group)); });
-  const float magnitude = as_float(reduce_max_int(most)), inverse = inverse_of(magnitude);
-  for_groups(x, q.k, [&](int64_t begin, const float* group) {
-    sum = add_int(sum, quantize_group(group, inverse, values + begin));
-  });
-  q.scales[row] = magnitude / 127.0f;
-  q.negative_sums[row] = -reduce_add_int(sum);
-  q.scaled_sums[row] = q.scales[row] * static_cast<float>(q.negative_sums[row]);
+  T* const values = static_cast<T*>(q.values) + row * ceil_div(q.k, kGroup) * kGroup;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t begin = g * q.format.group, end = min_of(begin + q.format.group, q.k), place = row * groups + g;
+    vi most = splat_int(0), sum = splat_int(0);
+    for_each_32(x, begin, end, [&](int64_t, const float* some) { most = max_int(most, largest(some)); });
+    const float magnitude = as_float(reduce_max_int(most)), inverse = magnitude > kSmallest ? kLimit / magnitude : 0.0f;
+    for_each_32(x, begin, end, [&](int64_t i, const float* some) { sum = add_int(sum, quantize_some(some, inverse, values + i)); });
+    q.scales[place] = magnitude / kLimit;
+    if (sizeof(T) == 2) continue;
+    q.negative_sums[place] = -reduce_add_int(sum);
+    q.scaled_sums[place] = q.scales[place] * static_cast<float>(q.negative_sums[place]);
+  }
 }
 
 }  // namespace
@@ -84,7 +81,7 @@ void quantize_whole(const QuantizeArgs& q, int64_t row) {
 void quantize_rows(const QuantizeArgs& q) {
   const int64_t grain = max_of(1, 16384 / max_of(1, q.k));
   parallel_for(q.rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) q.by_group ? quantize_by_group(q, row) : quantize_whole(q, row);
+    for (int64_t row = begin; row < end; ++row) q.format.value_bytes == 1 ? quantize_row<int8_t>(q, row) : quantize_row<int16_t>(q, row);
   });
 }
 

@@ -8,17 +8,18 @@ namespace headrace {
 static inline void run_linear_quantized(const float* x, int64_t x_stride, QuantScheme scheme, const void* weight,
                                         const float* column_scales, const float* bias, float* y, int64_t y_stride, int64_t rows,
                                         int64_t n, int64_t k, bool accumulate) {
-  const bool by_group = scheme != QuantScheme::kInt8Fast;
-  const int64_t groups = (k + kQuantGroup - 1) / kQuantGroup, k_padded = groups * kQuantGroup;
-  const int64_t num_scales = rows * (by_group ? groups : 1);
+  const RowFormat format = row_format(scheme);
+  const int64_t k_padded = (k + kQuantGroup - 1) / kQuantGroup * kQuantGroup;
+  const int64_t num_scales = rows * ((k + format.group - 1) / format.group);
   // k_padded is a multiple of 32, so the scales behind the values are aligned.
-  int8_t* const values = static_cast<int8_t*>(thread_scratch(static_cast<size_t>(rows * k_padded + num_scales * 12)));
-  float* const scales = reinterpret_cast<float*>(values + rows * k_padded);
+  const int64_t value_bytes = rows * k_padded * format.value_bytes;
+  char* const values = static_cast<char*>(thread_scratch(static_cast<size_t>(value_bytes + num_scales * 12)));
+  float* const scales = reinterpret_cast<float*>(values + value_bytes);
   int32_t* const sums = reinterpret_cast<int32_t*>(scales + num_scales);
   float* const scaled_sums = reinterpret_cast<float*>(sums + num_scales);
-  kernels().quantize_rows({x, x_stride, values, scales, sums, scaled_sums, rows, k, by_group});
-  kernels().linear_quantized({{values, k_padded, scales, sums, scaled_sums}, scheme, static_cast<const uint8_t*>(weight), column_scales, bias,
-                              y, y_stride, rows, n, k_padded, accumulate});
+  kernels().quantize_rows({x, x_stride, values, scales, sums, scaled_sums, rows, k, format});
+  kernels().linear_quantized({{values, scales, sums, scaled_sums}, scheme, static_cast<const uint8_t*>(weight), column_scales, bias, y,
+                              y_stride, rows, n, k_padded, accumulate});
 }
 
 }  // namespace headrace

@@ -7,8 +7,8 @@
 namespace headrace {
 namespace HEADRACE_ISA {
 
-// splat_words: one pair of words in every lane. widen_bytes: 2 * kLanes signed bytes as words. store_as_words: the lanes, which
-// must fit, as kLanes words.
+// load_words: 2 * kLanes words. splat_words: one pair of words in every lane. widen_bytes: 2 * kLanes signed bytes as words.
+// store_as_words: the lanes, which must fit, as kLanes words.
 
 #if defined(__AVX512F__)
 
@@ -69,12 +69,18 @@ HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) {
 #endif
 
 #if defined(__SSE4_2__)
+HEADRACE_INLINE vi load_words(const int16_t* p) { return load_bytes(p); }
 HEADRACE_INLINE vi splat_words(const int16_t* p) {
   int32_t two;
   memcpy(&two, p, 4);
   return splat_int(two);
 }
 #else
+HEADRACE_INLINE vi load_words(const int16_t* p) {
+  vi result;
+  for (int i = 0; i < 4; ++i) result.lane[i] = pair_of_words(p[2 * i], p[2 * i + 1]);
+  return result;
+}
 HEADRACE_INLINE vi splat_words(const int16_t* p) { return splat_int(pair_of_words(p[0], p[1])); }
 #endif
 

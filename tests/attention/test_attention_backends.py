@@ -106,7 +106,7 @@ def test_an_int8_cache_gives_what_float64_gives_over_its_values(backend: str, sh
     cache, (q, k, v) = Cache(backend, shape, torch.int8), random_qkv(300, shape)
     stored = []
     for x in (k, v):
-        values, scales = kernels.quantize_rows(x.reshape(-1, x.shape[-1]), by_group=False)
+        values, scales = kernels.quantize_rows(x.reshape(-1, x.shape[-1]), group=x.shape[-1])
         stored.append((values * scales).view(x.shape))
 
     got = cache.step([(0, 0, (q, k, v))])[0]

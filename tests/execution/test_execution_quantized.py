@@ -25,7 +25,7 @@ from headrace.models.spec import model_class_for
 BACKEND = "torch_native" if why_not() else "cpu"
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 # How far the logits may be from the float model's, relative: the rounding of weights and activations of two layers.
-ERRORS = {"int8": 0.03, "int8-fast": 0.05, "int4": 0.45}
+ERRORS = {"int16": 0.002, "int8": 0.03, "int8-fast": 0.05, "int4": 0.45}
 
 
 def logits(folder: Path, scheme, tokens):

@@ -6,11 +6,11 @@ import torch
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels import PackedExperts, cpu
-from headrace.kernels.packing import unpack_quantized
+from headrace.kernels.packing import ROW_FORMATS, unpack_quantized
 from headrace.layers.linear import unpack_weight
 from headrace.layers.quantization import quantize
 
-KINDS = ["float32", "bfloat16", "int8", "int8-fast", "int4"]
+KINDS = ["float32", "bfloat16", "int16", "int8", "int8-fast", "int4"]
 # (num_experts, top_k, hidden_size, intermediate_size): sizes that fill neither blocks of 32 columns nor groups of 32 elements.
 SHAPES = [(1, 1, 32, 32), (5, 3, 40, 24), (9, 2, 97, 70), (130, 8, 16, 8)]
 
@@ -43,10 +43,9 @@ def routed(rows: int, num_experts: int, top_k: int, hidden: int) -> tuple[torch.
 def through(x: torch.Tensor, linear: kernels.PackedLinear) -> torch.Tensor:
     """float64 product of what the kernel multiplies."""
     seen = x.double()
-    if linear.layout.startswith("native_int") or linear.layout.startswith("torch_by"):
-        by_group = linear.layout not in ("native_int8_fast", "torch_by_row")
-        values, scales = kernels.quantize_rows(x, by_group=by_group)
-        size = 32 if by_group else x.shape[1]
+    if linear.layout.startswith(("native_int", "torch_int")):
+        bits, size = ROW_FORMATS.get(linear.layout.replace("native", "torch"), (8, 32))
+        values, scales = kernels.quantize_rows(x, group=size, bits=16 if bits == 16 else 8)
         seen = values.double() * scales.double().repeat_interleave(size, 1)[:, : x.shape[1]]
     weight = unpack_quantized(linear) if linear.layout.startswith("native_int") else unpack_weight(linear)
     bias = 0.0 if linear.bias is None else linear.bias[: linear.n].double()

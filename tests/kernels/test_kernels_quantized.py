@@ -4,19 +4,22 @@ import pytest
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
 from headrace.kernels import cpu
-from headrace.kernels.packing import half_scales, pack_native_quantized, unpack_quantized
+from headrace.kernels.packing import BY_COLUMN, half_scales, pack_native_quantized, unpack_quantized
+from headrace.layers.quantization import quantize
 
 SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030)]
 ROWS = [1, 2, 3, 5, 6, 7, 12, 13, 25, 61, 193, 257]
-KINDS = ["int8", "int8-fast", "int4", "int4-min"]
+KINDS = ["int16", "int8", "int8-fast", "int4", "int4-min"]
 
 
 def random_matrix(kind: str, n: int, k: int, seed: int = 0) -> QuantizedMatrix:
     """Every code, signed scales of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
+    if kind == "int16":
+        return quantize(torch.randn(n, k, generator=generator) * torch.logspace(-4, 2, n)[:, None], "int16")
     bits = 4 if kind.startswith("int4") else 8
     codes = torch.randint(0, 2**bits, (n, k), generator=generator, dtype=torch.uint8)
     group = k if kind == "int8-fast" else KERNEL_GROUP
@@ -35,12 +38,9 @@ def used_weights(matrix: QuantizedMatrix) -> torch.Tensor:
 
 def used_activations(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
     """x in float64 as the kernel sees it."""
-    by_group = matrix.scheme != "int8-fast"
-    values, scales = kernels.quantize_rows(x, by_group=by_group)
-    return (
-        values.double()
-        * scales.double().repeat_interleave(KERNEL_GROUP if by_group else x.shape[1], 1)[:, : x.shape[1]]
-    )
+    group = WIDE_GROUP if matrix.scheme in BY_COLUMN else KERNEL_GROUP
+    values, scales = kernels.quantize_rows(x, group=group, bits=16 if matrix.scheme == "int16" else 8)
+    return values.double() * scales.double().repeat_interleave(group, 1)[:, : x.shape[1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,29 +128,62 @@ def test_extreme_codes_and_activations_give_the_exact_integer_on_every_instructi
     assert y[:, 0].tolist() == [-127 * 256, 127 * 256, -127 * 255 * 256]
 
 
-@pytest.mark.parametrize("by_group", [True, False])
-def test_quantised_rows_are_the_nearest_of_254_steps(implementation, by_group):
+def test_the_largest_words_give_the_exact_integer_on_every_instruction_set(implementation):
+    # 128 weights of the largest norm against activations of the largest magnitude: 2^31 - 1 is not reached, and nothing wraps.
+    code = int(MAX_WORDS_NORM / WIDE_GROUP**0.5)
+    codes = torch.full((32, 256), code, dtype=torch.int16)
+    codes[1] = -code
+    matrix = QuantizedMatrix("int16", codes, torch.ones(32, 1), None, 256)
+    x = torch.full((2, 256), 8191.0)
+    x[1] = -8191.0
+
+    y = kernels.linear(x, kernels.pack_linear(matrix))
+
+    # 2^31 - 2.6 million a group of 128: a float32 is within 128 of it.
+    want = 128 * code * 8191
+    assert want > 0.998 * 2**31
+    assert y[0, 0].item() == pytest.approx(2 * want, abs=512)
+    assert y[:, :2].tolist() == [[y[0, 0].item(), -y[0, 0].item()], [-y[0, 0].item(), y[0, 0].item()]]
+
+
+def test_words_whose_sums_could_overflow_are_refused(implementation):
+    codes = torch.zeros(8, 300, dtype=torch.int16)
+    codes[5, 290] = MAX_WORDS_NORM + 1
+    with pytest.raises(ValueError, match="norm of at most"):
+        kernels.pack_linear(QuantizedMatrix("int16", codes, torch.ones(8, 1), None, 300))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("group", [32, 128, 77])
+def test_quantised_rows_are_the_nearest_steps(implementation, group, bits):
     x = torch.randn(9, 77) * torch.logspace(-6, 3, 9)[:, None]
     x[4] = 0.0
-    values, scales = kernels.quantize_rows(x, by_group=by_group)
-    step = scales.repeat_interleave(32 if by_group else 77, 1)[:, :77]
-    assert values.dtype == torch.int8
-    assert int(values.min()) >= -127
-    assert torch.equal(values[4], torch.zeros(77, dtype=torch.int8))
-    assert ((values * step - x).abs() <= 0.5001 * step).all()
-    assert torch.equal(kernels.quantize_rows(x[3:4], by_group=by_group)[0], values[3:4])
-    assert kernels.quantize_rows(x[:0], by_group=by_group)[0].shape == (0, 77)
+    values, scales = kernels.quantize_rows(x, group=group, bits=bits)
+    step = scales.repeat_interleave(group, 1)[:, :77]
+    limit = 127 if bits == 8 else 8191
+    assert values.dtype == (torch.int8 if bits == 8 else torch.int16)
+    assert int(values.min()) >= -limit
+    assert int(values.max()) == limit
+    assert not values[4].any()
+    assert ((values * step - x).abs() <= 0.501 * step).all()
+    assert torch.equal(kernels.quantize_rows(x[3:4], group=group, bits=bits)[0], values[3:4])
+    assert kernels.quantize_rows(x[:0], group=group, bits=bits)[0].shape == (0, 77)
+
+
+def test_rows_are_not_cut_into_groups_that_the_kernels_lack(implementation):
+    with pytest.raises(ValueError, match="multiple of 32 or a whole row"):
+        kernels.quantize_rows(torch.randn(2, 77), group=40)
 
 
 def test_instruction_sets_quantise_to_equal_bits(native):
     x = torch.randn(20, 333)
-    for by_group in (True, False):
+    for group, bits in ((32, 8), (128, 8), (333, 8), (128, 16)):
         results = []
         for isa in [isa for isa, reason in cpu.isas() if not reason]:
             cpu.select_isa(isa)
-            results.append(kernels.quantize_rows(x, by_group=by_group))
+            results.append(kernels.quantize_rows(x, group=group, bits=bits))
         with kernels.prefer("torch"):
-            results.append(kernels.quantize_rows(x, by_group=by_group))
+            results.append(kernels.quantize_rows(x, group=group, bits=bits))
         for values, scales in results:
             assert torch.equal(values, results[0][0])
             assert torch.equal(scales, results[0][1])

@@ -15,7 +15,7 @@ from headrace.layers.weight import Placement
 
 CPU = torch.device("cpu")
 # Step of the grid over the spread of normal weights, by scheme, and a margin: 254 and 15 steps over about four deviations.
-ERRORS = {"int8": 0.008, "int8-fast": 0.012, "int4": 0.1}
+ERRORS = {"int16": 0.0005, "int8": 0.008, "int8-fast": 0.012, "int4": 0.1}
 
 
 def placement(scheme, dtype=torch.bfloat16):

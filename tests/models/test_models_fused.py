@@ -102,7 +102,7 @@ def test_over_an_int8_cache_fused_layers_give_the_bits_of_the_ops(family: str, i
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8-fast", "int4"])
+@pytest.mark.parametrize("scheme", ["int16", "int8", "int8-fast", "int4"])
 @torch.inference_mode()
 def test_quantised_layers_fused_give_the_bits_of_the_ops(scheme):
     folder = checkpoint("qwen2")[0]

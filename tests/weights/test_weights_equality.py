@@ -7,6 +7,7 @@ KINDS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int16": {"dtype": "float32", "quantization": "int16"},
     "int8-fast": {"dtype": "float32", "quantization": "int8-fast"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }

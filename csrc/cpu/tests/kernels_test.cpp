@@ -111,8 +111,7 @@ void linears() {
   };
   for (const Shape s : {Shape{1, 1, 1}, {1, 33, 31}, {2, 32, 32}, {3, 31, 65}, {7, 97, 33}, {8, 64, 160}, {13, 130, 95}, {65, 200, 129},
                         {200, 40, 64}}) {
-    const int64_t columns = round_up(s.n, kPackedColumns), groups = round_up(s.k, kQuantGroup) / kQuantGroup;
-    const int64_t k_padded = groups * kQuantGroup, x_stride = s.k + 3, y_stride = s.n + 5;
+    const int64_t columns = round_up(s.n, kPackedColumns), k_padded = round_up(s.k, kQuantGroup), x_stride = s.k + 3, y_stride = s.n + 5;
     // The last row of a strided matrix ends with its last element.
     const Buffer<float> x = floats((s.rows - 1) * x_stride + s.k), bias = floats(columns), scales = floats(columns);
     auto y = [&] { return floats((s.rows - 1) * y_stride + s.n); };
@@ -130,12 +129,9 @@ void linears() {
             return out.bytes();
           });
         }
-        for (const QuantScheme scheme : {QuantScheme::kInt8, QuantScheme::kInt8Fast, QuantScheme::kInt4, QuantScheme::kInt4Min}) {
-          int64_t record = kQuantGroup * kPackedColumns;
-          if (scheme == QuantScheme::kInt4 || scheme == QuantScheme::kInt4Min) record /= 2;
-          if (scheme != QuantScheme::kInt8Fast) record += 2 * kPackedColumns;
-          if (scheme == QuantScheme::kInt4Min) record += 2 * kPackedColumns;
-          const Buffer<uint8_t> weight = packed_bytes(columns / kPackedColumns * groups * record);
+        for (const QuantScheme scheme :
+             {QuantScheme::kInt16, QuantScheme::kInt8, QuantScheme::kInt8Fast, QuantScheme::kInt4, QuantScheme::kInt4Min}) {
+          const Buffer<uint8_t> weight = packed_bytes(columns / kPackedColumns * packed_block_bytes(scheme, k_padded));
           same_for_any_threads("quantised linear" + shape({s.rows, s.n, s.k, static_cast<int>(scheme), accumulate}), [&] {
             g_random = 7;
             const Buffer<float> out = y();
@@ -146,14 +142,14 @@ void linears() {
         }
       }
     }
-    for (const bool by_group : {false, true}) {
-      same_for_any_threads("quantise rows" + shape({s.rows, s.k, by_group}), [&] {
-        const int64_t num_scales = s.rows * (by_group ? groups : 1);
-        const Buffer<int8_t> values(s.rows * k_padded);
+    for (const RowFormat format : {RowFormat{1, 32}, RowFormat{1, 128}, RowFormat{1, s.k}, RowFormat{2, 128}}) {
+      same_for_any_threads("quantise rows" + shape({s.rows, s.k, format.value_bytes, format.group}), [&] {
+        const int64_t num_scales = s.rows * ((s.k + format.group - 1) / format.group);
+        const Buffer<uint8_t> values(s.rows * k_padded * format.value_bytes);
         const Buffer<float> row_scales(num_scales), scaled_sums(num_scales);
         const Buffer<int32_t> sums(num_scales);
         kernels().quantize_rows({x.get(), x_stride, values.get(), row_scales.get(), sums.get(), scaled_sums.get(), s.rows,
-                                 s.k, by_group});
+                                 s.k, format});
         return values.bytes();
       });
     }
@@ -238,22 +234,15 @@ void rows() {
 // Experts of every format, rows that meet some of them and leave others without any.
 void experts() {
   constexpr int64_t kHidden = 70, kInner = 33, kExperts = 5, kTopK = 2;
-  for (const int64_t format : {kExpertFloat, kExpertBf16, int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}}) {
+  for (const int64_t format : {kExpertFloat, kExpertBf16, int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}, int64_t{4}}) {
     auto block_bytes_of = [&](int64_t k) {
-      const int64_t groups = round_up(k, kQuantGroup) / kQuantGroup;
       switch (format) {
         case kExpertFloat:
           return k * kPackedColumns * 4;
         case kExpertBf16:
           return k * kPackedColumns * 2;
-        case static_cast<int64_t>(QuantScheme::kInt8Fast):
-          return groups * kQuantGroup * kPackedColumns;
-        case static_cast<int64_t>(QuantScheme::kInt8):
-          return groups * (kQuantGroup + 2) * kPackedColumns;
-        case static_cast<int64_t>(QuantScheme::kInt4):
-          return groups * (kQuantGroup / 2 + 2) * kPackedColumns;
         default:
-          return groups * (kQuantGroup / 2 + 4) * kPackedColumns;
+          return packed_block_bytes(static_cast<QuantScheme>(format), round_up(k, kQuantGroup));
       }
     };
     std::vector<Buffer<uint8_t>> weights;

@@ -161,7 +161,7 @@ def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
         cache[slots] = x.to(cache.dtype)
         return
     head_dim = x.shape[-1]
-    values, scales = kernels.quantize_rows(x.float().reshape(-1, head_dim), by_group=False)
+    values, scales = kernels.quantize_rows(x.float().reshape(-1, head_dim), group=head_dim)
     cache[slots, :, :head_dim] = values.view(x.shape)
     cache.view(torch.float32)[slots, :, head_dim // _SCALE_BYTES] = scales.view(x.shape[:-1])
 

@@ -8,15 +8,21 @@ from typing import Any, Literal
 
 from headrace.errors import ModelError
 
-Scheme = Literal["none", "int8", "int8-fast", "int4", "fp8"]
-"""How linear layers compute: in float; 8-bit weights and activations with a scale every 32 elements; the same with one scale a row
-(weights) and a token (activations); 4-bit weights with a scale every 32 elements and 8-bit activations (on a GPU: bfloat16 ones); float8
-weights and activations with a scale a row (on a GPU only)."""
+Scheme = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
+"""How linear layers compute: in float; 16-bit integers with one scale a row (weights) and one every 128 elements (activations); 8-bit weights
+and activations with a scale every 32 elements; 8 bits with scales as in int16; 4-bit weights with a scale every 32 elements and 8-bit
+activations (on a GPU: bfloat16 ones); float8 weights and activations with a scale a row (on a GPU only)."""
 
-BITS: dict[Scheme, int] = {"int8": 8, "int8-fast": 8, "int4": 4}
+BITS: dict[Scheme, int] = {"int16": 16, "int8": 8, "int8-fast": 8, "int4": 4}
 
 KERNEL_GROUP = 32
 """Elements that share a scale in the kernels; a checkpoint's groups are multiples of it."""
+
+WIDE_GROUP = 128
+"""Elements of a row of activations that share a scale where weights have one scale a row."""
+
+MAX_WORDS_NORM = 23170
+"""Of 128 weights as 16-bit integers: sqrt(sum of squares). Sums of their products with activations fit 32 bits."""
 
 OWN_METHOD = "headrace"
 

@@ -19,7 +19,8 @@ class QuantizedMatrix:
     """weight[i, j] = scales[i, j // group_size] * codes[i, j] - minimums[i, j // group_size].
 
     scheme: not "none". codes: uint8[n, k], 0 .. 2^bits - 1. scales, minimums: float32[n, ceil(k / group_size)]. minimums None: symmetric,
-    scale * (code - 2^(bits - 1)). group_size: a multiple of 32, or k for int8-fast; only int4 may have minimums.
+    scale * (code - 2^(bits - 1)); int16 has signed codes int16[n, k] instead, scale * code. group_size: a multiple of 32, or k for int8-fast
+    and int16; only int4 may have minimums.
     """
 
     scheme: Scheme
@@ -40,6 +41,8 @@ class QuantizedMatrix:
         k = self.codes.shape[1]
         scales = self.scales.repeat_interleave(self.group_size, dim=1)[:, :k]
         values = self.codes.to(torch.float32)
+        if self.scheme == "int16":
+            return values.mul_(scales)
         if self.minimums is None:
             return values.sub_(2 ** (BITS[self.scheme] - 1)).mul_(scales)
         return values.mul_(scales).sub_(self.minimums.repeat_interleave(self.group_size, dim=1)[:, :k])

@@ -217,7 +217,7 @@ def _quantization_refusal(scheme: Scheme, model: ModelConfig, device: str, dtype
         return ""
     if device == "cpu":
         return "fp8 runs on GPUs; a CPU has int8" if scheme == "fp8" else ""
-    if scheme in ("int8", "int8-fast"):
+    if scheme in ("int16", "int8", "int8-fast"):
         return f"{scheme} linear layers run on CPU, not on {device}; fp8 and int4 do"
     if model.moe is not None:
         return f"the experts of a mixture have no {scheme} kernel on {device}"

@@ -188,11 +188,11 @@ class ServerArgs:
         False, _K, "On a GPU, bits that do not depend on the batch, at some cost in speed. On CPU they never do."
     )
     num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.", _POSITIVE)
-    quantization: Literal["none", "int8", "int8-fast", "int4", "fp8"] = _opt(
+    quantization: Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
         "none",
         _K,
-        "Linear layers in 8 or 4 bits, quantised at load: int8, int8-fast, int4 on CPU, fp8, int4 on a GPU; a checkpoint that is quantised "
-        "is served as it is stored. int8-fast is quicker and less exact. See docs/quantization.md.",
+        "Linear layers in integers, quantised at load: int16 (closer to the float weights than bfloat16), int8, int8-fast (quicker, less "
+        "exact), int4 on CPU, fp8, int4 on a GPU; a checkpoint that is quantised is served as it is stored. See docs/quantization.md.",
     )
     disable_cuda_graph: bool = _opt(False, _K, "On a GPU, launch every kernel of a decode step instead of one graph.")
     cuda_graph_bs: str = _opt(

@@ -86,7 +86,7 @@ def _as_stored(
 ) -> QuantizedMatrix | None:
     """The matrix `name` as it is stored, when its layer computes with one and it is at least as fine as `quantization` asks.
 
-    int4 takes what is stored in 4 bits, and in 8 bits too. int8 takes 8 bits. int8-fast has one scale a row, which no file has.
+    int4 takes what is stored in 4 bits, and in 8 bits too. int8 takes 8 bits. int16 and int8-fast have one scale a row, which no file has.
     """
     if weight is None or weight.load_quantized is None or quantization not in ("int4", "int8"):
         return None

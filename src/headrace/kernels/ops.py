@@ -9,10 +9,11 @@ position and what it sees), never on the other rows, the chunking or the number 
 """
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
+from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.experts import PackedExperts
 from headrace.kernels.lora import LoraFactors, LoraRows
@@ -40,13 +41,16 @@ def linear(
     return cast(torch.Tensor, for_layout(packed.layout, "linear", x.device.type)(x, packed, out, accumulate))
 
 
-def quantize_rows(x: torch.Tensor, *, by_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, k] as (values int8[rows, k], scales float32[rows, k / 32 rounded up]), or scales [rows, 1] unless by_group.
+def quantize_rows(x: torch.Tensor, *, group: int, bits: Literal[8, 16] = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, k] as (values int8 or int16 [rows, k], scales float32[rows, k / group rounded up]).
 
-    scale = largest magnitude / 127; values are x / scale to the nearest, -127 .. 127. NaN or infinity makes the scale non-finite.
-    What `linear` does first when its weight is quantised; here for tests and calibration.
+    group: elements that share a scale; a multiple of 32, or at least k for one scale a row (ValueError otherwise). scale = largest
+    magnitude / limit, where limit is 127, or 8191 in 16 bits; values are x / scale to the nearest, -limit .. limit. NaN or infinity
+    makes the scale non-finite. What `linear` does first when its weight is quantised; here for tests and calibration.
     """
-    return cast(tuple[torch.Tensor, torch.Tensor], select("quantize_rows", x.device.type)(x, by_group))
+    if group <= 0 or (group % KERNEL_GROUP and group < x.shape[1]):
+        raise ValueError(f"quantize_rows: group must be a multiple of {KERNEL_GROUP} or a whole row, got {group}")
+    return cast(tuple[torch.Tensor, torch.Tensor], select("quantize_rows", x.device.type)(x, group, bits))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, Scheme
+from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP, Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 
 PAGE_SIZE = 16
@@ -21,25 +21,48 @@ PACKED_COLUMNS = 32
 Layout = Literal[
     "native_bf16",
     "native_f32",
+    "native_int16",
     "native_int8",
     "native_int8_fast",
     "native_int4",
     "native_int4_min",
     "torch",
-    "torch_by_group",
-    "torch_by_row",
+    "torch_int8",
+    "torch_int8_fast",
+    "torch_int16",
     "torch_fp8",
     "torch_int4",
 ]
 
-QUANT_SCHEMES: dict[str, int] = {"native_int8": 0, "native_int8_fast": 1, "native_int4": 2, "native_int4_min": 3}
+QUANT_SCHEMES: dict[str, int] = {
+    "native_int8": 0,
+    "native_int8_fast": 1,
+    "native_int4": 2,
+    "native_int4_min": 3,
+    "native_int16": 4,
+}
 """QuantScheme of csrc/cpu/ops.h, by layout."""
+
+BY_COLUMN: tuple[Scheme, ...] = ("int8-fast", "int16")
+"""Schemes of weights that have one scale a row (of the matrix; a column of the product)."""
+
+ROW_FORMATS: dict[str, tuple[int, int]] = {
+    "torch_int8": (8, KERNEL_GROUP),
+    "torch_int8_fast": (8, WIDE_GROUP),
+    "torch_int16": (16, WIDE_GROUP),
+}
+"""Bits of an activation, and how many share a scale, by layout."""
+
+_TORCH_LAYOUTS: dict[Scheme, Layout] = {"int16": "torch_int16", "int8-fast": "torch_int8_fast"}
 
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """KvType of csrc/cpu/ops.h, by dtype of the KV cache."""
 
 MAX_INT8_HEAD_DIM = 512
 """Of an int8 KV cache: sums of its products fit 32 bits."""
+
+QUANT_LIMITS = {8: 127, 16: 8191}
+"""Largest magnitude of an activation as an integer, by its bits."""
 
 MAX_QUANTIZED_K = 65536
 """Longest row of a quantised linear: sums of its products fit 32 bits."""
@@ -51,7 +74,7 @@ class PackedLinear:
 
     data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
         torch: [n, k] as given (float32 on CPU). Columns beyond n are 0. The native_int layouts: uint8, `pack_native_quantized`;
-        torch_by_group, torch_by_row: float32[n, k], the weights; activations are quantised in groups of 32 or by row. torch_fp8,
+        torch_int8, torch_int8_fast, torch_int16: float32[n, k], the weights; activations are quantised as ROW_FORMATS says. torch_fp8,
         torch_int4: of a GPU, see `torch_quantized`.
     bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
         n rounded up to 32 elements, a factor of each column.
@@ -116,16 +139,26 @@ def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
             raise ValueError(
                 f"pack_linear: {what} must be float32 {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
             )
-    if matrix.codes.dtype != torch.uint8:
-        raise ValueError(f"pack_linear: codes must be uint8, got {matrix.codes.dtype}")
+    wanted_codes = torch.int16 if matrix.scheme == "int16" else torch.uint8
+    if matrix.codes.dtype != wanted_codes:
+        raise ValueError(f"pack_linear: codes must be {wanted_codes}, got {matrix.codes.dtype}")
     if matrix.scheme not in BITS or (matrix.minimums is not None and matrix.scheme != "int4"):
         raise ValueError(f"pack_linear: scheme {matrix.scheme} does not go with minimums, or is none")
-    if size != k if matrix.scheme == "int8-fast" else size % KERNEL_GROUP and size < k:
+    if size != k if matrix.scheme in BY_COLUMN else size % KERNEL_GROUP and size < k:
         raise ValueError(f"pack_linear: {matrix.scheme} with groups of {size} in rows of {k}")
     if k > MAX_QUANTIZED_K:
         raise ValueError(f"pack_linear: a quantised row has at most {MAX_QUANTIZED_K} elements, got {k}")
+    if matrix.scheme == "int16" and _largest_norm(matrix.codes) > MAX_WORDS_NORM:
+        raise ValueError(
+            f"pack_linear: int16 codes of a row have a norm of at most {MAX_WORDS_NORM} in each {WIDE_GROUP} elements"
+        )
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"pack_linear: bias must be [{n}], got shape {tuple(bias.shape)}")
+
+
+def _largest_norm(codes: torch.Tensor) -> float:
+    groups = torch.nn.functional.pad(codes, (0, -codes.shape[1] % WIDE_GROUP)).unflatten(1, (-1, WIDE_GROUP))
+    return max((float(part.double().square().sum(dim=2).amax()) for part in groups.split(256)), default=0.0) ** 0.5
 
 
 def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
@@ -133,21 +166,22 @@ def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) ->
 
     native_int8: uint8[blocks, groups, 1088], a record of [8][32][4] codes and 32 half scales; native_int4: [.., 576], [4][32][4] bytes
     (element 8 i + j in the low, 8 i + 4 + j in the high nibble of byte j) and 32 half scales; native_int4_min: [.., 640], 32 half
-    minimums more; native_int8_fast: [blocks, k / 4, 32, 4] codes. See `half_scales` for the scales.
+    minimums more; native_int8_fast: [blocks, k / 4, 32, 4] codes; native_int16: int16[blocks, k / 2, 32, 2]. See `half_scales` for the scales.
     """
     n, k = matrix.shape
     blocks, groups = -(-n // PACKED_COLUMNS), -(-k // KERNEL_GROUP)
     more = blocks * PACKED_COLUMNS - n
-    zero = 0 if matrix.minimums is not None else 2 ** (BITS[matrix.scheme] - 1)
+    zero = 0 if matrix.minimums is not None or matrix.scheme == "int16" else 2 ** (BITS[matrix.scheme] - 1)
     padding = (0, groups * KERNEL_GROUP - k, 0, more)
     codes = torch.nn.functional.pad(matrix.codes, padding, value=zero) if any(padding) else matrix.codes
     padded_bias = None
     if bias is not None:
         padded_bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more)).contiguous()
-    if matrix.scheme == "int8-fast":
-        data = codes.reshape(blocks, PACKED_COLUMNS, -1, 4).permute(0, 2, 1, 3).contiguous()
+    if matrix.scheme in BY_COLUMN:
+        layout: Layout = "native_int16" if matrix.scheme == "int16" else "native_int8_fast"
+        data = codes.reshape(blocks, PACKED_COLUMNS, -1, 32 // BITS[matrix.scheme]).permute(0, 2, 1, 3).contiguous()
         columns = torch.nn.functional.pad(matrix.scales[:, 0], (0, more)).contiguous()
-        return PackedLinear(n, k, "native_int8_fast", data, padded_bias, columns)
+        return PackedLinear(n, k, layout, data, padded_bias, columns)
     scales, minimums, columns = half_scales(matrix)
     halves = [scales] if minimums is None else [scales, minimums]
     if matrix.scheme == "int8":
@@ -159,9 +193,7 @@ def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) ->
     for half in halves:
         padded = torch.nn.functional.pad(half, (0, 0, 0, more)).reshape(blocks, PACKED_COLUMNS, groups)
         record.append(padded.permute(0, 2, 1).contiguous().view(torch.uint8))
-    layout: Layout = (
-        "native_int8" if matrix.scheme == "int8" else "native_int4" if minimums is None else "native_int4_min"
-    )
+    layout = "native_int8" if matrix.scheme == "int8" else "native_int4" if minimums is None else "native_int4_min"
     columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
     return PackedLinear(n, k, layout, torch.cat(record, dim=2), padded_bias, columns)
 
@@ -171,7 +203,8 @@ def pack_torch_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> 
     n, k = matrix.shape
     weights = unpack_quantized(pack_native_quantized(matrix, None))
     bias = None if bias is None else bias.to(torch.float32)
-    return PackedLinear(n, k, "torch_by_row" if matrix.scheme == "int8-fast" else "torch_by_group", weights, bias)
+    layout = _TORCH_LAYOUTS.get(matrix.scheme, "torch_int8")
+    return PackedLinear(n, k, layout, weights, bias)
 
 
 def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -200,9 +233,9 @@ def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
     """What was packed in one of the native_int layouts: the same codes, and scales as the kernels use them. Packing it again is exact."""
     assert packed.column_scales is not None, packed.layout
     n, k, data, columns = packed.n, packed.k, packed.data, packed.column_scales[: packed.n, None]
-    if packed.layout == "native_int8_fast":
+    if packed.layout in ("native_int8_fast", "native_int16"):
         codes = data.permute(0, 2, 1, 3).reshape(-1, data.shape[1] * data.shape[3])[:n, :k].contiguous()
-        return QuantizedMatrix("int8-fast", codes, columns, None, k)
+        return QuantizedMatrix("int16" if packed.layout == "native_int16" else "int8-fast", codes, columns, None, k)
     blocks, groups = data.shape[:2]
     num_code_bytes = 1024 if packed.layout == "native_int8" else 512
     codes, halves = data[..., :num_code_bytes], data[..., num_code_bytes:]

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.kernels.drawing import draw, exp_sums
 from headrace.kernels.experts import PackedExperts
 from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import (
     PAGE_SIZE,
+    QUANT_LIMITS,
+    ROW_FORMATS,
     PackedLinear,
     check_linear,
     check_quantized,
@@ -80,9 +81,9 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
             y += packed.bias.to(y.dtype)
         return y if out is None else out.add_(y) if accumulate else out.copy_(y)
     if packed.layout != "torch":
-        values, scales = quantize_rows(x, packed.layout == "torch_by_group")
-        size = KERNEL_GROUP if packed.layout == "torch_by_group" else packed.k
-        x = values * scales.repeat_interleave(size, dim=1)[:, : packed.k]
+        bits, group = ROW_FORMATS[packed.layout]
+        values, scales = quantize_rows(x, group, bits)
+        x = values * scales.repeat_interleave(group, dim=1)[:, : packed.k]
     if x.device.type == "cpu":
         y = _in_row_tiles(x, packed.data)
         if packed.bias is not None:
@@ -95,19 +96,18 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
     return out.add_(y) if accumulate else out.copy_(y)
 
 
-def quantize_rows(x: torch.Tensor, by_group: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `headrace.kernels.ops.quantize_rows`."""
     rows, k = x.shape
-    groups = -(-k // KERNEL_GROUP) if by_group else 1
-    size = KERNEL_GROUP if by_group else k
-    padded = F.pad(x, (0, groups * size - k)).reshape(rows, groups, size)
+    groups, limit = -(-k // group), QUANT_LIMITS[bits]
+    padded = F.pad(x, (0, groups * group - k)).reshape(rows, groups, group)
     largest = padded.abs().amax(dim=2, keepdim=True)
     # Below 1e-30 the inverse would overflow; of NaN and infinity only the scale tells.
     # A tensor over a tensor: torch takes a number over a tensor as the number times a reciprocal, which rounds twice.
-    inverse = torch.full_like(largest, 127.0) / largest
+    inverse = torch.full_like(largest, limit) / largest
     inverse = torch.where((largest > 1e-30) & largest.isfinite(), inverse, 0.0)
-    values = (padded * inverse).round().nan_to_num(0.0).to(torch.int8)
-    return values.flatten(1)[:, :k], largest[..., 0] / 127.0
+    values = (padded * inverse).round().nan_to_num(0.0).to(torch.int8 if bits == 8 else torch.int16)
+    return values.flatten(1)[:, :k], largest[..., 0] / limit
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
@@ -229,7 +229,7 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
 
 def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [tokens, heads, head_dim] as int8 and float32 scales [tokens, heads]: what an int8 KV cache holds of it."""
-    values, scales = quantize_rows(x.reshape(-1, x.shape[-1]).float(), by_group=False)
+    values, scales = quantize_rows(x.reshape(-1, x.shape[-1]).float(), x.shape[-1], 8)
     return values.view(x.shape), scales.view(x.shape[:-1])
 
 

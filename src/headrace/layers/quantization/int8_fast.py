@@ -1,5 +1,5 @@
 """int8-fast: symmetric, 8 bits, one scale for a whole row. The fastest and the least exact of 8 bits: an outlier widens the steps of its row
-and, among activations, of its token. Runs in the thread that loads the model."""
+and, among activations, of 128 elements of its token. Runs in the thread that loads the model."""
 
 import torch
 

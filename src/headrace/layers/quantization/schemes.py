@@ -6,9 +6,10 @@ import torch
 
 from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
-from headrace.layers.quantization import int4, int8, int8_fast
+from headrace.layers.quantization import int4, int8, int8_fast, int16
 
 _QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
+    "int16": int16.quantize,
     "int8": int8.quantize,
     "int8-fast": int8_fast.quantize,
     "int4": int4.quantize,
@@ -17,7 +18,7 @@ _QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
 _CHUNK_ELEMENTS = 1 << 18
 _ROWS_ON_A_GPU = 4096
 # Codes and half scales; int4 with minimums.
-_BYTES_PER_WEIGHT: dict[Scheme, float] = {"int8": 34 / 32, "int8-fast": 1.0, "int4": 20 / 32, "fp8": 1.0}
+_BYTES_PER_WEIGHT: dict[Scheme, float] = {"int16": 2.0, "int8": 34 / 32, "int8-fast": 1.0, "int4": 20 / 32, "fp8": 1.0}
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedMatrix:

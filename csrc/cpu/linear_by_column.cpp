@@ -1,0 +1,129 @@
+// Quantised linear layers whose weights have one scale a column, in 8 or 16 bits; activations have a scale for each kWideGroup elements.
+//
+// An output is one chain of fused multiply-adds over the groups 0, 1, ... of exact integer sums, whatever the number of rows and the
+// tile they fall in, so a row's bits do not depend on its batch, on chunking or on threads. Between two groups it waits in memory: a
+// group's weights stay in the first-level cache for all rows, and the registers hold integers alone.
+#include "quantized_tile.h"
+#include "simd_words.h"
+
+namespace headrace {
+namespace HEADRACE_ISA {
+namespace {
+
+constexpr int kUnits = kLanes == 16 ? 4 : 2;  // of a wide tile
+constexpr int64_t kStepBytes = kPackedColumns * 4;  // a step: four bytes of a row, and of each column of a block
+
+// Where unit c of a tile prefetches while it computes: its own codes + offset + step for each step of the loop.
+struct Ahead {
+  int64_t offset, step;
+};
+
+// What one step multiplies: four bytes in a lane, or two words.
+template <QuantScheme kScheme>
+struct Codes;
+template <>
+struct Codes<QuantScheme::kInt8Fast> {
+  Bytes weights;
+  HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_weights(p)}; }
+  HEADRACE_INLINE vi start(int32_t negative_sum) { return start_of_bytes(negative_sum); }
+  HEADRACE_INLINE vi splat(const char* x) { return splat_bytes(x); }
+  HEADRACE_INLINE void multiply(vi& sum, const Codes& w, vi x) { dot(sum, w.weights, x); }
+};
+template <>
+struct Codes<QuantScheme::kInt16> {
+  vi weights;
+  HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_words(reinterpret_cast<const int16_t*>(p))}; }
+  HEADRACE_INLINE vi start(int32_t) { return splat_int(0); }
+  HEADRACE_INLINE vi splat(const char* x) { return splat_words(reinterpret_cast<const int16_t*>(x)); }
+  HEADRACE_INLINE void multiply(vi& sum, const Codes& w, vi x) { dot_words(sum, w.weights, x); }
+};
+
+// Rows from `row`, columns from `column`; group `group` of them, of `num_groups`.
+struct Place {
+  int64_t row, column, group, num_groups;
+};
+
+// R rows x C units. `partial` holds the chains of the groups before, [R][C][kLanes].
+template <QuantScheme kScheme, int R, int C>
+__attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& place, const uint8_t* const (&codes)[C], const Ahead& ahead, float* partial) {
+  using Step = Codes<kScheme>;
+  constexpr int64_t kValueBytes = row_format(kScheme).value_bytes;
+  const int64_t first = place.group * kWideGroup, row_bytes = a.k_padded * kValueBytes;
+  const int64_t num_steps = min_of(kWideGroup, a.k_padded - first) * kValueBytes / 4;
+  const char* const x = static_cast<const char*>(a.x.values) + place.row * row_bytes + first * kValueBytes;
+  const int64_t scales = place.row * place.num_groups + place.group;
+  vi sum[R][C];
+  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    const vi start = Step::start(kScheme == QuantScheme::kInt8Fast ? a.x.negative_sums[scales + r * place.num_groups] : 0);
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
+  }
+  for (int64_t step = 0; step < num_steps; ++step) {
+    Step weights[C];
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+      prefetch(codes[c] + ahead.offset + step * ahead.step);
+      weights[c] = Step::load(codes[c] + step * kStepBytes);
+    }
+    HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+      const vi values = Step::splat(x + r * row_bytes + step * 4);
+      HEADRACE_UNROLL for (int c = 0; c < C; ++c) Step::multiply(sum[r][c], weights[c], values);
+    }
+  }
+  vf result[R][C];
+  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    const vf x_scale = splat(a.x.scales[scales + r * place.num_groups]);
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+      const vf before = place.group == 0 ? splat(0.0f) : load(partial + (r * C + c) * kLanes);
+      result[r][c] = fma(to_float(sum[r][c]), x_scale, before);
+    }
+  }
+  if (place.group + 1 == place.num_groups) return finish<R, C>(a, place.row, place.column, result);
+  HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) store(partial + (r * C + c) * kLanes, result[r][c]);
+  }
+}
+
+// C units from unit `unit` of the blocks at `weight`, for all rows.
+template <QuantScheme kScheme, int C>
+void units(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_t* weight, int64_t unit, int64_t column) {
+  alignas(64) float partial[kRowBlock * C * kLanes];
+  const int64_t num_groups = ceil_div(a.k_padded, kWideGroup), block_bytes = packed_block_bytes(kScheme, a.k_padded);
+  constexpr int64_t kGroupBytes = kWideGroup * row_format(kScheme).value_bytes * kPackedColumns;
+  for (int64_t g = 0; g < num_groups; ++g) {
+    const uint8_t* codes[C];
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+      codes[c] = weight + (unit + c) / kUnitsOfBlock * block_bytes + g * kGroupBytes + (unit + c) % kUnitsOfBlock * kLanes * 4;
+    }
+    // Several tiles over the same weights ask for the next ones, each for its share, so that memory works all the time.
+    const int64_t next = g + 1 < num_groups ? kGroupBytes : ceil_div(C, kUnitsOfBlock) * block_bytes - g * kGroupBytes;
+    for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t t, int64_t num_tiles) {
+      const Ahead ahead = num_tiles == 1 ? Ahead{kAheadBytes, kStepBytes} : Ahead{next + kGroupBytes * t / num_tiles, kStepBytes / num_tiles};
+      const Place place = {first, column, g, num_groups};
+      float* const sums = partial + (first - row) * C * kLanes;
+#define HEADRACE_TILE(R)                                                                  \
+  case R:                                                                                 \
+    if constexpr (R <= kTile) tile<kScheme, R, C>(a, place, codes, ahead, sums);           \
+    break;
+      switch (count) { HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6) }
+#undef HEADRACE_TILE
+    });
+  }
+}
+
+template <QuantScheme kScheme>
+void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  const uint8_t* const weight = a.weight + begin * packed_block_bytes(kScheme, a.k_padded);
+  const int64_t num_units = (end - begin) * kUnitsOfBlock, column = begin * kPackedColumns;
+  int64_t unit = 0;
+  for (; unit + kUnits <= num_units; unit += kUnits) units<kScheme, kUnits>(a, row, rows, weight, unit, column + unit * kLanes);
+  for (; unit < num_units; unit += 2) units<kScheme, 2>(a, row, rows, weight, unit, column + unit * kLanes);
+}
+
+}  // namespace
+
+void linear_by_column(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  a.scheme == QuantScheme::kInt16 ? blocks<QuantScheme::kInt16>(a, row, rows, begin, end)
+                                  : blocks<QuantScheme::kInt8Fast>(a, row, rows, begin, end);
+}
+
+}  // namespace HEADRACE_ISA
+}  // namespace headrace
