@@ -2,21 +2,22 @@
 // the query rows of a tile, and between them the weights 2^score in the form that the second takes.
 //
 // bf16 and float caches are multiplied as floats, one chain of fused multiply-adds per result. An int8 cache is multiplied as
-// integers: a query row becomes 16-bit words with one scale, and a row's weights of a block, times the scales of V, become unsigned
-// bytes with one scale. These sums are exact, so the bits of a row do not depend on the rows and keys beside it here either.
+// integers: a query row becomes bytes with a scale for each kQueryGroup elements, and a row's weights of a block, times the scales of V,
+// become unsigned bytes with one scale. These sums are exact, so the bits of a row do not depend on the rows and keys beside it here either.
 #pragma once
 #include <type_traits>
 #include <utility>
 
 #include "ops.h"
 #include "simd.h"
-#include "simd_words.h"
+#include "simd_int.h"
 
 namespace headrace {
 namespace HEADRACE_ISA {
 namespace {
 
 constexpr int64_t kScoreStride = kKeyBlock + 16;  // floats; off a power of two, so that rows spread over cache sets
+constexpr int64_t kQueryGroup = 64;
 constexpr int kPagesOfBlock = kKeyBlock / kPageSize;
 
 #define HEADRACE_LAMBDA __attribute__((always_inline))
@@ -190,27 +191,35 @@ class Products {
   int64_t head_dim_;
 };
 
-// Integer sums stay below 2^31: 32,767 * 127 times head_dim <= 512, or 255 * 127 times 256 keys of a block.
+// Integer sums stay below 2^31: 255 * 127 times 64 elements, or times 256 keys of a block.
 template <>
 class Products<int8_t> {
  public:
   static int64_t memory_floats(int64_t rows, int64_t head_dim) {
-    return rows * (head_dim / 2 + 1) + kTileRows * (kKeyBlock / 4 + 1);
+    return rows * (head_dim / 4 + 2 * ceil_div(head_dim, kQueryGroup)) + kTileRows * (kKeyBlock / 4 + 1);
   }
   Products(float* memory, int64_t rows, int64_t head_dim)
-      : q_scales_(memory),
-        weight_scales_(q_scales_ + rows),
-        q_(reinterpret_cast<int16_t*>(weight_scales_ + kTileRows)),
+      : num_groups_(ceil_div(head_dim, kQueryGroup)),
+        q_scales_(memory),
+        q_sums_(reinterpret_cast<int32_t*>(q_scales_ + rows * num_groups_)),
+        weight_scales_(q_scales_ + 2 * rows * num_groups_),
+        q_(reinterpret_cast<int8_t*>(weight_scales_ + kTileRows)),
         weights_(reinterpret_cast<uint8_t*>(q_ + rows * head_dim)),
         head_dim_(head_dim) {}
 
   void set_query(int64_t row, const float* q, float scale) {
-    vi most = splat_int(0);
-    for (int64_t d = 0; d < head_dim_; d += kLanes) most = max_int(most, magnitude_bits(load(q + d)));
-    const Range range(most, 32767.0f);
-    q_scales_[row] = range.scale * scale;
-    for (int64_t d = 0; d < head_dim_; d += kLanes) {
-      store_as_words(q_ + row * head_dim_ + d, to_int(mul(load(q + d), splat(range.inverse))));
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      const int64_t begin = g * kQueryGroup, end = min_of(begin + kQueryGroup, head_dim_);
+      vi most = splat_int(0), sum = splat_int(0);
+      for (int64_t d = begin; d < end; d += kLanes) most = max_int(most, magnitude_bits(load(q + d)));
+      const Range range(most, 127.0f);
+      for (int64_t d = begin; d < end; d += kLanes) {
+        const vi value = to_int(mul(load(q + d), splat(range.inverse)));
+        sum = add_int(sum, value);
+        store_as_bytes(q_ + row * head_dim_ + d, value);
+      }
+      q_scales_[row * num_groups_ + g] = range.scale * scale;
+      q_sums_[row * num_groups_ + g] = -reduce_add_int(sum);
     }
   }
 
@@ -305,34 +314,43 @@ class Products<int8_t> {
   template <int R, int P>
   inline __attribute__((always_inline)) void score_units(int64_t row, const int8_t* const* k_pages, const int8_t* const* v_pages, int64_t unit,
                                           float* scores) const {
-    const int16_t* const q = q_ + row * head_dim_;
-    const int8_t *keys[P], *values[P];
-    vi sum[R][P];
+    const uint8_t* keys[P];
+    const int8_t* values[P];
     unrolled<P>([&](auto p) HEADRACE_LAMBDA {
-      keys[p] = k_pages[(unit + p) / kParts] + (unit + p) % kParts * 2 * kLanes;
+      keys[p] = reinterpret_cast<const uint8_t*>(k_pages[(unit + p) / kParts]) + (unit + p) % kParts * 4 * kLanes;
       values[p] = v_pages[(unit + p) / kParts];
-      unrolled<R>([&](auto r) HEADRACE_LAMBDA { sum[r][p] = splat_int(0); });
     });
-    const int16_t* thirds[(R + 2) / 3];
-    unrolled<(R + 2) / 3>([&](auto j) HEADRACE_LAMBDA { thirds[j] = q + 3 * j * head_dim_; });
-    for (int64_t i = 0; i < head_dim_ / 2; i += 2) {
-      unrolled<P>([&](auto p) HEADRACE_LAMBDA { prefetch(values[p] + i * 2 * kPageSize); });
-      HEADRACE_UNROLL for (int j = 0; j < 2; ++j) {
-        vi key[P];
-        unrolled<P>([&](auto p) HEADRACE_LAMBDA { key[p] = widen_bytes(keys[p] + (i + j) * 2 * kPageSize); });
+    for (int64_t g = 0; g < num_groups_; ++g) {
+      const float* const q_scales = q_scales_ + row * num_groups_ + g;
+      const int32_t* const q_sums = q_sums_ + row * num_groups_ + g;
+      vi sum[R][P];
+      unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+        const vi start = start_of_bytes(q_sums[r * num_groups_]);
+        unrolled<P>([&](auto p) HEADRACE_LAMBDA { sum[r][p] = start; });
+      });
+      const int8_t* thirds[(R + 2) / 3];
+      unrolled<(R + 2) / 3>([&](auto j) HEADRACE_LAMBDA { thirds[j] = q_ + (row + 3 * j) * head_dim_; });
+      const int64_t end = min_of((g + 1) * kQueryGroup, head_dim_);
+      for (int64_t d = g * kQueryGroup; d < end; d += 4) {
+        Bytes key[P];
+        unrolled<P>([&](auto p) HEADRACE_LAMBDA {
+          prefetch(values[p] + d * kPageSize);
+          key[p] = load_weights(keys[p] + d * kPageSize);
+        });
         unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-          const vi pair = splat_words(thirds[r / 3] + r % 3 * head_dim_ + 2 * (i + j));
-          unrolled<P>([&](auto p) HEADRACE_LAMBDA { dot_words(sum[r][p], key[p], pair); });
+          const vi four = splat_bytes(thirds[r / 3] + r % 3 * head_dim_ + d);
+          unrolled<P>([&](auto p) HEADRACE_LAMBDA { dot(sum[r][p], key[p], four); });
         });
       }
-    }
-    unrolled<P>([&](auto p) HEADRACE_LAMBDA {
-      const vf scale = load(scales_of(k_pages[(unit + p) / kParts]) + (unit + p) % kParts * kLanes);
-      unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-        const vf score = mul(mul(to_float(sum[r][p]), splat(q_scales_[row + r])), scale);
-        store(scores + r * kScoreStride + (unit + p) * kLanes, score);
+      unrolled<P>([&](auto p) HEADRACE_LAMBDA {
+        const vf k_scale = load(scales_of(k_pages[(unit + p) / kParts]) + (unit + p) % kParts * kLanes);
+        unrolled<R>([&](auto r) HEADRACE_LAMBDA {
+          float* const to = scores + r * kScoreStride + (unit + p) * kLanes;
+          const vf scale = mul(splat(q_scales[r * num_groups_]), k_scale), part = to_float(sum[r][p]);
+          store(to, g == 0 ? mul(part, scale) : fma(part, scale, load(to)));
+        });
       });
-    });
+    }
   }
 
   template <int R, int C>
@@ -365,9 +383,11 @@ class Products<int8_t> {
     });
   }
 
-  float* q_scales_;       // [rows]
+  int64_t num_groups_;    // of a query
+  float* q_scales_;       // [rows][num_groups]
+  int32_t* q_sums_;       // as q_scales, minus the sums of their bytes
   float* weight_scales_;  // [kTileRows], of the rows being weighed
-  int16_t* q_;            // [rows][head_dim]
+  int8_t* q_;             // [rows][head_dim]
   uint8_t* weights_;      // [kTileRows][kKeyBlock]
   int64_t head_dim_;
 };

@@ -65,8 +65,8 @@ HEADRACE_INLINE const float* scales_of(const int8_t* page, int64_t head_dim) {
   return reinterpret_cast<const float*>(page + head_dim * kPageSize);
 }
 
-// Byte d of the key and of the value at `offset` of a page.
-HEADRACE_INLINE int64_t key_byte(int64_t d, int64_t offset) { return ((d >> 1) * kPageSize + offset) * 2 + (d & 1); }
+// Byte d of the key and of the value at `offset` of a page. Those of keys are codes 0 .. 255 of -128 .. 127.
+HEADRACE_INLINE int64_t key_byte(int64_t d, int64_t offset) { return ((d >> 2) * kPageSize + offset) * 4 + (d & 3); }
 HEADRACE_INLINE int64_t value_byte(int64_t d, int64_t offset, int64_t head_dim) {
   return ((offset >> 2) * head_dim + d) * 4 + (offset & 3);
 }
@@ -88,7 +88,12 @@ void write_int8(const WriteKvArgs& w) {
   for_slots<int8_t>(w.cache, w.slots, w.tokens, [&](int8_t* k_page, int8_t* v_page, int64_t token, int64_t head, int64_t offset) {
     int8_t bytes[kMaxInt8HeadDim];
     scales_of(k_page, head_dim)[offset] = quantize_head(w.k + token * w.k_stride + head * head_dim, head_dim, bytes);
-    for (int64_t d = 0; d < head_dim; d += 2) memcpy(k_page + key_byte(d, offset), bytes + d, 2);
+    for (int64_t d = 0; d < head_dim; d += 4) {
+      uint32_t four;
+      memcpy(&four, bytes + d, 4);
+      four ^= 0x80808080u;
+      memcpy(k_page + key_byte(d, offset), &four, 4);
+    }
     scales_of(v_page, head_dim)[offset] = quantize_head(w.v + token * w.v_stride + head * head_dim, head_dim, bytes);
     for (int64_t d = 0; d < head_dim; ++d) v_page[value_byte(d, offset, head_dim)] = bytes[d];
   });
@@ -101,7 +106,7 @@ void gather_int8(const GatherKvArgs& g) {
     const float k_scale = scales_of(k_page, head_dim)[offset], v_scale = scales_of(v_page, head_dim)[offset];
     const int64_t to = (token * g.cache.num_kv_heads + head) * head_dim;
     for (int64_t d = 0; d < head_dim; ++d) {
-      g.k[to + d] = static_cast<float>(k_page[key_byte(d, offset)]) * k_scale;
+      g.k[to + d] = static_cast<float>(static_cast<uint8_t>(k_page[key_byte(d, offset)]) - 128) * k_scale;
       g.v[to + d] = static_cast<float>(v_page[value_byte(d, offset, head_dim)]) * v_scale;
     }
   });

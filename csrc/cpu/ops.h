@@ -9,7 +9,7 @@ constexpr int64_t kPageSize = 16;    // tokens in a page of the KV cache
 constexpr int64_t kKeyBlock = 256;   // keys of one step of the online softmax, aligned at position 0
 constexpr int64_t kKeySplit = 1024;  // keys of one partial result, aligned at position 0: the same cut for every row
 constexpr int64_t kPackedColumns = 32;
-constexpr int64_t kMaxInt8HeadDim = 512;  // sums of 16-bit times 8-bit products of an int8 KV cache stay below 2^31
+constexpr int64_t kMaxInt8HeadDim = 512;  // of an int8 KV cache
 constexpr int64_t kQuantGroup = 32;  // elements that share a scale
 constexpr int64_t kWideGroup = 128;  // elements of a row of activations that do, where weights have one scale a column
 constexpr int32_t kMaxWord = 8191;   // of an activation as a word
@@ -102,8 +102,8 @@ struct QuantizedLinearArgs {
 };
 
 // K cache: [page][kv_head][head_dim / 2][16][2] bf16 or [page][kv_head][head_dim][16] float. V cache: [page][kv_head][16][head_dim].
-// kInt8: [page][kv_head] records of bytes and then 16 float scales, one a token: K as for bf16, V [4][head_dim][4], four
-// tokens side by side. value = byte * scale of its token.
+// kInt8: [page][kv_head] records of bytes and then 16 float scales, one a token: K [head_dim / 4][16][4], four elements side by side,
+// value = (byte - 128) * scale of its token; V [4][head_dim][4], four tokens side by side, signed bytes, value = byte * scale.
 enum class KvType : int { kFloat = 0, kBf16 = 1, kInt8 = 2 };
 
 struct KvCache {

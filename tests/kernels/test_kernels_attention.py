@@ -10,8 +10,8 @@ from headrace.kernels import cpu
 
 PAGE = kernels.PAGE_SIZE
 TOLERANCE = 3e-6  # float32 softmax over unit-variance values: outputs below ~4 in size, a few units in the last place
-# Over an int8 cache the native kernels take a query as 16-bit words and a row's weights of a block of 256 keys, times the scales of V,
-# in 254ths of the largest, what is rounded off being given to the key 16 further on. The reference rounds both, too; where it rounds a
+# Over an int8 cache the native kernels take a query as bytes, a scale for 64 elements, and a row's weights of a block of 256 keys, times
+# the scales of V, in 254ths of the largest, what is rounded off being given to the key 16 further on. The reference rounds both, too; where it rounds a
 # weight the other way, that is a step.
 BLOCK = 256
 STEP_TOLERANCE = 0.02
@@ -74,7 +74,7 @@ def assert_close(out, q, keys, values, implementation, dtype, first_position, sc
         return
     error = (out - reference(q, keys, values, first_position, scale, window, softcap, as_bytes=True)).abs()
     assert error.max() < STEP_TOLERANCE
-    assert (error > 2 * rounding).double().mean() < 0.2
+    assert (error > 2 * rounding).double().mean() < 0.25
     assert (out - want).square().mean().sqrt() < 4e-3
 
 
@@ -83,8 +83,10 @@ def reference(q, keys, values, first_position, scale, window, softcap, as_bytes=
     group = q.shape[1] // keys.shape[1]
     k, v = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     if as_bytes:
-        largest = q.abs().amax(-1, keepdim=True)
-        q = (q * (32767.0 / largest)).round().double() * (largest / 32767.0)
+        groups = torch.nn.functional.pad(q, (0, -q.shape[-1] % 64)).unflatten(-1, (-1, 64))
+        largest = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+        groups = (groups * (127.0 / largest)).round().double() * (largest / 127.0)
+        q = groups.flatten(-2)[..., : q.shape[-1]]
     scores = torch.einsum("thd,lhd->htl", q.double(), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -201,7 +201,7 @@ def write_kv(
         parts = int8_parts(k_cache, v_cache)
         k_bytes, parts.k_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(k)
         v_bytes, parts.v_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(v)
-        parts.k[pages, :, :, offsets] = k_bytes.unflatten(-1, (-1, 2))
+        parts.k[pages, :, :, offsets] = (k_bytes.view(torch.uint8) ^ 128).unflatten(-1, (-1, 4))
         parts.v[pages, :, offsets // 2, :, offsets % 2] = v_bytes
         return
     v_cache[pages, :, offsets] = v.to(v_cache.dtype)
@@ -220,7 +220,7 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
         k_scales = parts.k_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
         v_scales = parts.v_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
         return (
-            parts.k[pages, :, :, offsets].flatten(-2) * k_scales,
+            (parts.k[pages, :, :, offsets].flatten(-2) ^ 128).view(torch.int8) * k_scales,
             parts.v[pages, :, offsets // 2, :, offsets % 2] * v_scales,
         )
     k = k_cache[pages, :, :, offsets]
