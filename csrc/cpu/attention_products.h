@@ -201,7 +201,7 @@ class Products<int8_t> {
   Products(float* memory, int64_t rows, int64_t head_dim)
       : num_groups_(ceil_div(head_dim, kQueryGroup)),
         q_scales_(memory),
-        q_sums_(reinterpret_cast<int32_t*>(q_scales_ + rows * num_groups_)),
+        q_starts_(reinterpret_cast<int32_t*>(q_scales_ + rows * num_groups_)),
         weight_scales_(q_scales_ + 2 * rows * num_groups_),
         q_(reinterpret_cast<int8_t*>(weight_scales_ + kTileRows)),
         weights_(reinterpret_cast<uint8_t*>(q_ + rows * head_dim)),
@@ -219,7 +219,7 @@ class Products<int8_t> {
         store_as_bytes(q_ + row * head_dim_ + d, value);
       }
       q_scales_[row * num_groups_ + g] = range.scale * scale;
-      q_sums_[row * num_groups_ + g] = -reduce_add_int(sum);
+      q_starts_[row * num_groups_ + g] = -128 * reduce_add_int(sum);
     }
   }
 
@@ -322,10 +322,10 @@ class Products<int8_t> {
     });
     for (int64_t g = 0; g < num_groups_; ++g) {
       const float* const q_scales = q_scales_ + row * num_groups_ + g;
-      const int32_t* const q_sums = q_sums_ + row * num_groups_ + g;
+      const int32_t* const q_starts = q_starts_ + row * num_groups_ + g;
       vi sum[R][P];
       unrolled<R>([&](auto r) HEADRACE_LAMBDA {
-        const vi start = start_of_bytes(q_sums[r * num_groups_]);
+        const vi start = start_of_bytes(q_starts[r * num_groups_]);
         unrolled<P>([&](auto p) HEADRACE_LAMBDA { sum[r][p] = start; });
       });
       const int8_t* thirds[(R + 2) / 3];
@@ -385,7 +385,7 @@ class Products<int8_t> {
 
   int64_t num_groups_;    // of a query
   float* q_scales_;       // [rows][num_groups]
-  int32_t* q_sums_;       // as q_scales, minus the sums of their bytes
+  int32_t* q_starts_;     // as q_scales: -128 times the sums of their bytes
   float* weight_scales_;  // [kTileRows], of the rows being weighed
   int8_t* q_;             // [rows][head_dim]
   uint8_t* weights_;      // [kTileRows][kKeyBlock]

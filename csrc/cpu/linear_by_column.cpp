@@ -25,7 +25,7 @@ template <>
 struct Codes<QuantScheme::kInt8Fast> {
   Bytes weights;
   HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_weights(p)}; }
-  HEADRACE_INLINE vi start(int32_t negative_sum) { return start_of_bytes(negative_sum); }
+  HEADRACE_INLINE vi start(int32_t start) { return start_of_bytes(start); }
   HEADRACE_INLINE vi splat(const char* x) { return splat_bytes(x); }
   HEADRACE_INLINE void multiply(vi& sum, const Codes& w, vi x) { dot(sum, w.weights, x); }
 };
@@ -54,7 +54,7 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
   const int64_t scales = place.row * place.num_groups + place.group;
   vi sum[R][C];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    const vi start = Step::start(kScheme == QuantScheme::kInt8Fast ? a.x.negative_sums[scales + r * place.num_groups] : 0);
+    const vi start = Step::start(kScheme == QuantScheme::kInt8Fast ? a.x.starts[scales + r * place.num_groups] : 0);
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
   }
   for (int64_t step = 0; step < num_steps; ++step) {

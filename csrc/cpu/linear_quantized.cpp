@@ -34,10 +34,12 @@ constexpr int64_t kRecordBytes = kCodeBytes<kScheme> + kColumns * (kScheme == Qu
 constexpr int64_t kUnpackedGroup = kGroup * kColumns;  // bytes of a group of 4-bit codes that were unpacked, one a byte
 constexpr int64_t kUnpackTiles = 3;                    // from so many tiles of rows on unpacking once pays
 
-// The weights of a block, and (not null) its 4-bit codes unpacked, in the order of 8-bit ones.
+// The weights of a block, and where many rows share them also unpacked: its 4-bit codes in the order of 8-bit ones, and its scales and
+// minimums as floats, [groups][2][32].
 struct GroupBlock {
   const uint8_t* records;
-  const uint8_t* unpacked;
+  const uint8_t* codes;
+  const float* scales;
   int64_t column;  // of y
 };
 
@@ -95,7 +97,7 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& blo
   const int64_t groups = a.k_padded / kGroup;
   const int8_t* const x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
   const float* const x_scales = a.x.scales + row * groups;
-  const int32_t* const x_sums = a.x.negative_sums + row * groups;
+  const int32_t* const x_starts = a.x.starts + row * groups;
   const float* const x_scaled_sums = a.x.scaled_sums + row * groups;
   vf result[R][C];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
@@ -106,20 +108,27 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& blo
     vi sum[R][C];
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
       vi start = splat_int(0);
-      if constexpr (kScheme == QuantScheme::kInt8) start = start_of_bytes(x_sums[r * groups + g]);
-      if constexpr (kScheme == QuantScheme::kInt4) start = shift_left<3>(splat_int(x_sums[r * groups + g]));
+      if constexpr (kScheme == QuantScheme::kInt8) start = start_of_bytes(x_starts[r * groups + g]);
+      if constexpr (kScheme == QuantScheme::kInt4) start = splat_int(x_starts[r * groups + g]);
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
     }
-    const uint8_t* const codes = (kUnpacked ? block.unpacked + g * kUnpackedGroup : record) + unit * kLanes * 4;
+    const uint8_t* const codes =
+        (kUnpacked && kScheme != QuantScheme::kInt8 ? block.codes + g * kUnpackedGroup : record) + unit * kLanes * 4;
     const uint8_t* const later = ahead.address + g * ahead.record_step + unit * kLanes * 4;
     group_sums<kScheme, kUnpacked, R, C>(codes, later, ahead.line_step, x + g * kGroup, a.k_padded, sum);
     prefetch(later + kCodeBytes<kScheme> / 64 * ahead.line_step);
     if (kScheme == QuantScheme::kInt4Min) prefetch(later + (kCodeBytes<kScheme> / 64 + 1) * ahead.line_step);
     const uint16_t* const halves = reinterpret_cast<const uint16_t*>(record + kCodeBytes<kScheme>) + unit * kLanes;
+    const float* const scales = kUnpacked ? block.scales + g * 2 * kColumns + unit * kLanes : nullptr;
     vf scale[C], minimum[C];
-    HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-      scale[c] = load_half(halves + c * kLanes);
-      if constexpr (kScheme == QuantScheme::kInt4Min) minimum[c] = load_half(halves + kColumns + c * kLanes);
+    HEADRACE_UNROLL for (int64_t c = 0; c < C; ++c) {
+      if constexpr (kUnpacked) {
+        scale[c] = load(scales + c * kLanes);
+        if constexpr (kScheme == QuantScheme::kInt4Min) minimum[c] = load(scales + kColumns + c * kLanes);
+      } else {
+        scale[c] = load_half(halves + c * kLanes);
+        if constexpr (kScheme == QuantScheme::kInt4Min) minimum[c] = load_half(halves + kColumns + c * kLanes);
+      }
     }
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
       const vf x_scale = splat(x_scales[r * groups + g]);
@@ -147,39 +156,42 @@ void group_rows(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const G
 }
 
 template <QuantScheme kScheme>
-void unpack_block(const uint8_t* records, int64_t groups, uint8_t* unpacked) {
+void unpack_block(const uint8_t* records, int64_t groups, uint8_t* unpacked, float* scales) {
   constexpr int64_t kVector = kLanes * 4;
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* const codes = records + g * kRecordBytes<kScheme>;
     uint8_t* const to = unpacked + g * kUnpackedGroup;
-    for (int64_t step = 0; step < kGroup / 8; ++step) {
-      HEADRACE_UNROLL for (int64_t i = 0; i < kColumns * 4; i += kVector) {
-        const vi both = load_bytes(codes + step * kColumns * 4 + i);
-        store_bytes(to + 2 * step * kColumns * 4 + i, low_nibbles(both));
-        store_bytes(to + (2 * step + 1) * kColumns * 4 + i, high_nibbles(both));
+    if constexpr (kScheme != QuantScheme::kInt8) {
+      for (int64_t step = 0; step < kGroup / 8; ++step) {
+        HEADRACE_UNROLL for (int64_t i = 0; i < kColumns * 4; i += kVector) {
+          const vi both = load_bytes(codes + step * kColumns * 4 + i);
+          store_bytes(to + 2 * step * kColumns * 4 + i, low_nibbles(both));
+          store_bytes(to + (2 * step + 1) * kColumns * 4 + i, high_nibbles(both));
+        }
       }
     }
+    const uint16_t* const halves = reinterpret_cast<const uint16_t*>(codes + kCodeBytes<kScheme>);
+    constexpr int64_t kHalves = (kRecordBytes<kScheme> - kCodeBytes<kScheme>) / 2;
+    HEADRACE_UNROLL for (int64_t i = 0; i < kHalves; i += kLanes) store(scales + g * 2 * kColumns + i, load_half(halves + i));
   }
 }
 
 template <QuantScheme kScheme>
 void group_blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const int64_t groups = a.k_padded / kGroup, block_bytes = groups * kRecordBytes<kScheme>;
-  uint8_t* unpacked = nullptr;
-  if (kScheme != QuantScheme::kInt8 && rows > (kUnpackTiles - 1) * kTile) {
-    unpacked = static_cast<uint8_t*>(thread_scratch(static_cast<size_t>(groups * kUnpackedGroup), Scratch::kWeights));
+  constexpr int64_t kCodes = kScheme == QuantScheme::kInt8 ? 0 : kUnpackedGroup;
+  uint8_t* codes = nullptr;
+  float* scales = nullptr;
+  if (rows > (kUnpackTiles - 1) * kTile) {
+    codes = static_cast<uint8_t*>(thread_scratch(static_cast<size_t>(groups * (kCodes + 2 * kColumns * 4)), Scratch::kWeights));
+    scales = reinterpret_cast<float*>(codes + groups * kCodes);
   }
   for (int64_t index = begin; index < end; ++index) {
-    const GroupBlock block = {a.weight + index * block_bytes, unpacked, index * kColumns};
-    if constexpr (kScheme != QuantScheme::kInt8) {
-      if (unpacked != nullptr) unpack_block<kScheme>(block.records, groups, unpacked);
-    }
+    const GroupBlock block = {a.weight + index * block_bytes, codes, scales, index * kColumns};
+    if (scales != nullptr) unpack_block<kScheme>(block.records, groups, codes, scales);
     for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
       const Ahead ahead = Ahead::of(block.records, block_bytes, kRecordBytes<kScheme>, tile, num_tiles);
-      if constexpr (kScheme != QuantScheme::kInt8) {
-        if (unpacked != nullptr) return group_rows<kScheme, true>(a, first, count, block, ahead);
-      }
-      group_rows<kScheme, false>(a, first, count, block, ahead);
+      scales != nullptr ? group_rows<kScheme, true>(a, first, count, block, ahead) : group_rows<kScheme, false>(a, first, count, block, ahead);
     });
   }
 }

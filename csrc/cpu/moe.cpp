@@ -27,7 +27,7 @@ struct Inputs {
   float* floats;
   char* values;
   float* scales;
-  int32_t* negative_sums;
+  int32_t* starts;
   float* scaled_sums;
   int64_t k;
 
@@ -36,14 +36,14 @@ struct Inputs {
   // The rows of the segment that begins at row `first`, each with room for words and for a scale for each 32 elements.
   QuantizedRows from(int64_t first) const {
     const int64_t at = first * (padded(k) / kQuantGroup);
-    return {values + first * padded(k) * 2, scales + at, negative_sums + at, scaled_sums + at};
+    return {values + first * padded(k) * 2, scales + at, starts + at, scaled_sums + at};
   }
   // Row `row` of the segment that begins at row `first`.
   void quantize(const float* x, const ExpertWeight& w, int64_t first, int64_t row) const {
     const RowFormat format = format_of(w);
     const int64_t at = first * (padded(k) / kQuantGroup) + (row - first) * ceil_div(k, format.group);
     char* const to = values + first * padded(k) * 2 + (row - first) * padded(k) * format.value_bytes;
-    quantize_rows({x, k, to, scales + at, negative_sums + at, scaled_sums + at, 1, k, format});
+    quantize_rows({x, k, to, scales + at, starts + at, scaled_sums + at, 1, k, format});
   }
 };
 

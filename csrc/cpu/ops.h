@@ -30,18 +30,19 @@ struct LinearArgs {
 };
 
 // How rows of activations are quantised: signed bytes or words of value_bytes, and a scale for each `group` elements, a multiple of 32.
+// zero: the code of the weights that stands for 0.
 struct RowFormat {
-  int64_t value_bytes, group;
+  int64_t value_bytes, group, zero;
 };
 
-// x[rows, k] as values [rows][k rounded up to 32], and scales, negative_sums (minus the sum of a group's values) and scaled_sums
-// (scale * negative_sum) [rows][groups]. The sums are not written for words.
+// x[rows, k] as values [rows][k rounded up to 32], and [rows][groups] of scales, starts (minus the sum of a group's values times zero: what
+// makes a sum over codes one over weights) and scaled_sums (minus the sum times the scale). For words scales alone are written.
 struct QuantizeArgs {
   const float* x;
   int64_t x_stride;
   void* values;
   float* scales;
-  int32_t* negative_sums;
+  int32_t* starts;
   float* scaled_sums;
   int64_t rows, k;
   RowFormat format;
@@ -57,9 +58,11 @@ enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3
 
 // Of the activations of a linear layer.
 constexpr RowFormat row_format(QuantScheme scheme) {
-  return scheme == QuantScheme::kInt16      ? RowFormat{2, kWideGroup}
-         : scheme == QuantScheme::kInt8Fast ? RowFormat{1, kWideGroup}
-                                            : RowFormat{1, kQuantGroup};
+  return scheme == QuantScheme::kInt16      ? RowFormat{2, kWideGroup, 0}
+         : scheme == QuantScheme::kInt8Fast ? RowFormat{1, kWideGroup, 128}
+         : scheme == QuantScheme::kInt8     ? RowFormat{1, kQuantGroup, 128}
+         : scheme == QuantScheme::kInt4     ? RowFormat{1, kQuantGroup, 8}
+                                            : RowFormat{1, kQuantGroup, 0};
 }
 
 // Bytes of a block of 32 columns.
@@ -84,7 +87,7 @@ constexpr int64_t packed_block_bytes(QuantScheme scheme, int64_t k_padded) {
 struct QuantizedRows {
   const void* values;
   const float* scales;
-  const int32_t* negative_sums;
+  const int32_t* starts;
   const float* scaled_sums;
 };
 

@@ -71,8 +71,9 @@ void quantize_row(const QuantizeArgs& q, int64_t row) {
     for_each_32(x, begin, end, [&](int64_t i, const float* some) { sum = add_int(sum, quantize_some(some, inverse, values + i)); });
     q.scales[place] = magnitude / kLimit;
     if (sizeof(T) == 2) continue;
-    q.negative_sums[place] = -reduce_add_int(sum);
-    q.scaled_sums[place] = q.scales[place] * static_cast<float>(q.negative_sums[place]);
+    const int32_t negative_sum = -reduce_add_int(sum);
+    q.starts[place] = negative_sum * static_cast<int32_t>(q.format.zero);
+    q.scaled_sums[place] = q.scales[place] * static_cast<float>(negative_sum);
   }
 }
 

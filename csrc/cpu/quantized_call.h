@@ -15,10 +15,10 @@ static inline void run_linear_quantized(const float* x, int64_t x_stride, QuantS
   const int64_t value_bytes = rows * k_padded * format.value_bytes;
   char* const values = static_cast<char*>(thread_scratch(static_cast<size_t>(value_bytes + num_scales * 12)));
   float* const scales = reinterpret_cast<float*>(values + value_bytes);
-  int32_t* const sums = reinterpret_cast<int32_t*>(scales + num_scales);
-  float* const scaled_sums = reinterpret_cast<float*>(sums + num_scales);
-  kernels().quantize_rows({x, x_stride, values, scales, sums, scaled_sums, rows, k, format});
-  kernels().linear_quantized({{values, scales, sums, scaled_sums}, scheme, static_cast<const uint8_t*>(weight), column_scales, bias, y,
+  int32_t* const starts = reinterpret_cast<int32_t*>(scales + num_scales);
+  float* const scaled_sums = reinterpret_cast<float*>(starts + num_scales);
+  kernels().quantize_rows({x, x_stride, values, scales, starts, scaled_sums, rows, k, format});
+  kernels().linear_quantized({{values, scales, starts, scaled_sums}, scheme, static_cast<const uint8_t*>(weight), column_scales, bias, y,
                               y_stride, rows, n, k_padded, accumulate});
 }
 

@@ -23,10 +23,6 @@ HEADRACE_INLINE vi splat_bytes(const void* p) {
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
 HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
-template <int kBits>
-HEADRACE_INLINE vi shift_left(vi a) {
-  return _mm512_slli_epi32(a, kBits);
-}
 HEADRACE_INLINE vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 HEADRACE_INLINE vi high_nibbles(vi a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 HEADRACE_INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
@@ -54,8 +50,8 @@ struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
   vi codes;
 };
 HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
-// What makes a sum of codes the sum of weights: 128 times minus the sum of the activations.
-HEADRACE_INLINE vi start_of_bytes(int32_t negative_sum) { return shift_left<7>(splat_int(negative_sum)); }
+// start: what makes a sum of codes the sum of weights, -128 times the sum of the activations.
+HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_bytes(sum, weights, x); }
 HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_bytes(sum, codes, x); }
@@ -100,10 +96,6 @@ HEADRACE_INLINE vi splat_bytes(const void* p) {
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm256_add_epi32(a, b); }
 HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm256_sub_epi32(a, b); }
-template <int kBits>
-HEADRACE_INLINE vi shift_left(vi a) {
-  return _mm256_slli_epi32(a, kBits);
-}
 HEADRACE_INLINE vi low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 HEADRACE_INLINE vi high_nibbles(vi a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
 HEADRACE_INLINE vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
@@ -165,10 +157,6 @@ HEADRACE_INLINE vi splat_bytes(const void* p) {
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { return _mm_add_epi32(a, b); }
 HEADRACE_INLINE vi sub_int(vi a, vi b) { return _mm_sub_epi32(a, b); }
-template <int kBits>
-HEADRACE_INLINE vi shift_left(vi a) {
-  return _mm_slli_epi32(a, kBits);
-}
 HEADRACE_INLINE vi low_nibbles(vi a) { return _mm_and_si128(a, _mm_set1_epi8(15)); }
 HEADRACE_INLINE vi high_nibbles(vi a) { return _mm_and_si128(_mm_srli_epi16(a, 4), _mm_set1_epi8(15)); }
 HEADRACE_INLINE vf to_float(vi a) { return _mm_cvtepi32_ps(a); }
@@ -250,10 +238,6 @@ HEADRACE_INLINE vi splat_bytes(const void* p) {
 }
 HEADRACE_INLINE vi add_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] + b.lane[i]); }
 HEADRACE_INLINE vi sub_int(vi a, vi b) { HEADRACE_INT_LANES(a.lane[i] - b.lane[i]); }
-template <int kBits>
-HEADRACE_INLINE vi shift_left(vi a) {
-  HEADRACE_INT_LANES(a.lane[i] * (1 << kBits));
-}
 HEADRACE_INLINE vi low_nibbles(vi a) { HEADRACE_INT_LANES(a.lane[i] & 0x0f0f0f0f); }
 HEADRACE_INLINE vi high_nibbles(vi a) { HEADRACE_INT_LANES(a.lane[i] >> 4 & 0x0f0f0f0f); }
 HEADRACE_INLINE vf to_float(vi a) {
@@ -296,7 +280,7 @@ struct Bytes {
   vi codes;
 };
 HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
-HEADRACE_INLINE vi start_of_bytes(int32_t negative_sum) { return shift_left<7>(splat_int(negative_sum)); }
+HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
   for (int i = 0; i < 16; ++i) sum.lane[i / 4] += byte_of(weights, i) * static_cast<int8_t>(byte_of(x, i));
 }

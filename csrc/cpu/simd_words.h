@@ -7,14 +7,11 @@
 namespace headrace {
 namespace HEADRACE_ISA {
 
-// load_words: 2 * kLanes words. splat_words: one pair of words in every lane. widen_bytes: 2 * kLanes signed bytes as words.
+// load_words: 2 * kLanes words. splat_words: one pair of words in every lane.
 // store_as_words: the lanes, which must fit, as kLanes words.
 
 #if defined(__AVX512F__)
 
-HEADRACE_INLINE vi widen_bytes(const int8_t* p) {
-  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
 HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(a));
 }
@@ -27,9 +24,6 @@ HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm512_add_epi32(sum
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
-HEADRACE_INLINE vi widen_bytes(const int8_t* p) {
-  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
 HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
 }
@@ -37,9 +31,6 @@ HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm256_add_epi32(sum
 
 #elif defined(__SSE4_2__)
 
-HEADRACE_INLINE vi widen_bytes(const int8_t* p) {
-  return _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-}
 HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(a, a));
 }
@@ -49,11 +40,6 @@ HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm_add_epi32(sum, _
 
 HEADRACE_INLINE int32_t pair_of_words(int low, int high) {
   return static_cast<int32_t>(static_cast<uint32_t>(low & 0xffff) | static_cast<uint32_t>(high) << 16);
-}
-HEADRACE_INLINE vi widen_bytes(const int8_t* p) {
-  vi result;
-  for (int i = 0; i < 4; ++i) result.lane[i] = pair_of_words(p[2 * i], p[2 * i + 1]);
-  return result;
 }
 HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   for (int i = 0; i < 4; ++i) p[i] = static_cast<int16_t>(a.lane[i]);

@@ -142,7 +142,7 @@ void linears() {
         }
       }
     }
-    for (const RowFormat format : {RowFormat{1, 32}, RowFormat{1, 128}, RowFormat{1, s.k}, RowFormat{2, 128}}) {
+    for (const RowFormat format : {RowFormat{1, 32, 128}, RowFormat{1, 128, 8}, RowFormat{1, s.k, 0}, RowFormat{2, 128, 0}}) {
       same_for_any_threads("quantise rows" + shape({s.rows, s.k, format.value_bytes, format.group}), [&] {
         const int64_t num_scales = s.rows * ((s.k + format.group - 1) / format.group);
         const Buffer<uint8_t> values(s.rows * k_padded * format.value_bytes);
