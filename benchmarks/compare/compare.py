@@ -260,8 +260,8 @@ def main() -> None:
             if precision not in classes:
                 continue
             console.rule(f"class of {precision} bits ({len(runs) + 1} of {len(classes)})")
-            fast = [peer_headrace.fast_command_for] if precision == "8" else []
-            commands = [peer_headrace.command_for, *fast, *peers]
+            other = [peer_headrace.other_command_for] if precision in peer_headrace.OTHER_QUANTIZATION else []
+            commands = [peer_headrace.command_for, *other, *peers]
             runs.append(start_and_run_class(PRECISIONS[index], commands, tokenizer, reference, load, console))
         report(runs, load, console)
     except ConfigError as error:

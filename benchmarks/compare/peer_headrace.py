@@ -3,6 +3,8 @@
 from peer_process import ROOT, Precision, ServerCommand, run_alone
 
 QUANTIZATION = {"16": "none", "8": "int8", "4": "int4"}
+OTHER_QUANTIZATION = {"16": "int16", "8": "int8-fast"}
+"""Of classes that we have two kinds of weights for."""
 KV_CACHE = {"16": "bf16", "8": "int8", "4": "int8"}
 """Of as many bits as OpenVINO's own choice: KV_CACHE_PRECISION is f16 for its fp16 models, u8 for its int8 and int4 ones."""
 
@@ -12,9 +14,9 @@ def command_for(precision: Precision, port: int) -> ServerCommand:
     return _command(QUANTIZATION[precision], KV_CACHE[precision], port)
 
 
-def fast_command_for(precision: Precision, port: int) -> ServerCommand:
-    """Start Headrace with int8 weights of one scale a row, whatever the class."""
-    return _command("int8-fast", KV_CACHE["8"], port)
+def other_command_for(precision: Precision, port: int) -> ServerCommand:
+    """Start Headrace with the other kind of weights of the class, one of OTHER_QUANTIZATION."""
+    return _command(OTHER_QUANTIZATION[precision], KV_CACHE[precision], port)
 
 
 def _command(quantization: str, kv_cache: str, port: int) -> ServerCommand:

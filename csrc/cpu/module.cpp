@@ -187,7 +187,7 @@ float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at
 
 double probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
 
-double probe_dot(int64_t rounds) { return kernels().probe_dot(rounds); }
+double probe_dot(int64_t rounds, bool words) { return kernels().probe_dot(rounds, words); }
 
 }  // namespace
 

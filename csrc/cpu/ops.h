@@ -303,7 +303,7 @@ struct KernelTable {
   void (*linear_quantized)(const QuantizedLinearArgs&);
   float (*probe_read)(const void* memory, int64_t bytes);
   double (*probe_fma)(int64_t rounds);
-  double (*probe_dot)(int64_t rounds);
+  double (*probe_dot)(int64_t rounds, bool words);
 };
 
 }  // namespace headrace

@@ -1,6 +1,6 @@
 // What the machine can do at best: how fast memory is read, how many multiply-adds of floats and of bytes a second. For benchmarks, not for models.
 #include "kernels.h"
-#include "simd_int.h"
+#include "simd_words.h"
 #include "threads.h"
 
 namespace headrace {
@@ -25,6 +25,27 @@ float read_block(const float* x, int64_t floats) {
   float lanes[kLanes];
   store(lanes, sum[0]);
   return lanes[0];
+}
+
+// count x kChains vectors of dot products; returns the sum of all lanes.
+template <class Dot>
+HEADRACE_INLINE int32_t dots(int64_t count, Dot dot) {
+  constexpr int kWeights = 4, kValues = kChains / kWeights;
+  alignas(64) uint8_t codes[kWeights * kLanes * 4] = {};
+  int8_t values[kValues * 4] = {};
+  asm volatile("" : : "r"(codes), "r"(values) : "memory");
+  vi x[kValues], sum[kChains];
+  HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) x[v] = splat_bytes(values + v * 4);
+  HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = splat_int(c);
+  for (int64_t i = 0; i < count; ++i) {
+    asm volatile("" : : "r"(codes) : "memory");
+    HEADRACE_UNROLL for (int w = 0; w < kWeights; ++w) {
+      const vi weights = load_bytes(codes + w * kLanes * 4);
+      HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) dot(sum[w * kValues + v], weights, x[v]);
+    }
+  }
+  HEADRACE_UNROLL for (int c = 1; c < kChains; ++c) sum[0] = add_int(sum[0], sum[c]);
+  return reduce_add_int(sum[0]);
 }
 
 }  // namespace
@@ -59,31 +80,18 @@ double probe_fma(int64_t rounds) {
   return static_cast<double>(seen) + 2.0 * kChains * kLanes * kRounds * static_cast<double>(blocks);
 }
 
-// The same for dot products of bytes, as the quantised linears use them: four multiply-adds a lane. The operands come from memory that
-// might change, so no product is computed once and added often.
-double probe_dot(int64_t rounds) {
-  constexpr int kWeights = 4, kValues = kChains / kWeights;
+// The same for dot products of bytes or of words, as the quantised linears use them: four or two multiply-adds a lane. The operands come
+// from memory that might change, so no product is computed once and added often.
+double probe_dot(int64_t rounds, bool words) {
   const int64_t blocks = ceil_div(rounds, kRounds);
   int32_t seen = 0;
   parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) uint8_t codes[kWeights * kLanes * 4] = {};
-    int8_t bytes[kValues * 4] = {};
-    asm volatile("" : : "r"(codes), "r"(bytes) : "memory");
-    vi x[kValues], sum[kChains];
-    HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) x[v] = splat_bytes(bytes + v * 4);
-    HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = splat_int(c);
-    for (int64_t i = 0; i < (end - begin) * kRounds; ++i) {
-      asm volatile("" : : "r"(codes) : "memory");
-      HEADRACE_UNROLL for (int w = 0; w < kWeights; ++w) {
-        const vi weights = load_bytes(codes + w * kLanes * 4);
-        HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) dot_nibbles(sum[w * kValues + v], weights, x[v]);
-      }
-    }
-    HEADRACE_UNROLL for (int c = 1; c < kChains; ++c) sum[0] = add_int(sum[0], sum[c]);
-    const int32_t total = reduce_add_int(sum[0]);
+    const int64_t count = (end - begin) * kRounds;
+    const int32_t total = words ? dots(count, [](vi& sum, vi a, vi b) __attribute__((always_inline)) { dot_words(sum, a, b); })
+                                : dots(count, [](vi& sum, vi a, vi b) __attribute__((always_inline)) { dot_nibbles(sum, a, b); });
     if (total < 0) __atomic_store(&seen, &total, __ATOMIC_RELAXED);
   });
-  return static_cast<double>(seen) + 2.0 * 4 * kChains * kLanes * kRounds * static_cast<double>(blocks);
+  return static_cast<double>(seen) + 2.0 * (words ? 2 : 4) * kChains * kLanes * kRounds * static_cast<double>(blocks);
 }
 
 }  // namespace HEADRACE_ISA

@@ -11,8 +11,8 @@ from headrace.kernels import cpu
 PAGE = kernels.PAGE_SIZE
 TOLERANCE = 3e-6  # float32 softmax over unit-variance values: outputs below ~4 in size, a few units in the last place
 # Over an int8 cache the native kernels take a query as bytes, a scale for 64 elements, and a row's weights of a block of 256 keys, times
-# the scales of V, in 254ths of the largest, what is rounded off being given to the key 16 further on. The reference rounds both, too; where it rounds a
-# weight the other way, that is a step.
+# the scales of V, in 254ths of the largest, what is rounded off being given to the key 16 further on. The reference rounds both, too;
+# where it rounds a weight the other way, that is a step.
 BLOCK = 256
 STEP_TOLERANCE = 0.02
 DTYPES = [torch.bfloat16, torch.float32, torch.int8]

@@ -165,7 +165,7 @@ def print_steps(console: Console, content: dict[str, Any]) -> None:
     limits = content["limits"]
     console.print(
         f"limits of this machine: {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, {limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s, "
-        f"{limits['dot_ops_per_s'] / 1e9:.0f} int8 GOP/s",
+        f"{limits['dot_ops_per_s'] / 1e9:.0f} int8 and {limits['word_ops_per_s'] / 1e9:.0f} int16 GOP/s",
         highlight=False,
     )
     table = Table(title="Steps (ms, median)", title_justify="left")
@@ -361,11 +361,15 @@ class _TimedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a step cannot avoid. Of a mixture of experts all experts count, so its limit is too long."""
+    """What a step cannot avoid. Of a mixture of experts all experts count, so its limit is too long.
+
+    products, attention: what is multiplied in the linear layers and in attention, "float", "byte" or "word".
+    """
 
     layer_parameters: int
     head_parameters: int
-    quantized: bool
+    products: str
+    attention: str
     num_bytes: int
     kv_bytes_per_token: int
     attention_flops_per_key: int
@@ -383,7 +387,12 @@ class _Work:
         return cls(
             layer_parameters=sum(math.prod(shape) for shape in matrices),
             head_parameters=math.prod(vocabulary),
-            quantized=any(weight.load_quantized is not None for weight in weights),
+            products="float"
+            if not any(weight.load_quantized for weight in weights)
+            else "word"
+            if args.quantization == "int16"
+            else "byte",
+            attention="byte" if info.kv_cache_dtype == "int8" else "float",
             num_bytes=info.weight_bytes - lookup_bytes,
             kv_bytes_per_token=info.kv_bytes // info.max_total_tokens,
             attention_flops_per_key=4 * config.num_layers * config.num_q_heads * config.head_dim,
@@ -395,6 +404,7 @@ class _Work:
         num_bytes = self.num_bytes + shape.batch * shape.context * self.kv_bytes_per_token
         products = 2.0 * (self.layer_parameters * tokens + self.head_parameters * shape.batch)
         attention = tokens * keys * self.attention_flops_per_key
-        if self.quantized:
-            return limits.shortest_s(num_bytes, attention, products)
-        return limits.shortest_s(num_bytes, products + attention)
+        work = {"float": 0.0, "byte": 0.0, "word": 0.0}
+        work[self.products] += products
+        work[self.attention] += attention
+        return limits.shortest_s(num_bytes, work["float"], work["byte"], work["word"])

@@ -280,7 +280,8 @@ def kv_cache_shapes(
 class Int8Parts:
     """Views into a pair of int8 caches, token o of a page at [..., o, ...].
 
-    k: uint8[num_pages, num_kv_heads, head_dim / 4, 16, 4], 128 more than the rounded element. v: int8[num_pages, num_kv_heads, 8, head_dim, 2], token o at [o // 2, :, o % 2].
+    k: uint8[num_pages, num_kv_heads, head_dim / 4, 16, 4], 128 more than the rounded element.
+    v: int8[num_pages, num_kv_heads, 4, head_dim, 4], token o at [o // 4, :, o % 4].
     k_scales, v_scales: float32[num_pages, num_kv_heads, 4, 4], token o at [o // 4, o % 4].
     """
 
@@ -297,7 +298,7 @@ def int8_parts(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Int8Parts:
     k_bytes, v_bytes = k_cache[:, :, :head_dim], v_cache[:, :, :head_dim]
     return Int8Parts(
         k_bytes.view(torch.uint8).view(pages, heads, head_dim // 4, PAGE_SIZE, 4),
-        v_bytes.view(pages, heads, PAGE_SIZE // 2, head_dim, 2),
+        v_bytes.view(pages, heads, PAGE_SIZE // 4, head_dim, 4),
         k_cache.view(torch.float32)[:, :, head_dim:],
         v_cache.view(torch.float32)[:, :, head_dim:],
     )

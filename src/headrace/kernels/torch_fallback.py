@@ -202,7 +202,7 @@ def write_kv(
         k_bytes, parts.k_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(k)
         v_bytes, parts.v_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(v)
         parts.k[pages, :, :, offsets] = (k_bytes.view(torch.uint8) ^ 128).unflatten(-1, (-1, 4))
-        parts.v[pages, :, offsets // 2, :, offsets % 2] = v_bytes
+        parts.v[pages, :, offsets // 4, :, offsets % 4] = v_bytes
         return
     v_cache[pages, :, offsets] = v.to(v_cache.dtype)
     if k_cache.dim() == 5:
@@ -221,7 +221,7 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
         v_scales = parts.v_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
         return (
             (parts.k[pages, :, :, offsets].flatten(-2) ^ 128).view(torch.int8) * k_scales,
-            parts.v[pages, :, offsets // 2, :, offsets % 2] * v_scales,
+            parts.v[pages, :, offsets // 4, :, offsets % 4] * v_scales,
         )
     k = k_cache[pages, :, :, offsets]
     return (k.flatten(-2) if k_cache.dim() == 5 else k).float(), v_cache[pages, :, offsets].float()
