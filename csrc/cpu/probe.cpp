@@ -1,4 +1,4 @@
-// What the machine can do at best: how fast memory is read, how many multiply-adds of floats and of bytes a second. For benchmarks, not for models.
+// What the machine can do at best: how fast memory is read, how many multiply-adds of floats, bytes and words a second. For benchmarks, not for models.
 #include "kernels.h"
 #include "simd_words.h"
 #include "threads.h"

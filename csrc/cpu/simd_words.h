@@ -7,8 +7,7 @@
 namespace headrace {
 namespace HEADRACE_ISA {
 
-// load_words: 2 * kLanes words. splat_words: one pair of words in every lane.
-// store_as_words: the lanes, which must fit, as kLanes words.
+// load_words: 2 * kLanes words. splat_words: one pair of words in every lane. store_as_words: the lanes, which must fit, as kLanes words.
 
 #if defined(__AVX512F__)
 

@@ -384,14 +384,13 @@ class _Work:
         # A tied table that is not quantised is the projection's own weight.
         shared = config.tie_word_embeddings and args.quantization == "none" and config.quantization is None
         lookup_bytes = 0 if shared else math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
+        products = "float"
+        if any(weight.load_quantized is not None for weight in weights):
+            products = "word" if args.quantization == "int16" else "byte"
         return cls(
             layer_parameters=sum(math.prod(shape) for shape in matrices),
             head_parameters=math.prod(vocabulary),
-            products="float"
-            if not any(weight.load_quantized for weight in weights)
-            else "word"
-            if args.quantization == "int16"
-            else "byte",
+            products=products,
             attention="byte" if info.kv_cache_dtype == "int8" else "float",
             num_bytes=info.weight_bytes - lookup_bytes,
             kv_bytes_per_token=info.kv_bytes // info.max_total_tokens,

@@ -30,7 +30,7 @@ def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedMatrix:
 
 def join(parts: Sequence[torch.Tensor | QuantizedMatrix], scheme: Scheme) -> QuantizedMatrix:
     """One matrix with the rows of all parts. Float parts are quantised by `scheme`; quantised ones stay as they are, unless their schemes
-    differ: then all of them become int8, the finest grid."""
+    differ: then all of them become int8, the finest grid that files have."""
     matrices = [part if isinstance(part, QuantizedMatrix) else quantize(part, scheme) for part in parts]
     if len({matrix.scheme for matrix in matrices}) > 1:
         matrices = [matrix if matrix.scheme == "int8" else quantize(matrix.dequantize(), "int8") for matrix in matrices]
