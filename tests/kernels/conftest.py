@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,3 +71,25 @@ def triton_device(one_torch_thread: None) -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("Triton was told to compile (TRITON_INTERPRET is not 1), and there is no GPU")
     return torch.device("cuda")
+
+
+@pytest.fixture
+def ordered_dots(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sum of an interpreted `tl.dot` runs over k in order, as it does on a GPU.
+
+    The interpreter multiplies with np.matmul. On some processors NumPy's BLAS gives equal rows of one matrix different bits, which would
+    hide what the kernels promise. Nothing changes where the kernels are compiled.
+    """
+    if not triton.is_interpreted():
+        return
+    from triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter.np, "matmul", _matmul_in_order)
+
+
+def _matmul_in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """a[..., m, k] @ b[..., k, n], its products added one k after the other."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for k in range(a.shape[-1]):
+        total += a[..., :, k, None].astype(dtype) * b[..., None, k, :].astype(dtype)
+    return total

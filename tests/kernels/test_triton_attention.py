@@ -165,7 +165,7 @@ def test_bfloat16_is_off_by_its_rounding(triton_device: torch.device, case: Case
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_deterministic_bits_depend_on_neither_neighbours_chunks_nor_splits(
-    triton_device: torch.device, window: int, monkeypatch: pytest.MonkeyPatch
+    triton_device: torch.device, ordered_dots: None, window: int, monkeypatch: pytest.MonkeyPatch
 ):
     # Splits of one key block: as many merges as possible in few keys.
     monkeypatch.setattr("headrace.kernels.triton.attention.DETERMINISTIC_SPLIT", 32)

@@ -74,7 +74,7 @@ def test_experts_with_biases_are_left_to_torch(triton_device: torch.device):
     assert torch.equal(ops.moe(x, ids, shares, mixture), torch_fallback.moe(x, ids, shares, mixture))
 
 
-def test_batch_invariant_bits_depend_on_the_row_alone(triton_device: torch.device):
+def test_batch_invariant_bits_depend_on_the_row_alone(triton_device: torch.device, ordered_dots: None):
     from headrace.kernels.triton import invariant_ops
 
     mixture, layer = experts(3, 64, 32, "silu", triton_device), packed(100, 70, triton_device)
