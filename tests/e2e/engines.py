@@ -65,6 +65,18 @@ def answer_of(output: dict[str, Any]) -> Answer:
     )
 
 
+def joined(deltas: Sequence[dict[str, Any]]) -> Answer:
+    """The answer that the chunks of one sample add up to, when each holds what is new."""
+    last = deltas[-1]
+    meta = last["meta_info"]
+    lists = {
+        name: [entry for delta in deltas for entry in delta["meta_info"][name]] for name in meta if "logprobs" in name
+    }
+    ids = [token for delta in deltas for token in delta["output_ids"]]
+    text = "".join(delta["text"] for delta in deltas)
+    return answer_of(last | {"text": text, "output_ids": ids, "meta_info": meta | lists})
+
+
 def request_of(case: Case) -> dict[str, Any]:
     """Arguments of `Engine.generate` for one case alone."""
     wanted: dict[str, Any] = {"input_ids": case.ids, "sampling_params": case.sampling}

@@ -18,6 +18,7 @@ from engines import (
     Answer,
     Case,
     answer_of,
+    joined,
     make_cases,
     one_by_one,
     outputs_together,
@@ -161,14 +162,32 @@ def test_a_stream_ends_with_what_a_call_without_stream_gives(shared_engine: Engi
 
 
 @pytest.mark.parametrize("interval", [1, 3, 100])
-def test_joined_deltas_are_the_text(tiny_model: str, plain: Answers, interval: int) -> None:
+def test_joined_deltas_are_the_answer(tiny_model: str, plain: Answers, interval: int) -> None:
     with running_engine(tiny_model, incremental_streaming_output=True, stream_interval=interval) as engine:
         for case in CASES:
             chunks = list(engine.generate(**request_of(case), stream=True))
 
-            assert "".join(chunk["text"] for chunk in chunks) == plain[case.name].text
-            assert answer_of(chunks[-1]).ids == plain[case.name].ids
-            assert answer_of(chunks[-1]).logprobs == plain[case.name].logprobs
+            assert joined(chunks) == plain[case.name]
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_joined_deltas_of_several_samples_with_stops_are_the_answer(tiny_model: str, interval: int) -> None:
+    with running_engine(tiny_model, incremental_streaming_output=True, stream_interval=interval) as engine:
+        seen = engine.generate(input_ids=random_ids(6, seed=1), sampling_params=SEEDED)
+        for stops in ({}, {"stop": [seen["text"][3:6]]}, {"stop_token_ids": seen["output_ids"][4:6]}):
+            wanted: dict[str, Any] = {
+                "input_ids": [random_ids(6, seed=1), random_ids(20, seed=2)],
+                "sampling_params": SEEDED | {"n": 3} | stops,
+                "return_logprob": True,
+                "logprob_start_len": 2,
+                "top_logprobs_num": 2,
+                "token_ids_logprob": [5],
+            }
+            whole = engine.generate(**wanted)
+            chunks = list(engine.generate(**wanted, stream=True))
+
+            for index, output in enumerate(whole):
+                assert joined([chunk for chunk in chunks if chunk["index"] == index]) == answer_of(output)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])

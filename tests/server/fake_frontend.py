@@ -157,11 +157,13 @@ class FakeFrontend:
                         output = self._output(i, prompt, ids, whole[: done[i]], ended[i], len(whole), call.is_list)
                         if incremental:
                             output["text"], sent_text[i] = output["text"][len(sent_text[i]) :], output["text"]
-                            if not ended[i]:
-                                output["output_ids"] = output["output_ids"][before:]
-                                for name in ("output_token_logprobs", "output_top_logprobs"):
-                                    if name in output["meta_info"]:
-                                        output["meta_info"][name] = output["meta_info"][name][before:]
+                            output["output_ids"] = output["output_ids"][before:]
+                            for name in ("output_token_logprobs", "output_top_logprobs"):
+                                if name in output["meta_info"]:
+                                    output["meta_info"][name] = output["meta_info"][name][before:]
+                            for name in ("input_token_logprobs", "input_top_logprobs"):
+                                if before and name in output["meta_info"]:
+                                    output["meta_info"][name] = []
                         yield output
                         self.started.set()
                         await self._pause(done[i])

@@ -57,12 +57,13 @@ def test_a_chat_stream_says_what_the_plain_reply_says(
     choices = by_index(chunks)
     assert sorted(choices) == list(range(n))
     for index, own in choices.items():
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert own[0]["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
         assert [c["finish_reason"] for c in own[:-1]] == [None] * (len(own) - 1)
-        assert own[-1]["delta"] == {}
         whole = plain["choices"][index]
         assert own[-1]["finish_reason"] == whole["finish_reason"] == "stop"
-        assert "".join(c["delta"]["content"] for c in own[1:-1]) == whole["message"]["content"] == TEXT
+        assert own[-1]["matched_stop"] == whole["matched_stop"] == 2
+        assert "".join(c["delta"]["content"] for c in own) == whole["message"]["content"] == TEXT
+        assert all(c["delta"]["reasoning_content"] is None for c in own)
         logprobs = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
         assert logprobs == whole["logprobs"]["content"]
         assert len(logprobs) == NUM_TOKENS
@@ -107,8 +108,11 @@ def test_text_offsets_point_into_the_text(client: httpx.Client):
     logprobs, text = choice["logprobs"], choice["text"]
 
     assert text == "hé" + TEXT
-    assert logprobs["top_logprobs"] is None
     assert logprobs["token_logprobs"][0] is None
+    # Not one alternative was asked for: the token itself is there all the same.
+    pairs = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    sampled = [None if value is None else {token: value} for token, value in pairs]
+    assert logprobs["top_logprobs"] == sampled
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         if "\ufffd" not in token:
             assert text[offset : offset + len(token)] == token
@@ -141,6 +145,46 @@ def test_default_limits_of_each_route(client: httpx.Client, server: Running):
     assert chat["choices"][0]["finish_reason"] == "length"
     short = client.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": 3}).json()
     assert short["usage"]["completion_tokens"] == 3
+
+
+ENDS = {
+    "stop string": ({"type": "stop", "matched": "END"}, "stop", "END", "END"),
+    "asked token": ({"type": "stop", "matched": 7}, "stop", 7, 7),
+    "end of text": ({"type": "stop", "matched": 2}, "stop", 2, None),
+    "length": ({"type": "length", "length": 3}, "length", None, None),
+    "abort": ({"type": "abort", "message": "aborted", "status_code": 0}, "abort", None, None),
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_choice_says_what_ended_it(client: httpx.Client, server: Running, path: str, end: str):
+    script, *expected = ENDS[end]
+    server.frontend.script.ends = {0: script}
+    body = (CHAT if "chat" in path else {"model": MODEL, "prompt": "hi"}) | {"max_tokens": 3, "stop_token_ids": [7]}
+    [plain] = client.post(path, json=body).json()["choices"]
+    last = by_index(events(client.post(path, json=body | {"stream": True})))[0][-1]
+    for choice in (plain, last):
+        assert [choice[name] for name in ("finish_reason", "matched_stop", "stop_reason")] == expected
+
+
+def test_the_last_text_and_the_finish_reason_are_one_chunk(client: httpx.Client):
+    chat = by_index(events(client.post("/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 2})))[0]
+    assert [(c["delta"]["content"], c["finish_reason"]) for c in chat] == [("", None), ("H", None), ("e", "length")]
+    body = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 2}
+    text = by_index(events(client.post("/v1/completions", json=body)))[0]
+    assert [(c["text"], c["finish_reason"]) for c in text] == [("H", None), ("e", "length")]
+
+
+def test_an_end_without_text_is_a_chunk_with_an_empty_delta(client: httpx.Client, server: Running):
+    server.frontend.script.text = ""
+    chunks = by_index(events(client.post("/v1/chat/completions", json=CHAT | {"stream": True})))[0]
+    assert [(c["delta"], c["finish_reason"]) for c in chunks[1:]] == [({}, "stop")]
+
+
+def test_a_message_has_a_place_for_reasoning(client: httpx.Client):
+    message = client.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": TEXT, "reasoning_content": None, "refusal": None}
 
 
 def test_a_choice_ends_as_soon_as_it_has_finished(client: httpx.Client, server: Running):

@@ -112,7 +112,9 @@ class ServerArgs:
     max_batch_prompts: int = _opt(1024, _S, "Most prompts of one request.", _POSITIVE)
     max_body_bytes: int = _opt(32 << 20, _S, "Largest request body.", _POSITIVE)
     stream_interval: int = _opt(1, _S, "Send a chunk every so many tokens of a stream.", _POSITIVE)
-    incremental_streaming_output: bool = _opt(False, _S, "/generate streams deltas instead of the text so far.")
+    incremental_streaming_output: bool = _opt(
+        False, _S, "Chunks of /generate streams hold what is new, not all so far."
+    )
     drain_timeout_s: float = _opt(30.0, _S, "After SIGTERM, wait so long for running requests.", _SECONDS)
     request_timeout_s: float = _opt(
         0.0,

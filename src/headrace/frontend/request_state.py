@@ -76,6 +76,19 @@ class LogprobLists:
             self.picked.append([(_finite(v), i, text(i)) for v, i in zip(row_values, picked_ids, strict=True)])
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """How much of a sample's output its waiter has been given: characters of text, ids, entries of the logprob lists."""
+
+    characters: int = 0
+    ids: int = 0
+    logprobs: int = 0
+    prompt_logprobs: int = 0
+
+
+NOTHING = Taken()
+
+
 @dataclass(slots=True, eq=False)
 class ReqState:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet.
@@ -130,9 +143,7 @@ class ReqState:
     _is_heard: bool = False
     _text: str = ""
     _new_text: list[str] = field(default_factory=list)
-    _num_taken_ids: int = 0
-    _num_taken_logprobs: int = 0
-    _num_taken_characters: int = 0
+    _taken: Taken = NOTHING
 
     @property
     def text(self) -> str:
@@ -145,10 +156,10 @@ class ReqState:
     @property
     def num_unread_bytes(self) -> int:
         """About how much output waits for a client that streams."""
-        ids = len(self.output_ids) - self._num_taken_ids
-        logprobs = len(self.output_logprobs.tokens) - self._num_taken_logprobs
+        ids = len(self.output_ids) - self._taken.ids
+        logprobs = len(self.output_logprobs.tokens) - self._taken.logprobs
         # Mostly text of one byte a character; an id, and each entry of a logprob list, is some digits.
-        characters = len(self.text) - self._num_taken_characters if ids > UNREAD_CHECK_TOKENS else 0
+        characters = len(self.text) - self._taken.characters if ids > UNREAD_CHECK_TOKENS else 0
         return characters + 4 * ids + 32 * logprobs * (1 + self.top_num + len(self.picked_ids))
 
     @property
@@ -231,27 +242,28 @@ class ReqState:
         self._followers.clear()
 
     def chunk(self) -> dict[str, Any]:
-        """The answer as it stands (SPEC H1). When the call wants deltas: what is new since the last chunk.
+        """The answer as it stands (SPEC H1), or, when the call wants deltas, what is new since the last chunk.
 
-        The last chunk always carries all output ids and logprobs.
+        All chunks of deltas joined are the answer of a call that does not stream: text, output ids and every logprob list.
+        Hidden states come once, with the last chunk.
         """
-        whole = not self.call.incremental or self.finish is not None
+        if self.wants_logprobs:
+            self._start_prompt_logprobs()
         text = self.text
-        first_id, first_logprob = (0, 0) if whole else (self._num_taken_ids, self._num_taken_logprobs)
-        first_character = self._num_taken_characters if self.call.incremental else 0
-        self._num_taken_ids = len(self.output_ids)
-        self._num_taken_logprobs = len(self.output_logprobs.tokens)
-        self._num_taken_characters = len(text)
+        taken = self._taken if self.call.incremental else NOTHING
+        self._taken = Taken(
+            len(text), len(self.output_ids), len(self.output_logprobs.tokens), len(self.input_logprobs.tokens)
+        )
         result: dict[str, Any] = {
-            "text": text[first_character:],
-            "output_ids": self.output_ids[first_id:],
-            "meta_info": self._meta_info(first_logprob),
+            "text": text[taken.characters :],
+            "output_ids": self.output_ids[taken.ids :],
+            "meta_info": self._meta_info(taken),
         }
         if self.call.is_list:
             result["index"] = self.index
         return result
 
-    def _meta_info(self, first_logprob: int) -> dict[str, Any]:
+    def _meta_info(self, taken: Taken) -> dict[str, Any]:
         done = self.finish is not None
         meta: dict[str, Any] = {
             "id": self.shown_id,
@@ -267,15 +279,14 @@ class ReqState:
             "decode_throughput": self.decode_throughput if done else None,
         }
         if self.wants_logprobs:
-            self._start_prompt_logprobs()
-            meta["input_token_logprobs"] = self.input_logprobs.tokens
-            meta["output_token_logprobs"] = self.output_logprobs.tokens[first_logprob:]
+            meta["input_token_logprobs"] = self.input_logprobs.tokens[taken.prompt_logprobs :]
+            meta["output_token_logprobs"] = self.output_logprobs.tokens[taken.logprobs :]
             if self.top_num:
-                meta["input_top_logprobs"] = self.input_logprobs.top
-                meta["output_top_logprobs"] = self.output_logprobs.top[first_logprob:]
+                meta["input_top_logprobs"] = self.input_logprobs.top[taken.prompt_logprobs :]
+                meta["output_top_logprobs"] = self.output_logprobs.top[taken.logprobs :]
             if self.picked_ids:
-                meta["input_token_ids_logprobs"] = self.input_logprobs.picked
-                meta["output_token_ids_logprobs"] = self.output_logprobs.picked[first_logprob:]
+                meta["input_token_ids_logprobs"] = self.input_logprobs.picked[taken.prompt_logprobs :]
+                meta["output_token_ids_logprobs"] = self.output_logprobs.picked[taken.logprobs :]
         if self.wants_hidden_states and done:
             meta["hidden_states"] = self.hidden_states
         return meta

@@ -249,7 +249,7 @@ class TokenizerManager:
         Closing the generator early, or `is_disconnected` becoming true, aborts what is unfinished.
 
         default_max_new_tokens: for prompts that do not say; never more than the context has room for.
-        incremental: text and ids of a chunk are what is new since the last one; None = as the server was told.
+        incremental: text, ids and logprobs of a chunk are what is new since the last one; None = as the server was told.
         caller: whose limits count.
         Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.

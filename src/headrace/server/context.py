@@ -59,8 +59,8 @@ class RequestFrontend(Protocol):
         """Outputs of one call. Without `stream` exactly one item: an Output, or a list of them in prompt-major order.
 
         default_max_new_tokens: where the request does not say; never more than the context has room for.
-        incremental: outputs of a stream hold what is new since the last one (the last of a sample: all ids and logprobs); None
-        = as the server was told. caller: whose limits count. Closing the generator early aborts what is unfinished.
+        incremental: outputs of a stream hold what is new since the last one; None = as the server was told.
+        caller: whose limits count. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """
         ...

@@ -76,31 +76,53 @@ class UsageCount:
         return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens, details)
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a choice ended, as three fields of its reply.
+
+    matched_stop: the stop string, or the id of the token that ended it; None unless finish_reason is "stop" (SGLang's field).
+    stop_reason: the same, but None when the model ended by itself (vLLM's field).
+    """
+
+    finish_reason: str
+    matched_stop: str | int | None
+    stop_reason: str | int | None
+
+    @classmethod
+    def of(cls, reason: dict[str, Any], request: GenerationRequest) -> "Ending":
+        """From `meta_info.finish_reason`."""
+        matched = reason.get("matched")
+        was_asked_for = isinstance(matched, str) or matched in (request.stop_token_ids or ())
+        return cls(reason["type"], matched, matched if was_asked_for else None)
+
+    def fields(self) -> dict[str, str | int | None]:
+        """As the fields of a choice."""
+        return {
+            "finish_reason": self.finish_reason,
+            "matched_stop": self.matched_stop,
+            "stop_reason": self.stop_reason,
+        }
+
+    def json(self) -> bytes:
+        """The fields as they stand in a chunk, without braces."""
+        return encode_json(self.fields())[1:-1]
+
+
+NOT_ENDED = b'"finish_reason":null'
+"""The same fields in every chunk before the last of a choice."""
+
+
 @dataclass(slots=True)
 class NewLogprobs:
-    """Logprobs not sent before: tokens, and for each the most likely alternatives (empty when none were asked for)."""
+    """Logprobs of output tokens, and for each the most likely alternatives (empty when none were asked for)."""
 
     tokens: list[LogprobEntry]
     alternatives: list[list[LogprobEntry]]
 
-
-@dataclass(slots=True)
-class ChoiceCursor:
-    """How much of one choice has been sent."""
-
-    started: bool = False
-    logprobs_sent: int = 0
-
-    def new_logprobs(self, meta: dict[str, Any]) -> NewLogprobs:
-        """The output logprobs that this output adds.
-
-        An output holds the new ones only, or, when it is the last, all of them: the number of tokens made tells.
-        """
-        tokens: list[LogprobEntry] = meta.get("output_token_logprobs") or []
-        alternatives: list[list[LogprobEntry]] = meta.get("output_top_logprobs") or []
-        first = max(0, len(tokens) - (meta["completion_tokens"] - self.logprobs_sent))
-        self.logprobs_sent += len(tokens) - first
-        return NewLogprobs(tokens[first:], alternatives[first:])
+    @classmethod
+    def of(cls, meta: dict[str, Any]) -> "NewLogprobs":
+        """Those that an output adds: outputs of streams hold what is new."""
+        return cls(meta.get("output_token_logprobs") or [], meta.get("output_top_logprobs") or [])
 
 
 @dataclass(slots=True)
@@ -192,21 +214,16 @@ class OpenAIServingBase(ABC, Generic[R]):
     async def _stream(self, exchange: Exchange, generation: Generation[R]) -> None:
         writer = self.chunk_writer(generation)
         count = self._usage_count(generation)
-        cursors: dict[int, ChoiceCursor] = {}
         failed: list[ApiError] = []
 
         def render(output: Output) -> bytes:
-            index: int = output.get("index", 0)
             reason = output["meta_info"]["finish_reason"]
-            if (cursor := cursors.get(index)) is None:
-                cursor = cursors[index] = ChoiceCursor()
-            frames = writer.delta(index, cursor, output)
-            if reason is not None:
-                count.add(output)
-                if error := failure(output):
-                    failed.append(error)
-                frames += writer.finish(index, cursor, reason["type"])
-            return frames
+            if reason is None:
+                return writer.delta(output.get("index", 0), output, None)
+            count.add(output)
+            if error := failure(output):
+                failed.append(error)
+            return writer.delta(output.get("index", 0), output, Ending.of(reason, generation.request))
 
         def tail() -> bytes:
             usage = writer.usage(count.total()) if generation.request.wants_usage else b""
@@ -244,12 +261,11 @@ class ChunkWriter(ABC):
         self.choice_tail = b'}],"usage":null}\n\n' if generation.request.wants_usage else b"}]}\n\n"
 
     @abstractmethod
-    def delta(self, index: int, cursor: ChoiceCursor, output: Output) -> bytes:
-        """Frames for what `output` adds to a choice; may be empty."""
+    def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:
+        """Frames for what `output` adds to a choice; may be empty.
 
-    @abstractmethod
-    def finish(self, index: int, cursor: ChoiceCursor, reason: str) -> bytes:
-        """The frame that ends a choice."""
+        ending: of the choice's last output. Its text and its finish reason are one chunk.
+        """
 
     def usage(self, usage: Usage) -> bytes:
         """The frame with the counts."""

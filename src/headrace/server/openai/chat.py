@@ -15,8 +15,9 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
-    ChoiceCursor,
+    NOT_ENDED,
     ChunkWriter,
+    Ending,
     Generation,
     LogprobEntry,
     NewLogprobs,
@@ -96,55 +97,53 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
         meta = output["meta_info"]
         logprobs = None
         if generation.request.logprobs:
-            new = NewLogprobs(meta["output_token_logprobs"], meta.get("output_top_logprobs") or [])
-            logprobs = chat_logprobs(self.context.model.tokenizer, new)
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": output["text"], "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": meta["finish_reason"]["type"],
-        }
+            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(meta))
+        message = {"role": "assistant", "content": output["text"], "reasoning_content": None, "refusal": None}
+        ending = Ending.of(meta["finish_reason"], generation.request)
+        return {"index": index, "message": message, "logprobs": logprobs, **ending.fields()}
 
     def chunk_writer(self, generation: Generation[ChatCompletionRequest]) -> "ChatChunks":
         """See `ChatChunks`."""
         return ChatChunks(self, generation)
 
 
+_FIRST_DELTA = b'{"role":"assistant","content":"","reasoning_content":null}'
+
+
 class ChatChunks(ChunkWriter):
-    """Chunks of a chat: per choice the role, content deltas, the finish reason (SPEC H9)."""
+    """Chunks of a chat: per choice the role, content deltas, the finish reason with the last of them (SPEC H9)."""
 
     def __init__(self, serving: ChatServing, generation: Generation[ChatCompletionRequest]) -> None:
         super().__init__(generation, "chat.completion.chunk", generation.request.model, serving.fingerprint)
         self.tokenizer = serving.context.model.tokenizer
         self.wants_logprobs = bool(generation.request.logprobs)
+        self.started: set[int] = set()
 
-    def delta(self, index: int, cursor: ChoiceCursor, output: Output) -> bytes:
-        """The role before the first delta, then the new text."""
+    def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:
+        """The role before the first delta, then the new text. A choice that ends without any more text has an empty delta."""
         frames = b""
-        if not cursor.started:
-            cursor.started = True
-            frames = self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
+        if index not in self.started:
+            self.started.add(index)
+            frames = self._chunk(index, _FIRST_DELTA, b"null", NOT_ENDED)
         text = output["text"]
         logprobs = b"null"
         if self.wants_logprobs:
-            new = cursor.new_logprobs(output["meta_info"])
+            new = NewLogprobs.of(output["meta_info"])
             if new.tokens:
                 logprobs = encode_json(chat_logprobs(self.tokenizer, new))
-        if not text and logprobs == b"null":
+        has_news = bool(text) or logprobs != b"null"
+        if not has_news and ending is None:
             return frames
-        return frames + self._chunk(index, b'{"content":%b}' % encode_json(text), logprobs, b"null")
+        delta = b'{"content":%b,"reasoning_content":null}' % encode_json(text) if has_news else b"{}"
+        return frames + self._chunk(index, delta, logprobs, NOT_ENDED if ending is None else ending.json())
 
-    def finish(self, index: int, cursor: ChoiceCursor, reason: str) -> bytes:
-        """An empty delta with the reason."""
-        return self._chunk(index, b"{}", b"null", encode_json(reason))
-
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
-        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, ending: bytes) -> bytes:
+        return b'%b%d,"delta":%b,"logprobs":%b,%b%b' % (
             self.choice_head,
             index,
             delta,
             logprobs,
-            reason,
+            ending,
             self.choice_tail,
         )
 

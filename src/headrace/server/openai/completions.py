@@ -13,10 +13,12 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
-    ChoiceCursor,
+    NOT_ENDED,
     ChunkWriter,
+    Ending,
     Generation,
     LogprobEntry,
+    NewLogprobs,
     OpenAIServingBase,
     Usage,
     finite_logprob,
@@ -87,7 +89,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
     def choice_logprobs(self, generation: Generation[CompletionRequest], length: int = 0) -> "LegacyLogprobs":
         """For one choice, see `LegacyLogprobs`."""
         skip = generation.request.skip_special_tokens is not False
-        return LegacyLogprobs(self.context.model.tokenizer, skip, (generation.request.logprobs or 0) > 0, length)
+        return LegacyLogprobs(self.context.model.tokenizer, skip, length)
 
     def response(self, generation: Generation[CompletionRequest], outputs: list[Output], usage: Usage) -> object:
         """A `text_completion` object."""
@@ -109,14 +111,11 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
             shape = self.choice_logprobs(generation)
             if request.echo:
                 shape.add_prompt(meta, len(prompt))
-            shape.add(meta["output_token_logprobs"], meta.get("output_top_logprobs"))
+            new = NewLogprobs.of(meta)
+            shape.add(new.tokens, new.alternatives)
             logprobs = shape.take(len(prompt) + len(output["text"]))
-        return {
-            "index": index,
-            "text": prompt + output["text"],
-            "logprobs": logprobs,
-            "finish_reason": meta["finish_reason"]["type"],
-        }
+        ending = Ending.of(meta["finish_reason"], request)
+        return {"index": index, "text": prompt + output["text"], "logprobs": logprobs, **ending.fields()}
 
     def chunk_writer(self, generation: Generation[CompletionRequest]) -> "CompletionChunks":
         """See `CompletionChunks`."""
@@ -132,7 +131,7 @@ class _ChoiceStream:
 
 
 class CompletionChunks(ChunkWriter):
-    """Chunks of /v1/completions: text, then one with the finish reason."""
+    """Chunks of /v1/completions: text, the finish reason with the last of it."""
 
     def __init__(self, serving: CompletionServing, generation: Generation[CompletionRequest]) -> None:
         super().__init__(generation, "text_completion", generation.request.model, serving.fingerprint)
@@ -140,7 +139,7 @@ class CompletionChunks(ChunkWriter):
         self.generation = generation
         self.choices: dict[int, _ChoiceStream] = {}
 
-    def delta(self, index: int, cursor: ChoiceCursor, output: Output) -> bytes:
+    def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:
         """The new text, with echo before the first."""
         request, meta = self.generation.request, output["meta_info"]
         text = output["text"]
@@ -157,26 +156,18 @@ class CompletionChunks(ChunkWriter):
         logprobs = b"null"
         has_logprobs = False
         if choice.logprobs is not None:
-            new = cursor.new_logprobs(meta)
+            new = NewLogprobs.of(meta)
             choice.logprobs.add(new.tokens, new.alternatives)
             has_logprobs = bool(choice.logprobs.tokens)
-            finished = meta["finish_reason"] is not None
-            logprobs = encode_json(choice.logprobs.take(choice.length if finished else None))
-        if not text and not has_logprobs:
+            logprobs = encode_json(choice.logprobs.take(None if ending is None else choice.length))
+        if not text and not has_logprobs and ending is None:
             return b""
-        return self._chunk(index, text, logprobs, b"null")
-
-    def finish(self, index: int, cursor: ChoiceCursor, reason: str) -> bytes:
-        """An empty text with the reason."""
-        return self._chunk(index, "", b"null", encode_json(reason))
-
-    def _chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
+        return b'%b%d,"text":%b,"logprobs":%b,%b%b' % (
             self.choice_head,
             index,
             encode_json(text),
-            logprobs,
-            reason,
+            logprobs if has_logprobs else b"null",
+            NOT_ENDED if ending is None else ending.json(),
             self.choice_tail,
         )
 
@@ -185,13 +176,13 @@ class LegacyLogprobs:
     """The logprobs object of the completions route: parallel lists over tokens.
 
     `text_offset` is where a token's text begins, in characters of the choice's text (with echo, of prompt and text). A token
-    that ends inside a character counts for the character's place.
+    that ends inside a character counts for the character's place. `top_logprobs` always has the token itself, also with
+    `logprobs: 0`, which asks for no alternatives.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, with_alternatives: bool, length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, length: int) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._with_alternatives = with_alternatives
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = length
         self.tokens: list[str] = []
@@ -224,7 +215,7 @@ class LegacyLogprobs:
             self._values.append(None if unknown else finite_logprob(value))
             self._offsets.append(self._length)
             self._length += len(self._decoder.push(token_id))
-            if unknown or not self._with_alternatives:
+            if unknown:
                 self._tops.append(None)
                 continue
             top = {shown: finite_logprob(value)}
@@ -240,7 +231,7 @@ class LegacyLogprobs:
         result = {
             "tokens": self.tokens,
             "token_logprobs": self._values,
-            "top_logprobs": self._tops if self._with_alternatives else None,
+            "top_logprobs": self._tops,
             "text_offset": self._offsets if length is None else [min(offset, length) for offset in self._offsets],
         }
         self.tokens, self._values, self._tops, self._offsets = [], [], [], []
