@@ -16,7 +16,7 @@ from headrace.errors import ExecutionError, ModelError
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
 from headrace.messages.requests import LogprobSpec, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
-from headrace.messages.weights import InitGroup, Prepared, UpdateFromDisk, WorkerOperation
+from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.scheduler import Scheduler
@@ -66,7 +66,9 @@ class FakeWeights:
         self.jobs: list[FakeJob] = []
 
     def start(self, operation: WorkerOperation) -> "FakeJob":
-        assert isinstance(operation, InitGroup) or not self.worker.queue, "an operation meets a step"
+        assert not (isinstance(operation, ReleaseMemory | ResumeMemory) and self.worker.queue), (
+            "an operation meets a step"
+        )
         assert all(job.is_done for job in self.jobs), "two operations at once"
         self.jobs.append(FakeJob(self.worker, operation))
         return self.jobs[-1]

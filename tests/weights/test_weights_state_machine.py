@@ -12,9 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headrace.messages.control import AbortReq, FlushCacheReply, FlushCacheReq, HealthCheckReply, HealthCheckReq
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.weights import (
+    CommitUpdate,
     ContinueGeneration,
+    DropUpdate,
+    HoldForUpdate,
     InitGroup,
     PauseGeneration,
+    PrepareUpdate,
     ReleaseMemory,
     ResumeMemory,
     SetWeightVersion,
@@ -127,6 +131,24 @@ class Operations(RuleBasedStateMachine):
         self.operate(UpdateFromDisk(version, abort_all_requests=abort, weight_version=version))
         self.next_version += 1
 
+    @rule()
+    def prepare(self):
+        version = str(self.next_version)
+        self.operate(PrepareUpdate(self.next_version, UpdateFromDisk(version, weight_version=version)))
+        self.next_version += 1
+
+    @rule(behind=st.integers(1, 2))
+    def hold(self, behind):
+        self.operate(HoldForUpdate(self.next_version - behind))
+
+    @rule(behind=st.integers(1, 2))
+    def commit(self, behind):
+        self.operate(CommitUpdate(self.next_version - behind))
+
+    @rule(behind=st.integers(1, 2))
+    def drop(self, behind):
+        self.operate(DropUpdate(self.next_version - behind))
+
     @rule(bad=st.booleans())
     def finish_job(self, bad):
         self.rig.worker.weights.finish(bad)
@@ -161,7 +183,7 @@ class Operations(RuleBasedStateMachine):
 
     @invariant()
     def steps_are_held(self):
-        if self.rig.state.gate.exclusive:
+        if self.rig.state.gate.exclusive or self.rig.state.gate.held:
             assert not self.rig.worker.queue
 
     def teardown(self):
@@ -169,6 +191,7 @@ class Operations(RuleBasedStateMachine):
             return
         self.rig.inbox.send(WeightOpReq(0, ResumeMemory(("kv_cache", "weights"))))
         self.operate(ContinueGeneration())
+        self.operate(DropUpdate(self.next_version - 1))
         for lora_id in self.loras - {0}:
             self.rig.inbox.send(UnloadLoraReq(2 * lora_id + 1, lora_id))
         for _ in range(4000):

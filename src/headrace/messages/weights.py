@@ -106,9 +106,44 @@ class ResumeMemory(_Operation, frozen=True, tag=True, array_like=True, gc=False)
 
 
 Update = UpdateFromDisk | UpdateFromTensors | UpdateFromDistributed
+
+
+class PrepareUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Load and check an update beside the weights that serve, and keep it. Steps go on, and nothing has changed yet.
+
+    update_id: by which the three messages below name it. Preparing another one lets this one go.
+    """
+
+    update_id: int
+    update: Update
+
+
+class HoldForUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """End what has begun, hold back what has not, and answer once no step runs. Then wait for the commit, or for a drop.
+
+    Asked again while it waits, it lets what has begun meanwhile (requests of a replica that died) go on to its end, and answers again.
+    """
+
+    update_id: int
+
+
+class CommitUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Switch to the prepared weights, and go on with them."""
+
+    update_id: int
+
+
+class DropUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Forget a prepared update, or one that is being prepared, and go on with the weights that serve. Unknown ids are ignored."""
+
+    update_id: int
+
+
 WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | ReleaseMemory | ResumeMemory
 """What the worker does; the rest is the scheduler's own."""
-WeightOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion
+ClientOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion
+"""What a client may ask for. An update is carried out in phases, so that all replicas have it or none."""
+WeightOperation = ClientOperation | PrepareUpdate | HoldForUpdate | CommitUpdate | DropUpdate
 
 
 class WeightOpReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -121,7 +156,7 @@ class WeightOpReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
 class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """What became of it. weight_version: of now. num_paused_requests: running and waiting when it was done.
 
-    shape, values: float32[shape] little-endian, of `GetWeight`.
+    shape, values: float32[shape] little-endian, of `GetWeight`. fingerprint: see `Prepared`.
     """
 
     id: int
@@ -131,13 +166,14 @@ class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=F
     num_paused_requests: int = 0
     shape: tuple[int, ...] = ()
     values: bytes = b""
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """The slow part of an operation is done. install: what is left, to be called between two steps; quick.
 
-    changes_weights: no KV computed before may be used after it.
+    changes_weights: no KV computed before may be used after it. fingerprint: of the files that were read, empty when there are none.
     """
 
     message: str
@@ -145,6 +181,7 @@ class Prepared:
     changes_weights: bool = False
     shape: tuple[int, ...] = ()
     values: bytes = b""
+    fingerprint: str = ""
 
 
 class WeightJob(Protocol):

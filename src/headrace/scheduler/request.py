@@ -117,8 +117,8 @@ class Req:
 
     @property
     def has_begun(self) -> bool:
-        """It has taken part in a step, though it may wait again."""
-        return self.cached_tokens >= 0
+        """It has taken part in a step, here (it may wait again) or in the scheduler that it comes from."""
+        return self.cached_tokens >= 0 or bool(self.asked.output_ids)
 
     @property
     def num_to_schedule(self) -> int:

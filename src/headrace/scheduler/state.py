@@ -58,18 +58,19 @@ class Gate:
     """Whether steps may be planned. pause: the mode it was asked in. released: tags of memory that was given back.
 
     exclusive: the worker prepares an operation that steps must not meet. draining: such an operation waits for what runs, so that
-    nothing new begins.
+    nothing new begins. held: nothing runs any more, and a prepared update waits for its commit.
     """
 
     pause: PauseMode | None = None
     released: frozenset[MemoryTag] = frozenset()
     exclusive: bool = False
     draining: bool = False
+    held: bool = False
 
     @property
     def holds(self) -> bool:
         """No step may be planned."""
-        return self.pause is not None or bool(self.released) or self.exclusive
+        return self.pause is not None or bool(self.released) or self.exclusive or self.held
 
 
 @dataclass(slots=True)
