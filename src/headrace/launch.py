@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.child import ChildProcess, process_name
-from headrace.config.resolve import MEM_FRACTION
+from headrace.config.resolve import MEM_FRACTION, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
 from headrace.frontend import lifeline
@@ -507,7 +507,11 @@ def launch_engine(
         from headrace.metrics.catalog import Metrics
         from headrace.sampling.params import GenerationDefaults
 
-        defaults = model.sampling_defaults
+        defaults = sampling_defaults(args, model)
+        if defaults.not_followed:
+            logger.warning(
+                "the model's sampling settings ask for what is not done here: %s", ", ".join(defaults.not_followed)
+            )
         metrics = Metrics(served_name(args))
         watchdog = Watchdog("tokenizer manager", args.soft_watchdog_timeout_s)
         if spans is not None:
@@ -619,6 +623,7 @@ async def _serve(
         chat_template=engine.chat_template,
         ready=engine.ready,
         model_type=engine.model.model_type,
+        sampling_defaults=sampling_defaults(args, engine.model),
     )
     app = create_app(manager, args, model, engine.metrics, status)
     server = Server(app, args, listening=listening)
@@ -689,6 +694,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
         ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
         ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
         ("attention", ready.attention_backend),
+        ("sampling", sampling_defaults(engine.args, engine.model).summary()),
         ("URL", url),
     )
     lines = [f"Headrace is ready after {seconds:.1f} s", *(f"  {name:<10} {value}" for name, value in rows)]

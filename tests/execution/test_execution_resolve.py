@@ -6,7 +6,14 @@ import sys
 import pytest
 
 from headrace.checkpoint.model_config import parse_hf_config
-from headrace.config.resolve import AttentionNeeds, BackendChoices, DeviceFacts, override_model, resolve
+from headrace.config.resolve import (
+    AttentionNeeds,
+    BackendChoices,
+    DeviceFacts,
+    override_model,
+    resolve,
+    sampling_defaults,
+)
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
@@ -93,6 +100,13 @@ def test_an_override_keeps_what_generation_config_said():
     assert changed.sampling_defaults.temperature == 0.6
     assert override_model(MODEL, "{}") is MODEL
     assert override_model(MODEL, '{"eos_token_id": 7}').eos_token_ids == (7,)
+
+
+def test_the_user_may_turn_the_sampling_defaults_of_the_model_off():
+    assert sampling_defaults(ServerArgs(), MODEL).temperature == 0.6
+
+    plain = sampling_defaults(ServerArgs(sampling_defaults="openai"), MODEL)
+    assert plain.summary() == "temperature 1 (--sampling-defaults openai)"
 
 
 def test_resolving_needs_no_torch():

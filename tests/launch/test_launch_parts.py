@@ -1,12 +1,14 @@
 """The composition root with stand-ins for the scheduler and the detokenizer."""
 
 import asyncio
+import logging
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from headrace import launch
+from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
@@ -29,7 +31,7 @@ READY = ReadyInfo(
 )
 MODEL = SimpleNamespace(
     eos_token_ids=(0,),
-    sampling_defaults=SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None),
+    sampling_defaults=SamplingDefaults(),
 )
 
 
@@ -82,6 +84,18 @@ async def test_a_loop_of_outputs_that_fails_is_a_death(engine):
 
     assert engine.tokenizer_manager.failure == "internal error"
     await engine.tokenizer_manager.close()
+
+
+def test_sampling_settings_that_are_not_followed_are_warned_of(parts, monkeypatch, caplog):
+    wishes = SamplingDefaults(temperature=0.5, origin="generation_config.json", not_followed=("num_beams 4",))
+    monkeypatch.setattr(MODEL, "sampling_defaults", wishes)
+    monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)
+
+    launch.launch_engine(ServerArgs(single_process=True)).shutdown()
+
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "the model's sampling settings ask for what is not done here: num_beams 4"
+    ]
 
 
 def test_threads_that_load_give_up_when_told_to_stop(parts, monkeypatch):

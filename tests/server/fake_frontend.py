@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import HeadraceError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
@@ -297,8 +298,9 @@ def served_model(tokenizer: Tokenizer, template: str | None = TEMPLATE) -> Serve
     )  # fmt: skip
     chat = None if template is None else ChatTemplate(template, tokenizer.special_texts)
     return ServedModel(
-        name=MODEL, context_length=CONTEXT_LENGTH, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1
-    )
+        name=MODEL, context_length=CONTEXT_LENGTH, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
+        sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"),
+    )  # fmt: skip
 
 
 @dataclass

@@ -44,6 +44,8 @@ def test_information_routes_and_their_aliases(client: httpx.Client, server: Runn
     info = client.get("/model_info").json()
     assert info["served_model_name"] == MODEL
     assert info["context_length"] == 512
+    assert info["sampling_defaults"]["temperature"] == 0.25
+    assert info["sampling_defaults"]["origin"] == "the card of the fake"
     assert client.get("/get_model_info").json() == info
     loads = client.get("/v1/loads").json()
     assert loads["loads"][0]["num_running_reqs"] == 1

@@ -7,12 +7,12 @@ use it. GGUF metadata is first turned into a Hugging Face style dict (`gguf_name
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generation_config
 from headrace.errors import ModelError
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -166,16 +166,6 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling values of the checkpoint's `generation_config.json`; None where it says nothing, or says off."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape and the constants of one model. Dimensions are counts of elements, positions of tokens.
 
@@ -307,7 +297,7 @@ def parse_hf_config(
         eos_token_ids=_eos(keys, generation, origin),
         bos_token_id=keys.token("bos_token_id"),
         pad_token_id=keys.token("pad_token_id"),
-        sampling_defaults=_sampling_defaults(generation),
+        sampling_defaults=from_generation_config(generation),
         quantization=config.get("quantization_config"),
         raw=config,
     )
@@ -512,35 +502,3 @@ def _eos(keys: _Keys, generation: dict[str, Any], origin: str) -> tuple[int, ...
             if token >= 0:
                 found.append(token)
     return tuple(found)
-
-
-_SAMPLING_BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0.0 <= value < math.inf, "at least 0"),
-    "top_p": (lambda value: 0.0 < value <= 1.0, "above 0 and at most 1"),
-    "top_k": (lambda value: value == -1 or 1 <= value < 2**31, "0 or -1 (off), or at least 1"),
-    "min_p": (lambda value: 0.0 <= value <= 1.0, "between 0 and 1"),
-    "repetition_penalty": (lambda value: 0.0 < value <= 2.0, "above 0 and at most 2"),
-}
-"""What a request may have, see `sampling.params`."""
-
-
-def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
-    """The fields we honour. Raises ModelError for a value that no request could run with: better at load than at each request.
-
-    transformers turns top-k off with 0 or null.
-    """
-    stated: dict[str, Any] = {}
-    for field in msgspec.structs.fields(SamplingDefaults):
-        value = generation.get(field.name)
-        if value is None:
-            continue
-        try:
-            stated[field.name] = msgspec.convert(value, field.type)
-        except msgspec.ValidationError as err:
-            raise ModelError(f"generation_config.json: {field.name} is {value!r}: {err}") from err
-    if stated.get("top_k") == 0:
-        del stated["top_k"]
-    for name, (allowed, words) in _SAMPLING_BOUNDS.items():
-        if name in stated and not allowed(stated[name]):
-            raise ModelError(f"generation_config.json: {name} is {stated[name]!r}; it must be {words}")
-    return SamplingDefaults(**stated)

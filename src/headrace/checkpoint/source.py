@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 
 from headrace.checkpoint.gguf import Bytes, GgufFile, dequantize
@@ -23,6 +24,7 @@ from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_formats import QuantizedFormat, stored_format
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
+from headrace.checkpoint.sampling_defaults import from_gguf
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -333,7 +335,7 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
-        super().__init__(path, parse_hf_config(hf_config(self.file), origin=path.name))
+        super().__init__(path, _gguf_config(self.file))
         self._sources = map_tensors(self.file)
 
     @property
@@ -456,9 +458,16 @@ def dummy_checkpoint(path: Path | str) -> DummyCheckpoint:
     """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file."""
     path = Path(path)
     if path.suffix == ".gguf":
-        file = GgufFile(path)
-        return DummyCheckpoint(path, parse_hf_config(hf_config(file), origin=path.name))
+        return DummyCheckpoint(path, _gguf_config(GgufFile(path)))
     return DummyCheckpoint(path, load_model_config(path))
+
+
+def _gguf_config(file: GgufFile) -> ModelConfig:
+    general = {key: file.get(key) for key in file.metadata_keys() if key.startswith("general.")}
+    return msgspec.structs.replace(
+        parse_hf_config(hf_config(file), origin=file.path.name),
+        sampling_defaults=from_gguf(general, file.path.name),
+    )
 
 
 def _shards(path: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
+from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
@@ -158,6 +159,12 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
     changed = parse_hf_config(model.raw | changes, origin="config.json with --json-model-override-args")
     eos = changed.eos_token_ids if "eos_token_id" in changes else model.eos_token_ids
     return msgspec.structs.replace(changed, eos_token_ids=eos, sampling_defaults=model.sampling_defaults)
+
+
+def sampling_defaults(args: ServerArgs, model: ModelConfig) -> SamplingDefaults:
+    """What holds for requests that name no sampling value: what the model brings, or plain values when the user wants those."""
+    plain = SamplingDefaults(origin="--sampling-defaults openai")
+    return plain if args.sampling_defaults == "openai" else model.sampling_defaults
 
 
 def _device(args: ServerArgs, facts: DeviceFacts, decisions: list[str]) -> str:

@@ -68,7 +68,9 @@ class ServerArgs:
     )
     context_length: int | None = _opt(None, _M, "Longest prompt + output in tokens; default: the model's.", _POSITIVE)
     sampling_defaults: Literal["model", "openai"] = _opt(
-        "model", _M, "Where sampling defaults come from: the model's generation_config, or plain 1.0 / off."
+        "model",
+        _M,
+        "Sampling values of requests that name none: the model's own, or temperature 1 and nothing else (openai).",
     )
     random_seed: int = _opt(0, _M, "Seed of dummy weights, and of the seeds given to requests that bring none.", _COUNT)
     json_model_override_args: str = _opt("{}", _M, "JSON object merged into config.json.")

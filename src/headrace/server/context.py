@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
+from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
@@ -154,6 +155,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     ready: ReadyInfo
     model_type: str = ""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -100,6 +100,7 @@ class ControlAPI:
                 "vocab_size": model.ready.vocab_size,
                 "hidden_size": model.ready.hidden_size,
                 "dtype": model.ready.dtype,
+                "sampling_defaults": {**model.sampling_defaults.values(), "origin": model.sampling_defaults.origin},
                 "weight_version": self.context.frontend.weights.version,
             }
         )
