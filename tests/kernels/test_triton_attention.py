@@ -168,7 +168,7 @@ def test_deterministic_bits_depend_on_neither_neighbours_chunks_nor_splits(
     triton_device: torch.device, ordered_dots: None, window: int, monkeypatch: pytest.MonkeyPatch
 ):
     # Splits of one key block: as many merges as possible in few keys.
-    monkeypatch.setattr("headrace.kernels.triton.attention.DETERMINISTIC_SPLIT", 32)
+    monkeypatch.setattr("headrace.kernels.triton.attention.plan.DETERMINISTIC_SPLIT", 32)
     case = Case(4, 2, 128, (), window=window)
     length, other = random_qkv(case, 80, 0), random_qkv(case, 70, 1)
     whole = Sequences(triton_device, case, deterministic=True).step([(0, 0, 80, length)])[0]
@@ -189,11 +189,11 @@ def test_deterministic_bits_depend_on_neither_neighbours_chunks_nor_splits(
 
 def test_a_split_decode_has_splits(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """The grid above would not notice if everything ran in one split."""
-    from headrace.kernels.triton import attention
+    from headrace.kernels.triton.attention import decode
 
     counts = []
-    count_splits = attention.num_splits
-    monkeypatch.setattr(attention, "num_splits", lambda *args: counts.append(count_splits(*args)) or counts[-1])
+    count_splits = decode.num_splits
+    monkeypatch.setattr(decode, "num_splits", lambda *args: counts.append(count_splits(*args)) or counts[-1])
 
     error = run_case(triton_device, Case(2, 1, 256, ((300, 1),)), deterministic=False, dtype=torch.float32)
 

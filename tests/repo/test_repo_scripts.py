@@ -22,7 +22,8 @@ def checkout(tmp_path, monkeypatch):
     folder, tools, calls = tmp_path / "clone", tmp_path / "tools", tmp_path / "calls"
     for name in ("scripts", "constraints"):
         shutil.copytree(ROOT / name, folder / name)
-    (folder / "csrc").mkdir()
+    for name in ("csrc", "src"):
+        (folder / name).mkdir()
     for name in ("pyproject.toml", "CMakeLists.txt", "csrc/kernel.cpp"):
         (folder / name).write_text("")
     tools.mkdir()

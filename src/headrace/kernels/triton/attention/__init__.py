@@ -1,0 +1,45 @@
+"""Attention over a KV pool addressed by slot, in Triton: decode with split keys, extend with a causal prefix, and the write before both.
+
+Sources: the tiling and the online softmax are FlashAttention-2's (T. Dao, 2023) as Triton's tutorial "Fused Attention" shows them; the
+split keys of decode and their merge by log-sum-exp are Flash-Decoding's (T. Dao, D. Haziza, F. Massa and G. Sizov, 2023); pages are
+PagedAttention's (W. Kwon et al., 2023). The query heads of one KV head share a tile, so that a key is read once for all of them
+(J. Ainslie et al., "GQA", 2023).
+
+K and V of a layer: [num_slots, num_kv_heads, head_dim], the last dimension contiguous; bfloat16, float16, float32 or float8_e4m3fn. The slot of
+position p of row r is table[r, p // page_size] * page_size + p % page_size: with page_size 1 the table holds slots.
+
+All lengths are read on the device; grids follow from sizes that the host knows, so a launch can be captured in a CUDA graph.
+"""
+
+import torch
+
+from headrace.kernels.triton.attention.decode import decode_attention
+from headrace.kernels.triton.attention.extend import extend_attention
+from headrace.kernels.triton.attention.plan import DETERMINISTIC_SPLIT, Plan, check_heads
+from headrace.kernels.triton.attention.write import rotate_write_kv, write_kv
+
+__all__ = ["DETERMINISTIC_SPLIT", "Plan", "attend", "rotate_write_kv", "write_kv"]
+
+
+def attend(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    plan: Plan,
+    scale: float,
+    *,
+    window: int,
+    soft_cap: float,
+) -> torch.Tensor:
+    """Causal attention of q [num_tokens, num_q_heads, head_dim] over the pools -> [num_tokens, num_q_heads, head_dim], contiguous.
+
+    Tokens are in the order of the plan's rows; their K and V are in the pools already. window, soft_cap: 0 = none.
+    Deterministic: the bits of a token depend on its position, its own sequence, and nothing else.
+    """
+    check_heads(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if plan.has_single:
+        decode_attention(q, k_pool, v_pool, plan, scale, window, soft_cap, out)
+    if plan.has_longer:
+        extend_attention(q, k_pool, v_pool, plan, scale, window, soft_cap, out)
+    return out
