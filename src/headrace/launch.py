@@ -179,10 +179,9 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
     """The scheduler's limits."""
     from headrace.scheduler.state import SchedulerConfig
 
-    wanted = args.chunked_prefill_size if args.chunked_prefill_size > 0 else ready.context_length
     return SchedulerConfig(
         policy=args.schedule_policy,
-        chunk_tokens=min(wanted, args.max_prefill_tokens),
+        chunk_tokens=ready.chunked_prefill_size,
         step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
         max_running=ready.max_running_requests,
         # Those that will run at once are queued for a moment too.
@@ -193,6 +192,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         stream_interval=args.stream_interval,
         priority_ageing_s=args.priority_ageing_s,
         conservativeness=args.schedule_conservativeness,
+        clip_estimate_tokens=args.clip_max_new_tokens_estimate,
         decode_log_interval=args.decode_log_interval,
         accept_faults=args.enable_fault_injection,
         dp_rank=rank,

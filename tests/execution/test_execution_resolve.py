@@ -52,9 +52,23 @@ def test_what_the_user_says_is_kept_and_not_reported_as_a_decision():
     )  # fmt: skip
 
     assert (got.dtype, got.kv_cache_dtype, got.num_threads, got.context_length) == ("float32", "bfloat16", 3, 99)
-    assert (got.page_size, got.attention_backend, got.overlap, got.chunked_prefill_size) == (1, "plain", False, -1)
+    assert (got.page_size, got.attention_backend, got.overlap, got.chunked_prefill_size) == (1, "plain", False, 2048)
     assert len(got.decisions) == 1
     assert got.decisions[0].startswith("attention_backend plain: cpu cannot: not here")
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "size"),
+    [
+        (LAPTOP, {}, 512),
+        (GPU, {"page_size": 1}, 2048),
+        (LAPTOP, {"chunked_prefill_size": 64}, 64),
+        (LAPTOP, {"max_prefill_tokens": 100}, 100),
+        (LAPTOP, {"chunked_prefill_size": -1, "max_prefill_tokens": 4096}, 4096),
+    ],
+)
+def test_the_prompt_tokens_of_a_step_are_bounded_by_both_options(facts: DeviceFacts, options: dict, size: int):
+    assert config(facts, **options).chunked_prefill_size == size
 
 
 @pytest.mark.parametrize(("option", "dtype"), [("bf16", "bfloat16"), ("int8", "int8"), ("auto", "float32")])

@@ -21,6 +21,9 @@ _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is nobody else's, but activations and graphs take their part."""
 
+CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
+"""--chunked-prefill-size by device: from here on a larger step is hardly faster for each token."""
+
 FP8_CAPABILITY = (8, 9)
 
 _LARGEST_GRAPH = 256
@@ -72,7 +75,7 @@ class BackendChoices:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Every choice made. Counts of tokens; chunked_prefill_size is -1 for whole prompts.
+    """Every choice made. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step.
 
     cuda_graph_sizes: batches of decode steps that are captured, ascending; empty = none.
     deterministic: a GPU, too, gives bits that do not depend on the batch. On CPU it is so in any case.
@@ -132,7 +135,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         page_size=page_size,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
-        chunked_prefill_size=args.chunked_prefill_size,
+        chunked_prefill_size=_chunked_prefill_size(args, device, decisions),
         max_prefill_tokens=args.max_prefill_tokens,
         num_threads=num_threads,
         native_kernels=native,
@@ -321,6 +324,16 @@ def _sizes(text: str, largest: int) -> tuple[int, ...]:
     if not all(1 <= size <= largest for size in sizes):
         raise ConfigError(f"--cuda-graph-bs {text}: sizes are from 1 to --max-running-requests, {largest}")
     return tuple(sorted(sizes))
+
+
+def _chunked_prefill_size(args: ServerArgs, device: str, decisions: list[str]) -> int:
+    size = args.chunked_prefill_size
+    if size is None:
+        size = CHUNKED_PREFILL_SIZE[device]
+        decisions.append(
+            f"chunked_prefill_size {size}: more is hardly faster on {device} and makes streams wait longer"
+        )
+    return args.max_prefill_tokens if size == -1 else min(size, args.max_prefill_tokens)
 
 
 def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str]) -> int:

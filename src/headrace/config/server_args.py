@@ -159,19 +159,25 @@ class ServerArgs:
     max_queued_requests: int = _opt(
         2048, _Q, "Most samples that wait beyond those that fill the running slots; more are answered 503.", _POSITIVE
     )
-    chunked_prefill_size: int = _opt(
-        512, _Q, "Most prompt tokens of one request in a step; -1 = whatever --max-prefill-tokens allows."
+    chunked_prefill_size: int | None = _opt(
+        None,
+        _Q,
+        "Most prompt tokens in a step, of all requests together; -1 = as many as --max-prefill-tokens allows; "
+        "default: 512 on CPU, 2048 on a GPU.",
     )
     max_prefill_tokens: int = _opt(
         2048,
         _Q,
-        "Most tokens in a step over all requests, and so of a chunk; one token for each running request always fits.",
+        "Most tokens in a step, of all requests together; one token for each running request always fits.",
         _POSITIVE,
     )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = _opt(
         "fcfs", _Q, "Order of the queue: arrival, longest cached prefix, or priority (higher first, ageing)."
     )
     schedule_conservativeness: float = _opt(1.0, _Q, "Larger = admit fewer, retract less.", Bounds(above=0.0, most=1e9))
+    clip_max_new_tokens_estimate: int = _opt(
+        4096, _Q, "Reserve KV for at most N output tokens of a request, however many it may make.", _POSITIVE
+    )
     priority_ageing_s: float = _opt(
         10.0, _Q, "With policy priority: waiting so long raises the priority by one.", _SECONDS
     )
@@ -246,7 +252,7 @@ class ServerArgs:
         for field_ in fields(self):
             option = "--" + field_.name.replace("_", "-")
             _check(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
-        if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
         if self.dp_size > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it does not go with --single-process")

@@ -171,6 +171,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         kv_bytes=pool.num_bytes,
         load_s=time.perf_counter() - begin,
         quantization=config.quantization,
+        chunked_prefill_size=config.chunked_prefill_size,
         decisions=tuple(decisions),
     )
 

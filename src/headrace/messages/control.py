@@ -196,6 +196,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     kv_bytes: int
     load_s: float
     quantization: str = "none"
+    chunked_prefill_size: int = 512
     decisions: tuple[str, ...] = ()
 
     @property

@@ -78,6 +78,7 @@ def end(state: SchedulerState, req: Req) -> TokenIDOut:
     assert req.finish is not None
     state.counters.num_finished += 1
     state.counters.num_aborted += req.finish.type == "abort"
+    state.ratio.usual.learn(req, req.finish)
     _forget(state, req)
     return _output(state, req)
 

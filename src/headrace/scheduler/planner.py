@@ -22,21 +22,23 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
         return None
     state.now_s = now_s
     batch = ScheduleBatch(state.next_step, state.kv.page_size)
-    budget = state.config.step_tokens
+    budget, prompt_budget = state.config.step_tokens, state.config.chunk_tokens
     pool_is_full = False
     # Decode rows cost one token each and must not wait behind anybody's prompt.
     wanted = [(req, req.num_to_schedule) for req in state.running]
     for req, num_wanted in [*(w for w in wanted if w[1] <= 1), *(w for w in wanted if w[1] > 1)]:
-        count = min(num_wanted, state.config.chunk_tokens, budget)
+        computes_prompt = num_wanted > 1 or req.num_scheduled < req.num_prompt_tokens
+        count = min(num_wanted, budget, prompt_budget) if computes_prompt else min(num_wanted, budget)
         if count <= 0 or req.seq < 0:  # nothing to do, no budget, or retracted just now
             continue
         if _make_room(state, batch, req, req.num_scheduled + count):
             _add_row(state, batch, req, count, num_wanted)
             budget -= count
+            prompt_budget -= count if computes_prompt else 0
         else:
             pool_is_full = True
     if not pool_is_full:
-        _admit(state, batch, budget, now_s)
+        _admit(state, batch, min(budget, prompt_budget), now_s)
     if not batch.rows:
         return None
     state.next_step += 1
@@ -54,7 +56,10 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
 
 
 def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: float) -> None:
-    """Move waiting requests into the batch, in the policy's order, while tokens, rows and pages last."""
+    """Move waiting requests into the batch, in the policy's order, while tokens, rows and pages last.
+
+    budget: prompt tokens that the step may still compute.
+    """
     kv, config = state.kv, state.config
     if not state.waiting or budget <= 0:
         return
@@ -75,7 +80,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: floa
             break
         kv.admit(req, match)
         num_wanted = req.num_to_schedule
-        count = min(num_wanted, config.chunk_tokens, budget)
+        count = min(num_wanted, budget)
         if not kv.grow(req, req.num_scheduled + count):
             req.keep_kv = True
             kv.release(req)

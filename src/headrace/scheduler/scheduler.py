@@ -71,7 +71,9 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.worker = worker
-        self.state = SchedulerState(config, kv, NewTokenRatio(config.conservativeness), source=source)
+        self.state = SchedulerState(
+            config, kv, NewTokenRatio(config.conservativeness, config.clip_estimate_tokens), source=source
+        )
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
         self._to_tokenizer = to_tokenizer

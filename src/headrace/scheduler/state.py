@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from headrace.messages.control import FaultReq
 from headrace.messages.weights import MemoryTag, PauseMode
-from headrace.scheduler.admission import NewTokenRatio
+from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.kv_manager import KVManager
@@ -32,7 +32,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Resolved limits. chunk_tokens: most tokens of one request in a step; step_tokens: most in a step.
+    """Resolved limits. chunk_tokens: most prompt tokens in a step, of all requests together; step_tokens: most tokens in a step.
 
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
     """
@@ -48,6 +48,7 @@ class SchedulerConfig:
     stream_interval: int
     priority_ageing_s: float = 10.0
     conservativeness: float = 1.0
+    clip_estimate_tokens: int = DEFAULT_CLIP_TOKENS
     decode_log_interval: int = 0
     accept_faults: bool = False
     dp_rank: int = 0
