@@ -1,5 +1,6 @@
 """The shape of a call: what is refused, and that every field of it reaches every sample (SPEC B8)."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from headrace.messages.packing import pack_float32, pack_int32, unpack_int32
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import GenerationDefaults, SamplingParams
 
-LIMITS = CallLimits(vocab_size=VOCAB_SIZE, hidden_size=2, max_n=4, max_prompts=3, max_samples=100)
+LIMITS = CallLimits(vocab_size=VOCAB_SIZE, hidden_size=2, max_n=4, max_prompts=3, max_samples=100, context_length=64)
 NOT_YET = {
     "image_data": "x",
     "audio_data": "x",
@@ -85,6 +86,23 @@ BAD = {
     "priority without the policy": ({"text": "a", "priority": 1}, "--schedule-policy priority"),
     "too many bad words": ({"text": "a", "sampling_params": {"bad_words": ["x"] * 129}}, "at most 128"),
     "an empty bad word": ({"text": "a", "sampling_params": {"bad_words": [""]}}, "must not be empty"),
+    "long stops": (
+        {"text": "a", "sampling_params": {"stop": ["x" * 1000] * 9}},
+        "9000 characters together, at most 8192",
+    ),
+    "many stops": ({"text": "a", "sampling_params": {"stop": ["x"] * 10**5}}, "at most 32 strings in stop, got 100000"),
+    "long bad words": ({"text": "a", "sampling_params": {"bad_words": ["x" * 1000] * 9}}, "bad_words have 9000"),
+    "many stop ids": ({"text": "a", "sampling_params": {"stop_token_ids": [1] * 1025}}, "at most 1024 ids"),
+    "many allowed ids": ({"text": "a", "sampling_params": {"allowed_token_ids": [1] * 10**5}}, "at most 257 ids"),
+    "many biases": ({"text": "a", "sampling_params": {"logit_bias": {str(i): 1 for i in range(1025)}}}, "at most 1024"),
+    "patterns of all prompts": (
+        {"text": ["a"] * 3, "sampling_params": [{"stop_regex": [f"{i}{j}" for j in range(11)]} for i in range(3)]},
+        "33 stop patterns",
+    ),
+    "priority beyond 32 bits": ({"text": "a", "priority": 2**70}, "priority must be between"),
+    "empty bytes": ({"input_embeds": b""}, "0 bytes are no rows of 2"),
+    "half a row": ({"input_embeds": b"abcd"}, "4 bytes are no rows of 2"),
+    "bytes of no numbers": ({"input_embeds": pack_float32([1.0, math.nan])}, "finite"),
     "a bad pattern": ({"text": "a", "sampling_params": {"stop_regex": "("}}, "not accepted"),
 }
 
@@ -94,6 +112,24 @@ def test_a_bad_shape_is_refused(case):
     fields, message = BAD[case]
     with pytest.raises(RequestError, match=message):
         split_call(request(**fields), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_embeds": pack_float32([1.0, 1.0]) * (1 << 21)},
+        {"input_embeds": [pack_float32([1.0, 1.0]) * (1 << 20)] * 2},
+        {"input_ids": [1] * (1 << 22)},
+    ],
+    ids=["embeds", "two prompts of embeds", "ids"],
+)
+def test_samples_together_are_bounded_in_bytes(fields):
+    limits = dataclasses.replace(LIMITS, max_n=5, context_length=1 << 30)
+
+    split_call(request(**fields, sampling_params={"n": 4}), limits)
+
+    with pytest.raises(RequestError, match="bytes together"):
+        split_call(request(**fields, sampling_params={"n": 5}), limits)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None])
@@ -246,12 +282,15 @@ async def test_token_ids_and_embeddings_are_sent_as_they_are(make_frontend):
     frontend = make_frontend()
     await frontend.call(input_ids=[[3, 4], [5]], rid=["x", "y"])
     await frontend.call(input_embeds=[[1, 2.5], [0.0, -1.0]], rid="e")
+    await frontend.call(input_embeds=[pack_float32([1, 2.5, 0, -1]), [[0.5, 0.5]]], rid="b")
 
     requests = frontend.engine.requests
     assert unpack_int32(requests["x"].input_ids) == [3, 4]
     assert requests["y"].input_ids == pack_int32([5])
     assert unpack_int32(requests["e"].input_ids) == [0, 0]
-    assert requests["e"].input_embeds == pack_float32([1, 2.5, 0, -1])
+    assert requests["e"].input_embeds == requests["b/0"].input_embeds == pack_float32([1, 2.5, 0, -1])
+    assert requests["b/1"].input_embeds == pack_float32([0.5, 0.5])
+    assert len(requests["b/0"].input_ids) == 8
 
 
 async def test_prompt_logprobs_of_embeddings_are_refused(make_frontend):

@@ -122,7 +122,9 @@ class FakeFrontend:
         caller: Any = None,
     ) -> AsyncGenerator[Any, None]:
         incremental = self.incremental if incremental is None else incremental
-        limits = CallLimits(self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256)
+        limits = CallLimits(
+            self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=CONTEXT_LENGTH
+        )
         call = split_call(obj, limits)
         self.calls.append(obj)
         self.callers.append(caller)

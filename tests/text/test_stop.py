@@ -8,7 +8,8 @@ from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
 from headrace.frontend.tokenizers import load_tokenizer
 from headrace.text.incremental import IncrementalDecoder
-from headrace.text.stop import HoldBack, StopMatch, StopMatcher, check_stop_regex
+from headrace.text.stop import HoldBack, StopMatch, StopMatcher
+from headrace.text.stop_patterns import check_stop_regex
 
 TOKENIZER = load_tokenizer(resolve_model("smollm2"))
 
@@ -155,3 +156,17 @@ def test_an_explosive_pattern_is_matched_in_linear_time():
     _, match = first_match(["a" * 4000, "c"], [], [r"(a|aa){1,50}b"])
 
     assert match is None
+
+
+def test_a_sample_holds_no_more_than_its_stops_are_long_and_builds_nothing_from_them():
+    stops = tuple("a" * 255 + chr(ord("b") + i) for i in range(20))
+    matcher, hold = StopMatcher(stops, [], IncrementalDecoder(Letters(["a" * 7]))), HoldBack(stops)
+
+    for _ in range(200):
+        assert matcher.push(0) is None
+        hold.push("a" * 7)
+
+    assert len(matcher._tail) == 255
+    assert len(hold.held) == 255
+    # The strings themselves are the request's.
+    assert all(mine is given for mine, given in zip(matcher._stop, stops, strict=True))

@@ -5,25 +5,25 @@ Does not tokenize and does not know the prompt's length. Pure functions, run in 
 """
 
 import json
-import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from headrace.errors import RequestError
+from headrace.frontend.embeddings import pack_embeds
 from headrace.messages.requests import GenerateReqInput, SessionParams
-from headrace.sampling.params import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, SamplingParams
-from headrace.text.stop import check_stop_regex
+from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
+from headrace.text.stop_patterns import MAX_STOP_PATTERNS, check_stop_regex
 
 T = TypeVar("T")
 
 MAX_RID_LENGTH = 512
 MAX_KEY_LENGTH = 4096
 MAX_TOKEN_IDS_LOGPROB = 1024
-MAX_WORDS = MAX_BAD_WORDS // 2
-"""Each bad word is spelled in two ways: at the start of a text and after a space."""
-MAX_FLOAT32 = 3.4028234663852886e38
+MAX_PRIORITY = 2**31 - 1
+MAX_CALL_BYTES = 64 << 20
+"""Of what the scheduler gets for one call: every sample carries its prompt and its parameters."""
 
 _NOT_YET: tuple[tuple[str, str], ...] = (
     ("image_data", "image input"),
@@ -40,7 +40,7 @@ class CallLimits:
     """What a call is checked against.
 
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy looks at priorities.
-    num_replicas: of --dp-size.
+    num_replicas: of --dp-size. context_length: in tokens.
     """
 
     vocab_size: int
@@ -48,6 +48,7 @@ class CallLimits:
     max_n: int
     max_prompts: int
     max_samples: int
+    context_length: int
     processors: frozenset[str] = frozenset()
     uses_priority: bool = False
     num_replicas: int = 1
@@ -57,6 +58,7 @@ class CallLimits:
 class Prompt:
     """One prompt of a call. Exactly one of text, input_ids and input_embeds is set.
 
+    input_embeds: float32[num_tokens, hidden_size], num_tokens > 0.
     rid: the prompt's own. start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
     session: the prompt goes on there. adapter: name; empty = the base model.
     """
@@ -64,7 +66,7 @@ class Prompt:
     rid: str
     text: str | None
     input_ids: list[int] | None
-    input_embeds: list[list[float]] | None
+    input_embeds: bytes | None
     sampling: SamplingParams
     return_logprob: bool
     logprob_start_len: int
@@ -99,25 +101,25 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
         raise RequestError(
             f"routed_dp_rank is {rank}, but the replicas are numbered 0 to {limits.num_replicas - 1}", "routed_dp_rank"
         )
+    if obj.priority is not None and not -MAX_PRIORITY <= obj.priority <= MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {obj.priority}", "priority"
+        )
     if obj.priority and not limits.uses_priority:
         raise RequestError("priority needs a server started with --schedule-policy priority", "priority")
-    texts, ids, embeds, is_batch = _inputs(obj)
+    _check_num_prompts(obj, limits.max_prompts)
+    texts, ids, embeds, is_batch = _inputs(obj, limits.hidden_size)
     count = len(texts)
-    if count > limits.max_prompts:
-        raise RequestError(f"at most {limits.max_prompts} prompts in one request, got {count}", _input_name(obj))
     for token_ids in ids:
         if token_ids is not None:
             check_token_ids("input_ids", token_ids, limits.vocab_size)
-    for rows in embeds:
-        if rows is not None:
-            _check_embeds(rows, limits.hidden_size)
-
     samplings = [
         item or SamplingParams()
         for item in _spread("sampling_params", obj.sampling_params, count, is_batch, SamplingParams)
     ]
     for sampling in samplings:
         _check_sampling(sampling, limits)
+    _check_patterns(samplings)
     num_samples = sum(sampling.n for sampling in samplings)
     if num_samples > limits.max_samples:
         raise RequestError(
@@ -174,7 +176,36 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
         )
         for i in range(count)
     )
+    _check_cost(prompts, limits.context_length)
     return Call(call_rid, prompts, is_batch or multiple)
+
+
+def _check_cost(prompts: Sequence[Prompt], context_length: int) -> None:
+    """Raises RequestError when the samples together take more than MAX_CALL_BYTES on their way to the scheduler."""
+    num_bytes = sum(prompt.sampling.n * _sample_bytes(prompt, context_length) for prompt in prompts)
+    if num_bytes > MAX_CALL_BYTES:
+        raise RequestError(
+            f"the samples of this request take {num_bytes} bytes together, at most {MAX_CALL_BYTES}: "
+            "ask for fewer samples, or send the prompts one by one",
+            "n",
+        )
+
+
+def _sample_bytes(prompt: Prompt, context_length: int) -> int:
+    """About what one sample of `prompt` takes in a message, at most."""
+    sampling = prompt.sampling
+    # A text has at most a token a byte; what is longer than the context is refused when it has been tokenized.
+    num_tokens = (
+        len(prompt.input_ids) if prompt.input_ids is not None else min(4 * len(prompt.text or ""), context_length)
+    )
+    strings = (*sampling.stop_strings(), *sampling.stop_patterns(), *(sampling.bad_words or ()), prompt.namespace)
+    numbers = (sampling.stop_token_ids, sampling.allowed_token_ids, prompt.token_ids_logprob, sampling.logit_bias)
+    return (
+        4 * num_tokens
+        + len(prompt.input_embeds or b"")
+        + 4 * sum(map(len, strings))
+        + 16 * sum(len(items) for items in numbers if items)
+    )
 
 
 def check_text(param: str, text: str, max_length: int | None = None) -> None:
@@ -197,10 +228,23 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
         raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
 
 
-_Inputs = tuple[list[str | None], list[list[int] | None], list[list[list[float]] | None], bool]
+def _check_num_prompts(obj: GenerateReqInput, limit: int) -> None:
+    """By the length of the list alone: nothing is looked at one by one before."""
+    for name, value in (("text", obj.text), ("input_ids", obj.input_ids), ("input_embeds", obj.input_embeds)):
+        if not isinstance(value, list) or not value or type(value[0]) is int:
+            continue
+        # Rows of floats are one prompt.
+        is_row = (
+            name == "input_embeds" and isinstance(value[0], list) and value[0] and not isinstance(value[0][0], list)
+        )
+        if not is_row and len(value) > limit:
+            raise RequestError(f"at most {limit} prompts in one request, got {len(value)}", name)
 
 
-def _inputs(obj: GenerateReqInput) -> _Inputs:
+_Inputs = tuple[list[str | None], list[list[int] | None], list[bytes | None], bool]
+
+
+def _inputs(obj: GenerateReqInput, hidden_size: int) -> _Inputs:
     """Texts, ids and embeds of each prompt (one of the three is not None), and whether the input was a list of prompts."""
     given = [name for name in ("text", "input_ids", "input_embeds") if getattr(obj, name) is not None]
     if len(given) != 1:
@@ -214,7 +258,7 @@ def _inputs(obj: GenerateReqInput) -> _Inputs:
         raise RequestError(f"{name} is empty", name)
     texts: list[str | None] = [None]
     ids: list[list[int] | None] = [None]
-    embeds: list[list[list[float]] | None] = [None]
+    embeds: list[bytes | None] = [None]
     if obj.text is not None:
         is_batch = isinstance(obj.text, list)
         given_texts = obj.text if isinstance(obj.text, list) else [obj.text]
@@ -233,11 +277,9 @@ def _inputs(obj: GenerateReqInput) -> _Inputs:
         if not all(ids):
             raise RequestError("input_ids: a prompt is empty", name)
     else:
-        rows = cast("list[list[object]]", obj.input_embeds)
-        if not all(isinstance(row, list) and row for row in rows):
-            raise RequestError("input_embeds: a prompt or a row is empty", name)
-        is_batch = isinstance(rows[0][0], list)
-        embeds = cast("list[list[list[float]] | None]", rows if is_batch else [rows])
+        assert obj.input_embeds is not None, "one of the three is given"
+        packed, is_batch = pack_embeds(obj.input_embeds, hidden_size)
+        embeds = list(packed)
     count = max(len(texts), len(ids), len(embeds))
     return (
         texts if obj.text is not None else [None] * count,
@@ -247,35 +289,27 @@ def _inputs(obj: GenerateReqInput) -> _Inputs:
     )
 
 
-def _input_name(obj: GenerateReqInput) -> str:
-    return "text" if obj.text is not None else "input_ids" if obj.input_ids is not None else "input_embeds"
-
-
-def _check_embeds(rows: list[list[float]], hidden_size: int) -> None:
-    for row in rows:
-        if not isinstance(row, list) or len(row) != hidden_size:
-            got = len(row) if isinstance(row, list) else "a number"
-            raise RequestError(f"input_embeds: a row has {got} values, the model needs {hidden_size}", "input_embeds")
-        for value in row:
-            if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > MAX_FLOAT32:
-                raise RequestError("input_embeds: values must be finite float32 numbers", "input_embeds")
-
-
 def _check_sampling(sampling: SamplingParams, limits: CallLimits) -> None:
     """What must be known before anything is done per sample or per string; `resolve` checks the rest."""
     if type(sampling.n) is not int or not 1 <= sampling.n <= limits.max_n:
         raise RequestError(f"n must be between 1 and {limits.max_n}, got {sampling.n}", "n")
-    for name, strings in (("stop", sampling.stop_strings()), ("stop_regex", sampling.stop_patterns())):
-        for text in strings:
-            check_text(name, text, MAX_STOP_LENGTH)
-    check_stop_regex(sampling.stop_patterns())
+    sampling.check_sizes(limits.vocab_size)
     words = sampling.bad_words or []
-    if len(words) > MAX_WORDS:
-        raise RequestError(f"at most {MAX_WORDS} bad words, got {len(words)}", "bad_words")
-    for word in words:
-        if not word:
-            raise RequestError("bad_words must not be empty", "bad_words")
-        check_text("bad_words", word, MAX_STOP_LENGTH)
+    for name, strings in (("stop", sampling.stop_strings()), ("bad_words", words)):
+        for text in strings:
+            check_text(name, text)
+    if not all(words):
+        raise RequestError("bad_words must not be empty", "bad_words")
+
+
+def _check_patterns(samplings: Sequence[SamplingParams]) -> None:
+    """The stop patterns of all prompts: each different one is compiled, here and in the scheduler."""
+    different = dict.fromkeys(sampling.stop_patterns() for sampling in samplings)
+    num_patterns = sum(map(len, different))
+    if num_patterns > MAX_STOP_PATTERNS:
+        raise RequestError(f"{num_patterns} stop patterns in one request; at most {MAX_STOP_PATTERNS}", "stop_regex")
+    for patterns in different:
+        check_stop_regex(patterns)
 
 
 def _check_session(session: SessionParams | None, sampling: SamplingParams, has_embeds: bool) -> None:

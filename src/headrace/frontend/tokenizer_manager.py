@@ -53,7 +53,7 @@ from headrace.messages.control import (
 from headrace.messages.dispatch import TypeBasedDispatcher
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, StrOut
-from headrace.messages.packing import pack_float32, pack_int32
+from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
     LogprobSpec,
@@ -173,6 +173,7 @@ class TokenizerManager:
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
             num_replicas=args.dp_size,
+            context_length=ready.context_length,
         )
         schedulers = [to_scheduler, *more_schedulers]
         self.link = EngineLink(
@@ -361,7 +362,7 @@ class TokenizerManager:
             elif prompt.input_ids is not None:
                 ids = prompt.input_ids
             else:
-                ids = [0] * len(prompt.input_embeds or ())
+                ids = [0] * (len(prompt.input_embeds or b"") // (4 * self.ready.hidden_size))
             words = prompt.sampling.bad_words
             bad_word_ids = await self._bad_word_ids(words) if words else []
             if prompt.session is not None:
@@ -458,7 +459,7 @@ class TokenizerManager:
         """What the scheduler gets for each sample of a prompt."""
         packed = pack_int32(ids)
         lora_id = own[0].adapter.lora_id if own[0].adapter is not None else 0
-        embeds = pack_float32(itertools.chain.from_iterable(prompt.input_embeds)) if prompt.input_embeds else b""
+        embeds = prompt.input_embeds or b""
         timeout_s, queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         limits = own[0].call.tenant.limits
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.

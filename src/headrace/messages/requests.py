@@ -24,13 +24,14 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     """One call of `generate` (SPEC H1): one prompt or a batch of prompts, `n` samples of each.
 
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
-    `input_embeds` is float[num_tokens][hidden_size] for one prompt. Fields that may be one value or one per prompt are lists
+    `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
+    Fields that may be one value or one per prompt are lists
     when they differ. What this build cannot do (images, disaggregation) is refused by name.
     """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    input_embeds: list[list[float | list[float]]] | None = None
+    input_embeds: bytes | list[bytes | list[float | list[float]]] | None = None
     sampling_params: SamplingParams | list[SamplingParams] | None = None
     rid: str | list[str] | None = None
     stream: bool = False

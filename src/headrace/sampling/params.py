@@ -5,7 +5,7 @@ Owns the names, defaults and bounds of SPEC section P. No torch: the front end a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +22,9 @@ MIN_REPETITION_PENALTY = 1e-5
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 4096
+MAX_STOP_CHARS = 8192
+"""Of all stop strings of a sample together, and of all its bad words."""
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_TOP_LOGPROBS = 256
@@ -75,6 +78,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def stop_patterns(self) -> tuple[str, ...]:
         """`stop_regex` as a tuple."""
         return _as_tuple(self.stop_regex)
+
+    def check_sizes(self, vocab_size: int) -> None:
+        """Raises RequestError when a field has more items or characters than are served. Looks at lengths alone."""
+        for name, given in (("stop", self.stop), ("stop_regex", self.stop_regex)):
+            listed = [given] if isinstance(given, str) else given or []
+            _at_most(MAX_STOP_STRINGS, listed, name, "strings")
+            longest = max(map(len, listed), default=0)
+            _require(longest <= MAX_STOP_LENGTH, name, f"{name} is longer than {MAX_STOP_LENGTH} characters")
+        # Each bad word is spelled in two ways: at the start of a text and after a space.
+        _at_most(MAX_BAD_WORDS // 2, self.bad_words, "bad_words", "words")
+        for name, strings in (("stop", self.stop_strings()), ("bad_words", self.bad_words or [])):
+            num_chars = sum(map(len, strings))
+            _require(
+                num_chars <= MAX_STOP_CHARS,
+                name,
+                f"the strings of {name} have {num_chars} characters together, at most {MAX_STOP_CHARS}",
+            )
+        _at_most(MAX_STOP_TOKEN_IDS, self.stop_token_ids, "stop_token_ids", "ids")
+        _at_most(vocab_size, self.allowed_token_ids, "allowed_token_ids", "ids")
+        _at_most(MAX_LOGIT_BIAS, self.logit_bias, "logit_bias", "entries")
 
     def resolve(
         self,
@@ -135,15 +158,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require(0 <= self.seed <= MAX_SEED, "seed", f"seed must be between 0 and 2**63 - 1, got {self.seed}")
         if self.stream_interval is not None:
             _require(1 <= self.stream_interval <= 4096, "stream_interval", "stream_interval must be between 1 and 4096")
+        self.check_sizes(vocab_size)
         for name, strings in (("stop", self.stop_strings()), ("stop_regex", self.stop_patterns())):
-            _require(
-                len(strings) <= MAX_STOP_STRINGS, name, f"at most {MAX_STOP_STRINGS} stop strings, got {len(strings)}"
-            )
-            for text in strings:
-                _require(text != "", name, f"{name} must not be empty")
-                _require(
-                    len(text) <= MAX_STOP_LENGTH, name, f"a {name} string is longer than {MAX_STOP_LENGTH} characters"
-                )
+            _require(all(strings), name, f"{name} must not be empty")
         stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, vocab_size)
         allowed = _ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         if self.allowed_token_ids is not None:
@@ -228,6 +245,11 @@ def _require(holds: bool, param: str, message: str) -> None:
         raise RequestError(message, param)
 
 
+def _at_most(limit: int, items: Sized | None, param: str, what: str) -> None:
+    if items is not None and len(items) > limit:
+        raise RequestError(f"at most {limit} {what} in {param}, got {len(items)}", param)
+
+
 def _between(param: str, value: float, low: float, high: float, low_open: bool = False) -> None:
     inside = math.isfinite(value) and (low < value if low_open else low <= value) and value <= high
     bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high != math.inf else f"finite and at least {low:g}"
@@ -235,17 +257,15 @@ def _between(param: str, value: float, low: float, high: float, low_open: bool =
 
 
 def _ids(param: str, ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
-    for token_id in ids or ():
-        _require(0 <= token_id < vocab_size, param, f"{param}: {token_id} is not a token id (0 to {vocab_size - 1})")
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
     return tuple(dict.fromkeys(ids or ()))
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
     if not bias:
         return ()
-    _require(
-        len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries in logit_bias, got {len(bias)}"
-    )
     pairs = []
     for key, value in bias.items():
         _require(

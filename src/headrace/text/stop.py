@@ -3,25 +3,15 @@
 Owns the decision at which token a stop completes (`StopMatcher`), and how much text must wait because it may be the
 beginning of a stop (`HoldBack`). Stop token ids, EOS and lengths are the scheduler's. No torch; one object per request.
 
-Stop strings are found by the automaton of Aho and Corasick (Efficient string matching, CACM 1975): one step a character,
-whatever the number of strings. Patterns run in RE2, whose time is linear in the text.
+Nothing is built from the stop strings: text is compared with them where it ends (or where it may begin one), which is a native
+comparison a string. So a sample costs no more than the text that it holds, however long its stops are. Patterns: `stop_patterns`.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
-import re2
-
-from headrace.errors import RequestError
 from headrace.text.incremental import IncrementalDecoder
-
-MAX_STOP_PATTERNS = 32
-MAX_REGEX_CHARS = 1024
-REGEX_WINDOW_CHARS = 4096  # a match of a stop pattern that is longer is not found
-_REGEX_MEMORY_BYTES = 1 << 20
+from headrace.text.stop_patterns import PatternSearch, compile_stop_patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,80 +29,6 @@ class StopMatch:
     cut: int
 
 
-def check_stop_regex(patterns: Sequence[str]) -> None:
-    """Raise RequestError for patterns that RE2 does not take (look-around, back references), or that match nothing at all."""
-    if len(patterns) > MAX_STOP_PATTERNS:
-        raise RequestError(f"{len(patterns)} stop patterns; at most {MAX_STOP_PATTERNS}", param="stop_regex")
-    for pattern in patterns:
-        _compile(pattern)
-
-
-@lru_cache(maxsize=256)
-def _compile(pattern: str) -> Any:
-    """The compiled pattern (RE2 ships no types). Raises RequestError."""
-    if len(pattern) > MAX_REGEX_CHARS:
-        raise RequestError(
-            f"a stop pattern has {len(pattern)} characters; at most {MAX_REGEX_CHARS}", param="stop_regex"
-        )
-    options = re2.Options()
-    options.log_errors = False
-    options.max_mem = _REGEX_MEMORY_BYTES
-    try:
-        compiled = re2.compile(pattern, options)
-    except re2.error as err:
-        reason = err.args[0].decode(errors="replace") if err.args and isinstance(err.args[0], bytes) else str(err)
-        raise RequestError(f"stop pattern {pattern!r} is not accepted: {reason}", param="stop_regex") from None
-    except UnicodeEncodeError:
-        raise RequestError("a stop pattern is not valid Unicode", param="stop_regex") from None
-    if compiled.search("") is not None:
-        raise RequestError(
-            f"stop pattern {pattern!r} matches the empty text, so it would stop at once", param="stop_regex"
-        )
-    return compiled
-
-
-class StopAutomaton:
-    """The trie of a set of strings with the failure links of Aho and Corasick.
-
-    A state is the longest suffix of the text that begins one of the strings; state 0 is the empty one.
-    depth[state]: its length. found[state]: the longest string that ends here, or None.
-    """
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        """strings: non-empty."""
-        self._next: list[dict[str, int]] = [{}]
-        self.depth = [0]
-        self.found: list[str | None] = [None]
-        for text in strings:
-            state = 0
-            for char in text:
-                state = self._next[state].setdefault(char, len(self._next))
-                if state == len(self._next):
-                    self._next.append({})
-                    self.depth.append(0)
-                    self.found.append(None)
-            self.found[state] = text
-        self._fail = [0] * len(self._next)
-        waiting = deque([0])
-        while waiting:
-            state = waiting.popleft()
-            for char, child in self._next[state].items():
-                self.depth[child] = self.depth[state] + 1
-                self._fail[child] = self.step(self._fail[state], char) if state else 0
-                self.found[child] = self.found[child] or self.found[self._fail[child]]
-                waiting.append(child)
-
-    def step(self, state: int, char: str) -> int:
-        """The state after one more character; amortised constant time over a text."""
-        while True:
-            following = self._next[state].get(char)
-            if following is not None:
-                return following
-            if not state:
-                return 0
-            state = self._fail[state]
-
-
 class StopMatcher:
     """Watches the output of one request.
 
@@ -123,44 +39,36 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Sequence[str], stop_regex: Sequence[str], decoder: IncrementalDecoder) -> None:
-        """Raises RequestError as `check_stop_regex`."""
+        """stop: non-empty strings. Raises RequestError as `compile_stop_patterns`."""
         self._decoder = decoder
-        self._automaton = StopAutomaton(stop)
-        self._state = 0
-        self._patterns = [(pattern, _compile(pattern)) for pattern in stop_regex]
-        self._window = ""  # the last characters, for the patterns
+        self._stop = tuple(stop)
+        self._num_kept = max(map(len, self._stop), default=1) - 1
+        self._tail = ""  # the last characters: a stop may have begun in them
         self._num_chars = 0
+        self._search = PatternSearch(compile_stop_patterns(tuple(stop_regex))) if stop_regex else None
 
     def push(self, token_id: int) -> StopMatch | None:
         """Take one output token; the stop that it completes, if any. After a match the matcher is finished."""
         text = self._decoder.push(token_id)
         if not text:
             return None
-        before = self._num_chars
+        if self._stop and (match := self._match_strings(text)) is not None:
+            return match
         self._num_chars += len(text)
-        step, found = self._automaton.step, self._automaton.found
-        for offset, char in enumerate(text, start=before + 1):
-            self._state = step(self._state, char)
-            if (matched := found[self._state]) is not None:
-                start = offset - len(matched)
-                return StopMatch(matched, start, offset, cut=start)
-        return self._match_patterns(text) if self._patterns else None
+        if self._search is None or (found := self._search.push(text)) is None:
+            return None
+        return StopMatch(found.pattern, found.start, found.end, cut=self._num_chars)
 
-    def _match_patterns(self, text: str) -> StopMatch | None:
-        # One character before the searched ones stays, so that `^`, `\A` and `\b` see that the output did not begin there.
-        self._window = (self._window + text)[-max(REGEX_WINDOW_CHARS, len(text)) - 1 :]
-        first = self._num_chars - len(self._window)
-        begin = 1 if first else 0
-        best: StopMatch | None = None
-        for pattern, compiled in self._patterns:
-            hit = compiled.search(self._window, begin)
-            if hit is None:
-                continue
-            start, end = hit.span()
-            match = StopMatch(pattern, first + start, first + end, cut=self._num_chars)
-            if best is None or (match.end, match.start) < (best.end, best.start):
-                best = match
-        return best
+    def _match_strings(self, text: str) -> StopMatch | None:
+        seen = self._tail + text
+        first = self._num_chars - len(self._tail)
+        for end in range(len(self._tail) + 1, len(seen) + 1):
+            if seen.endswith(self._stop, 0, end):
+                matched = max((stop for stop in self._stop if seen.endswith(stop, 0, end)), key=len)
+                start = first + end - len(matched)
+                return StopMatch(matched, start, first + end, cut=start)
+        self._tail = seen[len(seen) - self._num_kept :] if self._num_kept < len(seen) else seen
+        return None
 
 
 class HoldBack:
@@ -170,8 +78,9 @@ class HoldBack:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._automaton = StopAutomaton(stop)
-        self._state = 0
+        """stop: non-empty strings."""
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
         self._held = ""
 
     @property
@@ -181,9 +90,21 @@ class HoldBack:
 
     def push(self, text: str) -> str:
         """Take new text; the text that can no longer be part of a stop, in order."""
-        for char in text:
-            self._state = self._automaton.step(self._state, char)
+        if not text:
+            return ""
         text = self._held + text
-        keep = len(text) - self._automaton.depth[self._state]
-        self._held = text[keep:]
-        return text[:keep]
+        # What does not begin a stop now never will: no character is looked at again once it is let go.
+        for start in range(max(0, len(text) - self._longest), len(text)):
+            if self._begins_stop(text, start):
+                break
+        else:
+            start = len(text)
+        self._held = text[start:]
+        return text[:start]
+
+    def _begins_stop(self, text: str, start: int) -> bool:
+        length, first, last = len(text) - start, text[start], text[-1]
+        return any(
+            stop[0] == first and len(stop) >= length and stop[length - 1] == last and text.endswith(stop[:length])
+            for stop in self._stop
+        )
