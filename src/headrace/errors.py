@@ -4,6 +4,7 @@ HeadraceError
 ├── RequestError          the caller's fault                       400
 │   ├── NotFoundError     unknown model, adapter, session, rid     404
 │   ├── AuthError         missing or wrong key                     401
+│   ├── ForbiddenError    a web page, or a host name, that is not served  403
 │   ├── LateError         not done within the server's time limit  408
 │   └── TooLargeError     body or prompt beyond a byte limit       413
 ├── CapacityError         no room now; `retry_after_s` says when   429 / 503
@@ -54,6 +55,13 @@ class AuthError(RequestError):
 
     status_code = 401
     error_type = "authentication_error"
+
+
+class ForbiddenError(RequestError):
+    """Nobody is answered who asks in this way, whatever the key."""
+
+    status_code = 403
+    error_type = "permission_error"
 
 
 class LateError(RequestError):

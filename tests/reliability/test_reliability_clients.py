@@ -123,7 +123,7 @@ def test_a_client_process_that_is_killed_takes_its_requests_along(server: Server
     )
     body = json.dumps(BODIES["/generate"])
     key = client.headers["authorization"]
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\ncontent-type: application/json\r\n"
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\nauthorization: {key}\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n{body}"
     url = httpx.URL(server.url)
     made = server.state()["generation_tokens"]

@@ -26,7 +26,7 @@ def raw(server: Running) -> Iterator[socket.socket]:
 
 
 def head(path: str, length: int, extra: bytes = b"") -> bytes:
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n" % (
+    return b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n" % (
         path.encode(),
         length,
         extra,
@@ -90,7 +90,7 @@ def test_good_and_bad_requests_share_a_connection(client: httpx.Client):
 def test_pipelined_requests_are_answered_in_order(server: Running):
     with raw(server) as sock:
         sock.sendall(
-            b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\nGET /nope HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\nGET /nope HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
         )
         answer = read_all(sock)
     assert answer.index(b"200 OK") < answer.index(b"404 Not Found")
@@ -116,7 +116,7 @@ def test_bodies_beyond_the_limit_are_refused():
         )
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"\r\n\r\n"])
 def test_a_request_that_does_not_arrive_is_answered_and_closed(
     server: Running, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,7 +129,7 @@ def test_a_request_that_does_not_arrive_is_answered_and_closed(
 def test_the_time_for_headers_counts_on_kept_connections_too(server: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
     with raw(server) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 200")
         sock.sendall(b"GET /hea")
         assert read_all(sock).startswith(b"HTTP/1.1 408")
@@ -139,7 +139,7 @@ def test_a_body_that_does_not_arrive_is_answered_and_closed(server: Running, mon
     monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
     for sent in (
         head("/generate", 100) + b'{"text": ',
-        b'POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"tex\r\n',
+        b'POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"tex\r\n',
     ):
         with raw(server) as sock:
             sock.sendall(sent)
@@ -171,7 +171,7 @@ def test_a_slow_reply_is_no_slow_request(server: Running, monkeypatch: pytest.Mo
         (b"GARBAGE\r\n\r\n", 400),
         (b"GET / HTTP/9.9\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\ncontent-length: -5\r\n\r\n", 400),
-        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431),
         (b"GET / HTTP/1.1\r\na: " + b"b" * 100_000, 431),
         (b"GET / HTTP/1.1\r\na: " + b"b" * 100_000 + b"\r\n\r\n", 431),

@@ -67,7 +67,8 @@ def test_server_info_tells_no_keys_and_no_folders():
 
 def test_flush_says_what_happened(client: httpx.Client, server: Running):
     assert client.post("/flush_cache").json() == {"success": True, "message": "flushed"}
-    assert client.get("/flush_cache").status_code == 200
+    refused = client.get("/flush_cache")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
     server.frontend.flush = FlushCacheReply(1, False, "2 requests run")
     reply = client.post("/flush_cache")
     assert reply.status_code == 409

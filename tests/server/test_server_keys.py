@@ -85,7 +85,7 @@ async def test_keys_of_the_file_open_user_routes_only_and_name_the_caller(tmp_pa
     frontend = FakeFrontend()
     path = write(tmp_path / "keys.toml", TOML)
     app, _ = make_app(frontend, ServerStatus(started=True), api_key_file=path, **options)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
 
         async def status(key, method="GET", route="/v1/models", **more):
             headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -112,7 +112,7 @@ async def test_a_key_of_the_file_sees_its_own_requests_only(tmp_path):
     app, _ = make_app(
         FakeFrontend(), ServerStatus(started=True), api_key_file=write(tmp_path / "k.toml", TOML), admin_api_key="boss"
     )
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
         for key, tenant in (("secret-a", "team-a"), ("boss", None)):
             reply = await client.get("/v1/requests/known", headers={"authorization": f"Bearer {key}"})
             assert reply.json()["data"] == [{"rid": "known", "tenant_asked": tenant}]
@@ -123,7 +123,7 @@ async def test_a_key_of_the_file_sees_its_own_requests_only(tmp_path):
 async def test_profiles_and_logging_take_names_and_levels_and_nothing_else():
     frontend = FakeFrontend()
     app, _ = make_app(frontend, ServerStatus(started=True))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
         for bad in ("/tmp/x", "..", "a/b", ".hidden", "", "x" * 65, "a\n"):
             assert (await client.post("/start_profile", json={"output_dir": bad})).status_code == 400, bad
         for bad in ({"num_steps": 0}, {"activities": ["TPU"]}, {"activities": []}, {"path": "x"}):

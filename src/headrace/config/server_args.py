@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
 
 MAX_INT = 2**63 - 1
@@ -94,7 +95,18 @@ class ServerArgs:
     api_key_file: str | None = _opt(
         None, _S, "TOML or JSON file of keys with a name, a weight and limits each; read again on SIGHUP.", _FILLED
     )
-    allow_origins: str = _opt("*", _S, "CORS origins, comma-separated; empty = no CORS.")
+    allow_origins: str = _opt(
+        "",
+        _S,
+        "Origins whose web pages may use this server (CORS), comma-separated: https://chat.example; * = any. Default: none but its own.",
+    )
+    allowed_hosts: str | None = _opt(
+        None,
+        _S,
+        "Names that requests may give as Host, comma-separated, besides localhost and --host; * = any. Default: no others when --host is a "
+        "loopback address, else any.",
+        _FILLED,
+    )
     warmups: str = _opt("", _S, "Comma-separated warm-up routines to run before ready: generate, chat.")
     skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
     single_process: bool = _opt(False, _S, "Scheduler and detokenizer as threads of the main process.")
@@ -252,6 +264,8 @@ class ServerArgs:
         for field_ in fields(self):
             option = "--" + field_.name.replace("_", "-")
             _check(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
+        parse_origins(self.allow_origins)
+        parse_hosts(self.allowed_hosts or "")
         if self.chunked_prefill_size is not None and self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
         if self.dp_size > 1 and self.single_process:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 import headrace
 from headrace.config.server_args import ServerArgs
+from headrace.config.web import parse_origins
 from headrace.errors import ConfigError
 from headrace.log import get_logger
 from headrace.messages.requests import GenerateReqInput
@@ -34,6 +35,7 @@ from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
+from headrace.server.origin_gate import HostList, OriginGate
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.weights import WeightsAPI
@@ -72,7 +74,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
         RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
-        RouteSpec("/flush_cache", ("GET", "POST"), "admin", control.flush_cache, "Empty the prefix cache"),
+        RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache"),
         RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
         RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
         RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),
@@ -146,13 +148,15 @@ def create_app(
     for spec in table:
         endpoint = Endpoint(spec.handler, args.max_body_bytes)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
-    # The last one added is the outermost: CORS answers preflights without a key, and its headers are on error replies too.
+    # The last one added is the outermost: CORS answers preflights without a key, and its headers are on error replies too. What the
+    # gate refuses gets none.
     access = AccessTable((spec.path, spec.access) for spec in table)
     app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys)
     app.add_middleware(ErrorBoundary)
-    origins = [origin.strip() for origin in args.allow_origins.split(",") if origin.strip()]
+    origins = parse_origins(args.allow_origins)
     if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(CORSMiddleware, allow_origins=sorted(origins), allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     return app
 
 
