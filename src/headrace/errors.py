@@ -2,6 +2,7 @@
 
 HeadraceError
 ├── RequestError          the caller's fault                       400
+│   ├── ContextLengthError prompt and output do not fit            400
 │   ├── NotFoundError     unknown model, adapter, session, rid     404
 │   ├── AuthError         missing or wrong key                     401
 │   ├── ForbiddenError    a web page, or a host name, that is not served  403
@@ -15,6 +16,8 @@ HeadraceError
 A message says what happened, the numbers, and what to do. It never carries a path of this machine, a class name or a
 traceback: messages of `RequestError`, `CapacityError` and `ExecutionError` are sent to clients as they are.
 """
+
+from typing import Literal, Self
 
 
 class HeadraceError(Exception):
@@ -41,6 +44,33 @@ class RequestError(HeadraceError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class ContextLengthError(RequestError):
+    """Prompt and output are longer than the context.
+
+    Clients know the code and OpenAI's words, and cut the prompt by them: do not change the words.
+    """
+
+    def __init__(self, param: str, context_length: int, asked: str, remedy: str = "messages", held: str = "") -> None:
+        """asked: what the request needs. remedy: what to shorten. held: why the context is shorter than the model's."""
+        limit = f"{context_length} tokens{f' ({held})' if held else ''}"
+        message = f"This model's maximum context length is {limit}. However, {asked}. Please reduce the length of the {remedy}."
+        super().__init__(message, param, "context_length_exceeded")
+
+    @classmethod
+    def of_prompt(cls, param: str, context_length: int, num_prompt_tokens: int, held: str = "") -> Self:
+        """The prompt alone is too long."""
+        return cls(param, context_length, f"your messages resulted in {num_prompt_tokens} tokens", held=held)
+
+    @classmethod
+    def of_both(cls, param: str, context_length: int, num_prompt_tokens: int, num_output_tokens: int) -> Self:
+        """The prompt leaves too little room for the output that was asked for."""
+        asked = (
+            f"you requested {num_prompt_tokens + num_output_tokens} tokens ({num_prompt_tokens} in the messages, "
+            f"{num_output_tokens} in the completion)"
+        )
+        return cls(param, context_length, asked, "messages or completion")
 
 
 class NotFoundError(RequestError):
@@ -79,15 +109,25 @@ class TooLargeError(RequestError):
 class CapacityError(HeadraceError):
     """No room now. The client should come back after `retry_after_s` seconds.
 
-    status_code: 503 when the server is full or stopping, 429 when this client's own limit is reached.
+    status_code: 503 when the server is full or stopping, 429 when this client's own limit is reached. limited: of what a 429's limit
+    counts; OpenAI's type of such errors.
     """
 
     error_type = "overloaded_error"
 
-    def __init__(self, message: str, retry_after_s: float = 1.0, status_code: int = 503) -> None:
+    def __init__(
+        self,
+        message: str,
+        retry_after_s: float = 1.0,
+        status_code: int = 503,
+        limited: Literal["requests", "tokens"] = "requests",
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.status_code = status_code
+        self.code: str | None = None
+        if status_code == 429:
+            self.code, self.error_type = "rate_limit_exceeded", limited
 
 
 class ConfigError(HeadraceError):

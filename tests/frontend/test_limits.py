@@ -67,6 +67,7 @@ async def test_a_key_at_its_limit_of_requests_is_told_429_and_others_are_not(mak
     with pytest.raises(CapacityError, match="1 requests at once") as caught:
         await call(frontend, small, "c")
     assert (caught.value.status_code, caught.value.retry_after_s >= 1.0) == (429, True)
+    assert (caught.value.code, caught.value.error_type) == ("rate_limit_exceeded", "requests")
     assert (
         'rejected_requests_total{model_name="fake",reason="key_limit"} 1.0' in render(frontend.manager.metrics).decode()
     )

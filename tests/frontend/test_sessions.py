@@ -243,7 +243,7 @@ async def test_a_client_that_leaves_leaves_no_turn(make_frontend):
 async def test_a_prompt_refused_for_its_length_leaves_no_turn(make_frontend):
     frontend = make_frontend()
     s = frontend.manager.open_session()
-    with pytest.raises(RequestError, match="too long"):
+    with pytest.raises(RequestError, match="maximum context length"):
         await frontend.call("x" * 5000, session_params={"id": s})
 
     await frontend.call("ok", rid="a", session_params={"id": s})

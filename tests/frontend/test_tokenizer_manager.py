@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from frontend_fakes import CONTEXT_LENGTH, EOS, READY, STATE, FakeEngine, request, turns
 
-from headrace.errors import CapacityError, ExecutionError, LateError, NotFoundError, RequestError
+from headrace.errors import CapacityError, ContextLengthError, ExecutionError, LateError, NotFoundError, RequestError
 from headrace.messages.control import FaultReq, Heartbeat, SchedulerStats
 from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut
 from headrace.messages.packing import pack_float32, pack_int32
@@ -168,7 +169,7 @@ async def test_a_rid_in_use_is_refused_and_may_be_used_again_afterwards(make_fro
     task = frontend.start("a", rid="r")
     await engine.until(lambda: engine.requests)
 
-    with pytest.raises(RequestError, match="'r' is in use"):
+    with pytest.raises(RequestError, match=r"Duplicate request ID 'r': .* in use"):
         await frontend.start("b", rid="r")
     with pytest.raises(RequestError, match="in use"):
         await frontend.start(["b", "c"], rid=["new", "r"])
@@ -190,7 +191,7 @@ async def test_a_rid_is_taken_before_its_prompt_is_tokenized(make_frontend):
     with pytest.raises(RequestError, match="in use"):
         await frontend.start("b", rid="r")
     frontend.tokenizer.released.set()
-    with pytest.raises(RequestError, match="too long"):
+    with pytest.raises(RequestError, match="maximum context length"):
         await first
 
 
@@ -548,7 +549,7 @@ async def test_a_prompt_must_leave_room_in_the_context(make_frontend, stream, le
         answers = await frontend.call("x" * length, stream=stream)
         assert answers[-1]["meta_info"]["completion_tokens"] == 1
         return
-    with pytest.raises(RequestError, match=f"{length} tokens.*{CONTEXT_LENGTH} tokens"):
+    with pytest.raises(ContextLengthError, match=rf"maximum context length is {CONTEXT_LENGTH} tokens\..*\b{length}\b"):
         await frontend.start("x" * length, stream=stream)
 
 
@@ -562,7 +563,7 @@ async def test_a_prompt_that_fills_the_context_may_ask_for_no_tokens(make_fronte
 async def test_a_long_prompt_within_a_batch_refuses_the_batch_before_anything_is_sent(make_frontend):
     frontend = make_frontend()
 
-    with pytest.raises(RequestError, match=r"prompt 1: .*too long.*70 tokens"):
+    with pytest.raises(RequestError, match=r"prompt 1: This model's maximum .* resulted in 70 tokens"):
         await frontend.start(["fine", "x" * 70, "fine"], stream=True)
 
     frontend.engine.pump()
@@ -571,8 +572,13 @@ async def test_a_long_prompt_within_a_batch_refuses_the_batch_before_anything_is
 
 async def test_prompt_and_output_must_fit_the_context_together(make_frontend):
     frontend = make_frontend()
-    with pytest.raises(RequestError, match="only 60 tokens"):
+    words = (
+        "This model's maximum context length is 64 tokens. However, you requested 65 tokens (4 in the messages, 61 in the completion). "
+        "Please reduce the length of the messages or completion."
+    )
+    with pytest.raises(ContextLengthError, match=re.escape(words)) as caught:
         await frontend.start("four", sampling_params={"max_new_tokens": 61})
+    assert (caught.value.param, caught.value.code) == ("max_new_tokens", "context_length_exceeded")
 
     [answer] = await frontend.call("four", sampling_params={"max_new_tokens": 60})
     assert answer["text"] == "four"

@@ -154,6 +154,7 @@ def test_text_that_can_never_fit_is_not_even_tokenized(client: httpx.Client, ser
     for route, body in bodies:
         error = check_error(client.post(route, json=body | {"stream": stream}))
         assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith(f"This model's maximum context length is {CONTEXT_LENGTH} tokens. However, ")
     assert check_error(client.post("/tokenize", json={"prompt": huge}))["param"] == "prompt"
     assert not server.frontend.calls
 

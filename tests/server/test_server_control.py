@@ -56,6 +56,18 @@ def test_information_routes_and_their_aliases(client: httpx.Client, server: Runn
     assert client.get("/server_info").json()["state"] == client.get("/get_server_info").json()["state"] == state
 
 
+def test_model_cards_say_where_a_model_comes_from(client: httpx.Client, server: Running):
+    server.frontend.adapters = ["poet"]
+    cards = client.get("/v1/models").json()["data"]
+    shown = [{name: card[name] for name in ("id", "root", "parent", "owned_by", "max_model_len")} for card in cards]
+    same = {"owned_by": "headrace", "max_model_len": 512}
+    assert shown == [
+        {"id": MODEL, "root": MODEL, "parent": None, **same},
+        {"id": "poet", "root": "poet", "parent": MODEL, **same},
+    ]
+    assert [client.get(f"/v1/models/{card['id']}").json() for card in cards] == cards
+
+
 def test_server_info_tells_no_keys_and_no_folders():
     secret = {"api_key": "sesame-1", "admin_api_key": "sesame-2"}
     with running_server(model_path="/srv/private/weights.gguf", tokenizer_path="/srv/private/tok", **secret) as running:

@@ -207,6 +207,10 @@ def test_an_error_before_the_first_token_is_a_true_status(client: httpx.Client, 
             assert reply.json()["error"]["message"] == error.message
             if status != 500:
                 assert int(reply.headers["retry-after"]) >= 1
+            known = {429: ("requests", "rate_limit_exceeded")}
+            assert (reply.json()["error"]["type"], reply.json()["error"]["code"]) == known.get(
+                status, (error.error_type, None)
+            )
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/generate"])
@@ -402,6 +406,12 @@ def test_special_tokens_in_user_text_are_text(client: httpx.Client, server: Runn
     client.post("/v1/chat/completions", json=CHAT | {"messages": messages})
     special = byte_tokenizer().token_to_id("<|assistant|>")
     assert server.frontend.calls[0].input_ids.count(special) == 1
+
+
+@pytest.mark.parametrize("route", ["/tokenize", "/detokenize"])
+def test_token_routes_exist_below_v1_too(client: httpx.Client, route: str):
+    body = {"prompt": "hi"} if route == "/tokenize" else {"tokens": [72, 105]}
+    assert client.post("/v1" + route, json=body).json() == client.post(route, json=body).json()
 
 
 def test_tokenize_and_detokenize_are_inverse(client: httpx.Client):

@@ -8,6 +8,7 @@ Tokens are charged as they are computed: a request may take the bucket below zer
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from headrace.errors import CapacityError
 
@@ -97,7 +98,7 @@ class Tenant:
         if wait_s := self._requests.wait_s(1.0, now_s):
             raise self._refusal(f"{limits.requests_per_minute:g} requests per minute", wait_s)
         if wait_s := self._tokens.wait_s(1.0, now_s):
-            raise self._refusal(f"{limits.tokens_per_minute:g} tokens per minute", wait_s)
+            raise self._refusal(f"{limits.tokens_per_minute:g} tokens per minute", wait_s, "tokens")
         self._requests.take(1.0)
         self.num_live += 1
         self.num_queued += num_samples
@@ -115,9 +116,10 @@ class Tenant:
         self.num_live -= 1
         self._duration_s += DURATION_WEIGHT * (duration_s - self._duration_s)
 
-    def _refusal(self, limit: str, wait_s: float) -> CapacityError:
+    def _refusal(self, limit: str, wait_s: float, limited: Literal["requests", "tokens"] = "requests") -> CapacityError:
         message = f"the limit of this key is reached: {limit}"
-        return CapacityError(message, min(LONGEST_RETRY_S, max(UNKNOWN_WAIT_S, wait_s)), status_code=429)
+        retry_after_s = min(LONGEST_RETRY_S, max(UNKNOWN_WAIT_S, wait_s))
+        return CapacityError(message, retry_after_s, status_code=429, limited=limited)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ import msgspec
 
 from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
-from headrace.errors import CapacityError, ExecutionError, HeadraceError, NotFoundError, RequestError
+from headrace.errors import (
+    CapacityError,
+    ContextLengthError,
+    ExecutionError,
+    HeadraceError,
+    NotFoundError,
+    RequestError,
+)
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
@@ -310,7 +317,7 @@ class TokenizerManager:
         taken = [rid for rid in (*rids, *state.names) if rid in self.rid_to_state or rid in self._names]
         if taken or len({*rids, *state.names}) != len(rids) + len(state.names):
             shown = taken[0] if taken else call.rid
-            raise RequestError(f"rid {shown[:100]!r} is in use by another request", "rid")
+            raise RequestError(f"Duplicate request ID {shown[:100]!r}: the rid is in use by another request", "rid")
         if self._num_queued + len(rids) > self._max_queued:
             self.metrics.count_rejected("queue_full")
             raise CapacityError(
@@ -404,19 +411,15 @@ class TokenizerManager:
         if num_tokens == 0:
             raise RequestError("the prompt is empty", name)
         room = context - num_tokens
-        if room < 0 or (room == 0 and prompt.sampling.max_new_tokens != 0):
-            left = "" if room < 0 else "no room for output: "
-            raise RequestError(
-                f"the prompt is too long: {left}it has {num_tokens} tokens and the context is {context} tokens",
-                name,
-                "context_length_exceeded",
-            )
+        asked = prompt.sampling.max_new_tokens
+        if num_tokens > context and asked is None:
+            raise ContextLengthError.of_prompt(name, context, num_tokens)
+        least = 1 if asked is None else asked
+        if least > room:
+            raise ContextLengthError.of_both(name if room <= 0 else "max_new_tokens", context, num_tokens, least)
         if num_tokens > self.ready.max_total_tokens:
-            raise RequestError(
-                f"the prompt is too long: it has {num_tokens} tokens and the KV cache holds {self.ready.max_total_tokens}",
-                name,
-                "context_length_exceeded",
-            )
+            held = "what the KV cache holds"
+            raise ContextLengthError.of_prompt(name, self.ready.max_total_tokens, num_tokens, held)
         return prompt.sampling.resolve(
             defaults=self._defaults,
             vocab_size=self.ready.vocab_size,

@@ -36,6 +36,7 @@ from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, 
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate
+from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.weights import WeightsAPI
@@ -62,6 +63,8 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/health_generate", get, "public", control.health_generate, "A token can be made"),
         RouteSpec("/tokenize", post, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody),
         RouteSpec("/detokenize", post, "user", tokens.detokenize, "Token ids to text", DetokenizeBody),
+        RouteSpec("/v1/tokenize", post, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody),
+        RouteSpec("/v1/detokenize", post, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody),
         RouteSpec("/open_session", post, "user", sessions.open, "Open a session", OpenSessionBody),
         RouteSpec("/close_session", post, "user", sessions.close, "Forget a session", CloseSessionBody),
         RouteSpec("/v1/models", get, "user", models.list_models, "Served models"),
@@ -157,6 +160,7 @@ def create_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=sorted(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
+    app.add_middleware(RequestIdMiddleware)
     return app
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
-from headrace.errors import CapacityError, NotFoundError, RequestError
+from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
 from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
@@ -202,10 +202,8 @@ class ServingContext:
         limit = self.model.context_length * MAX_CHARS_PER_TOKEN
         if num_chars > limit:
             context = self.model.context_length
-            message = (
-                f"{param}: {num_chars} characters are too long for a context of {context} tokens (at most {limit})"
-            )
-            raise RequestError(message, param, "context_length_exceeded")
+            asked = f"{param} has {num_chars} characters, and that many tokens hold at most {limit}"
+            raise ContextLengthError(param, context, asked)
 
     def check_prompt_size(
         self, param: str, text: str | list[str] | None, input_ids: list[int | list[int]] | None
@@ -216,9 +214,7 @@ class ServingContext:
         ids = input_ids or []
         for count in [len(row) for row in ids if isinstance(row, list)] or [len(ids)]:
             if count > self.model.context_length:
-                context = self.model.context_length
-                message = f"{param}: the prompt has {count} tokens and the context is {context} tokens"
-                raise RequestError(message, param, "context_length_exceeded")
+                raise ContextLengthError.of_prompt(param, self.model.context_length, count)
 
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         """Run `work` (rendering, tokenizing) off the event loop.

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ encode_json = msgspec.json.Encoder().encode
 
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 _LONG_NUMBER = b"0" * 19
+_RID_IN_HEADER = re.compile(r"[\x21-\x7e]{1,256}")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
 _AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
@@ -38,6 +40,14 @@ _AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
 
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
+
+
+@dataclass(slots=True)
+class RequestId:
+    """What the reply's `x-request-id` will say. is_clients: the client named it, so it stays."""
+
+    value: str
+    is_clients: bool = False
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -68,7 +78,7 @@ def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
         )
     if isinstance(exc, CapacityError):
         seconds = max(1, math.ceil(min(exc.retry_after_s, 3600.0)))
-        error = ApiError(exc.message, exc.error_type, None, None)
+        error = ApiError(exc.message, exc.error_type, None, exc.code)
         return exc.status_code, [(b"retry-after", str(seconds).encode())], error
     if isinstance(exc, ExecutionError):
         return exc.status_code, [], ApiError(exc.message, exc.error_type, None, None)
@@ -179,6 +189,12 @@ class Exchange:
         """Whose key of the key file this request carries (set by auth.py); None = another key, or none."""
         found: Tenant | None = self.scope["headrace.tenant"]
         return found
+
+    def name_request(self, rid: str) -> None:
+        """Let `x-request-id` be the rid, unless the client gave an id of its own or a header cannot hold this one."""
+        request_id: RequestId = self.scope["headrace.request_id"]
+        if not request_id.is_clients and _RID_IN_HEADER.fullmatch(rid):
+            request_id.value = rid
 
     @property
     def caller(self) -> Caller:

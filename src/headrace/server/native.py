@@ -3,6 +3,7 @@
 Runs in the event loop of the main process. Checking, tokenizing and sampling defaults are the TokenizerManager's.
 """
 
+import uuid
 from contextlib import aclosing
 
 import msgspec
@@ -24,6 +25,10 @@ class NativeAPI:
     async def generate(self, exchange: Exchange) -> None:
         """One prompt or a batch; streams frames of outputs when the request says so."""
         request = await exchange.read_json(_DECODER)
+        if request.rid is None:
+            request = msgspec.structs.replace(request, rid=uuid.uuid4().hex)
+        if isinstance(request.rid, str):
+            exchange.name_request(request.rid)
         param = "text" if request.text is not None else "input_ids"
         self.context.check_prompt_size(param, request.text, request.input_ids)
         outputs = self.context.frontend.generate_request(request, caller=exchange.caller)

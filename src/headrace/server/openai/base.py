@@ -155,6 +155,7 @@ class OpenAIServingBase(ABC, Generic[R]):
             request.check_stream_options()
             self.validate(request)
             generation = await self.convert(request)
+            exchange.name_request(generation.id)
             if request.stream:
                 await self._stream(exchange, generation)
             else:

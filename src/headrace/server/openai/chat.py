@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Sequence
 
-from headrace.errors import RequestError
+from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.chat_templates import RESERVED_KWARGS
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.requests import GenerateReqInput
@@ -171,8 +171,7 @@ def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None
     if not messages:
         raise RequestError("messages is empty", "messages")
     if len(messages) > context_length:
-        reason = f"{len(messages)} messages are more than a context of {context_length} tokens can hold"
-        raise RequestError(reason, "messages", "context_length_exceeded")
+        raise ContextLengthError("messages", context_length, f"there are {len(messages)} messages")
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role in ("tool", "function"):

@@ -21,7 +21,7 @@ class ModelsAPI:
         await exchange.reply_json(self._card() if adapter is None else self._adapter_card(adapter))
 
     def _adapter_card(self, name: str) -> dict[str, object]:
-        return self._card() | {"id": name, "parent": self.context.model.name}
+        return self._card() | {"id": name, "root": name, "parent": self.context.model.name}
 
     def _card(self) -> dict[str, object]:
         model = self.context.model
@@ -30,5 +30,7 @@ class ModelsAPI:
             "object": "model",
             "created": model.created,
             "owned_by": "headrace",
+            "root": model.name,
+            "parent": None,
             "max_model_len": model.context_length,
         }

@@ -1,0 +1,37 @@
+"""`x-request-id` of every reply: what the client sent as its own, else the rid, else a fresh id.
+
+Owns the header. A client's id is only ever given back: it names nothing here, so two requests may carry the same. Runs in the event loop
+of the main process.
+"""
+
+import re
+import uuid
+
+from headrace.server.http import ASGIApp, Message, Receive, RequestId, Scope, Send
+
+HEADER = b"x-request-id"
+_SANE = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class RequestIdMiddleware:
+    """Adds the header to what the application answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+        is_sane = _SANE.fullmatch(given) is not None
+        request_id = RequestId(given.decode() if is_sane else uuid.uuid4().hex, is_clients=is_sane)
+        scope["headrace.request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER, request_id.value.encode())]}
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
