@@ -191,6 +191,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         vocab_size=ready.vocab_size,
         stream_interval=args.stream_interval,
         priority_ageing_s=args.priority_ageing_s,
+        preemption_threshold=args.priority_scheduling_preemption_threshold if args.enable_priority_preemption else 0,
         conservativeness=args.schedule_conservativeness,
         clip_estimate_tokens=args.clip_max_new_tokens_estimate,
         decode_log_interval=args.decode_log_interval,

@@ -239,6 +239,7 @@ class Rig:
         policy: str = "fcfs",
         eos_every: int = 9,
         max_queued: int = 1000,
+        preemption: int = 0,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Mailbox()
         self.now = 0.0
@@ -255,6 +256,7 @@ class Rig:
             eos_token_ids=frozenset([EOS]),
             vocab_size=VOCAB,
             stream_interval=1,
+            preemption_threshold=preemption,
             accept_faults=True,
         )
         self.scheduler = Scheduler(

@@ -36,6 +36,7 @@ SETUP = st.fixed_dictionaries(
         "chunk": st.integers(1, 12),
         "step_tokens": st.integers(4, 24),
         "max_running": st.integers(1, 5),
+        "preemption": st.sampled_from([0, 0, 1, 2]),
     }
 )
 

@@ -193,6 +193,12 @@ class ServerArgs:
     priority_ageing_s: float = _opt(
         10.0, _Q, "With policy priority: waiting so long raises the priority by one.", _SECONDS
     )
+    enable_priority_preemption: bool = _opt(
+        False, _Q, "With policy priority: a waiting request takes the place of running ones of much lower priority."
+    )
+    priority_scheduling_preemption_threshold: int = _opt(
+        10, _Q, "With --enable-priority-preemption: how much lower a priority must be.", _POSITIVE
+    )
     page_size: int | None = _opt(None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers.")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8", "fp8_e4m3"] = _opt(
         "auto",
@@ -276,6 +282,8 @@ class ServerArgs:
             raise ConfigError("--cuda-graph-bs does not go with --disable-cuda-graph")
         if self.page_size not in (None, 1, 16):
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
+        if self.enable_priority_preemption and self.schedule_policy != "priority":
+            raise ConfigError("--enable-priority-preemption needs --schedule-policy priority")
         if self.crash_dump_prompts and self.crash_dump_dir is None:
             raise ConfigError("--crash-dump-prompts says what --crash-dump-dir holds: give both")
         if self.log_requests_level and not self.log_requests:

@@ -98,6 +98,12 @@ class NewTokenRatio:
         """Tokens to keep for the request's outputs."""
         return math.ceil(self._expected_left(req) * self.value)
 
+    def expected_tokens(self, req: Req, page_size: int) -> int:
+        """Tokens of pages that the request will still take: the rest of its known tokens and the outputs reserved for it."""
+        known = max(0, req.num_tokens - req.num_scheduled)
+        in_last_page = len(req.pages) * page_size - req.num_scheduled if req.pages else 0
+        return max(0, known + self.reserve(req) - max(0, in_last_page)) + page_size - 1
+
     def _expected_left(self, req: Req) -> int:
         return min(self.usual.expected_left(req), self._clip_tokens)
 

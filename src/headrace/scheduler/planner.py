@@ -7,8 +7,9 @@ Running requests first (decode rows, then the rest of their prompts), then as ma
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
-from headrace.scheduler import policy, retract
+from headrace.scheduler import policy, preemption, retract
 from headrace.scheduler.batch import Row, ScheduleBatch
+from headrace.scheduler.preemption import Preemption
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
@@ -24,8 +25,11 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     batch = ScheduleBatch(state.next_step, state.kv.page_size)
     budget, prompt_budget = state.config.step_tokens, state.config.chunk_tokens
     pool_is_full = False
+    making_way = _making_way(state, prompt_budget)
     # Decode rows cost one token each and must not wait behind anybody's prompt.
-    wanted = [(req, req.num_to_schedule) for req in state.running]
+    wanted = [
+        (req, req.num_to_schedule) for req in state.running if making_way is None or req not in making_way.victims
+    ]
     for req, num_wanted in [*(w for w in wanted if w[1] <= 1), *(w for w in wanted if w[1] > 1)]:
         computes_prompt = num_wanted > 1 or req.num_scheduled < req.num_prompt_tokens
         count = min(num_wanted, budget, prompt_budget) if computes_prompt else min(num_wanted, budget)
@@ -37,8 +41,11 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
             prompt_budget -= count if computes_prompt else 0
         else:
             pool_is_full = True
-    if not pool_is_full:
-        _admit(state, batch, min(budget, prompt_budget), now_s)
+    budget = min(budget, prompt_budget)
+    if making_way is not None:
+        _put_first(state, batch, making_way, budget, now_s)
+    elif not pool_is_full and state.waiting and budget > 0:
+        _admit(state, batch, state.fair_share.order(_ordered(state, now_s)), budget, now_s)
     if not batch.rows:
         return None
     state.next_step += 1
@@ -55,16 +62,32 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
     return True
 
 
-def _admit(state: SchedulerState, batch: ScheduleBatch, budget: int, now_s: float) -> None:
-    """Move waiting requests into the batch, in the policy's order, while tokens, rows and pages last.
+def _making_way(state: SchedulerState, prompt_budget: int) -> Preemption | None:
+    """Requests that take no part in this step, so that a more important one can have their place."""
+    way = preemption.choose(state)
+    if way is None or _waits_for_prefix(state, way.first):
+        return None
+    # While the others' prompts take all of a step it could not begin anyway.
+    prompts = sum(req.num_to_schedule for req in state.running if req.is_prefilling and req not in way.victims)
+    return way if prompts < prompt_budget else None
+
+
+def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, budget: int, now_s: float) -> None:
+    """Take the victims back and admit the request that they make way for. Waits while steps in flight use them."""
+    if budget <= 0 or any(req.num_in_flight for req in way.victims):
+        return
+    retract.preempt(state, way.victims)
+    _admit(state, batch, [way.first], budget, now_s)
+
+
+def _admit(state: SchedulerState, batch: ScheduleBatch, order: list[Req], budget: int, now_s: float) -> None:
+    """Move waiting requests into the batch, in `order`, while tokens, rows and pages last.
 
     budget: prompt tokens that the step may still compute.
     """
     kv, config = state.kv, state.config
-    if not state.waiting or budget <= 0:
-        return
     reserved = sum(_expected_tokens(state, req) for req in state.running)
-    for req in state.fair_share.order(_ordered(state, now_s)):
+    for req in order:
         if budget <= 0 or kv.num_free_seqs == 0 or len(state.running) >= config.max_running:
             break
         if (state.gate.draining and not req.has_begun) or _waits_for_prefix(state, req):
@@ -109,10 +132,7 @@ def _ordered(state: SchedulerState, now_s: float) -> list[Req]:
 
 
 def _expected_tokens(state: SchedulerState, req: Req) -> int:
-    """Tokens of pages that the request will still take: the rest of its known tokens and the outputs reserved for it."""
-    known = max(0, req.num_tokens - req.num_scheduled)
-    in_last_page = len(req.pages) * state.kv.page_size - req.num_scheduled if req.pages else 0
-    return max(0, known + state.ratio.reserve(req) - max(0, in_last_page)) + state.kv.page_size - 1
+    return state.ratio.expected_tokens(req, state.kv.page_size)
 
 
 def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:

@@ -74,6 +74,7 @@ class Req:
     # counts for the client
     cached_tokens: int = -1
     num_retractions: int = 0
+    num_preemptions: int = 0
     first_scheduled_s: float = 0.0
     events: list[SampleEvent] = field(default_factory=list)
     # what has been sent

@@ -1,5 +1,7 @@
-"""Takes running requests back to the queue, because the pool is full or generation pauses. Their outputs are kept; their KV is computed
-again later."""
+"""Takes running requests back to the queue, because the pool is full, a more important one comes, or generation pauses. Their outputs are
+kept; their KV is computed again later."""
+
+from collections.abc import Sequence
 
 from headrace.log import get_logger
 from headrace.messages.outputs import FinishReason
@@ -32,6 +34,14 @@ def make_room(state: SchedulerState, wanting: Req) -> bool:
     _retract(state, victim)
     state.ratio.retracted(req for req in candidates if req is not victim)
     return victim is not wanting
+
+
+def preempt(state: SchedulerState, victims: Sequence[Req]) -> None:
+    """Take these back because a more important request needs their place; called when no step in flight uses them."""
+    for req in victims:
+        if req.seq >= 0:
+            _retract(state, req)
+            req.num_preemptions += 1
 
 
 def retract_all(state: SchedulerState, keep_kv: bool) -> None:

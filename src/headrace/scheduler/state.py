@@ -34,6 +34,7 @@ class Counters:
 class SchedulerConfig:
     """Resolved limits. chunk_tokens: most prompt tokens in a step, of all requests together; step_tokens: most tokens in a step.
 
+    preemption_threshold: a waiting request takes the place of running ones whose priority is lower by this much; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
     """
 
@@ -47,6 +48,7 @@ class SchedulerConfig:
     vocab_size: int
     stream_interval: int
     priority_ageing_s: float = 10.0
+    preemption_threshold: int = 0
     conservativeness: float = 1.0
     clip_estimate_tokens: int = DEFAULT_CLIP_TOKENS
     decode_log_interval: int = 0
