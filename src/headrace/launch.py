@@ -94,14 +94,6 @@ def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplat
         return None
 
 
-def served_name(args: ServerArgs) -> str:
-    """The model's name for clients; never a path."""
-    if args.served_model_name:
-        return args.served_model_name
-    path = Path(args.model_path)
-    return path.stem if path.suffix == ".gguf" else path.name or "model"
-
-
 # -- the bodies of the scheduler and the detokenizer
 
 
@@ -513,7 +505,7 @@ def launch_engine(
             logger.warning(
                 "the model's sampling settings ask for what is not done here: %s", ", ".join(defaults.not_followed)
             )
-        metrics = Metrics(served_name(args))
+        metrics = Metrics(args.served_name)
         watchdog = Watchdog("tokenizer manager", args.soft_watchdog_timeout_s)
         if spans is not None:
             resources.callback(spans.close)
@@ -553,7 +545,7 @@ def _open_spans(args: ServerArgs) -> "Spans | None":
         return None
     from headrace.frontend.spans import Spans, otlp_exporter
 
-    return Spans(served_name(args), otlp_exporter(args.otlp_traces_endpoint))
+    return Spans(args.served_name, otlp_exporter(args.otlp_traces_endpoint))
 
 
 # -- the server
@@ -618,7 +610,7 @@ async def _serve(
     args, manager = engine.args, engine.tokenizer_manager
     status = ServerStatus()
     model = ServedModel(
-        name=served_name(args),
+        name=args.served_name,
         context_length=engine.ready.context_length,
         tokenizer=engine.tokenizer,
         chat_template=engine.chat_template,
@@ -690,7 +682,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     ready = engine.ready
     gib = 2**30
     rows = (
-        ("model", f"{served_name(engine.args)} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB)"),
+        ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB)"),
         ("precision", f"{ready.weights} weights, {ready.kv_cache_dtype} KV, on {ready.device}"),
         ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
         ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),

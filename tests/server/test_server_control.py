@@ -11,6 +11,7 @@ import pytest
 from fake_frontend import MODEL, FakeFrontend, Running, make_app, running_server
 from test_server_openai import events
 
+import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
 from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -53,7 +54,23 @@ def test_information_routes_and_their_aliases(client: httpx.Client, server: Runn
     state = client.get("/internal_state").json()
     assert state["pool"]["consistent"] is True
     assert state["frontend"] == {"num_unknown_outputs": 3}
-    assert client.get("/server_info").json()["state"] == client.get("/get_server_info").json()["state"] == state
+    server_info = client.get("/server_info").json()
+    assert client.get("/get_server_info").json() == server_info
+    assert server_info["frontend"] == state["frontend"]
+    assert [each["pool"] for each in server_info["internal_states"]] == [state["pool"]]
+
+
+def test_server_info_is_flat(client: httpx.Client):
+    info = client.get("/server_info").json()
+    # Options as they were given, but for what the engine decided.
+    assert (info["host"], info["stream_interval"], info["dp_size"], info["tp_size"]) == ("127.0.0.1", 1, 1, 1)
+    assert (info["dtype"], info["attention_backend"], info["context_length"]) == ("float32", "torch_native", 512)
+    assert (info["max_total_num_tokens"], info["max_running_requests"]) == (1024, 8)
+    assert info["served_model_name"] == MODEL
+    assert info["version"] == headrace.__version__
+    [state] = info["internal_states"]
+    assert (state["num_running"], state["last_gen_throughput"]) == (1, 12.5)
+    assert state["memory_usage"]["token_capacity"] == 1024
 
 
 def test_model_cards_say_where_a_model_comes_from(client: httpx.Client, server: Running):
@@ -74,7 +91,9 @@ def test_server_info_tells_no_keys_and_no_folders():
         text = httpx.get(running.url + "/server_info", headers={"authorization": "Bearer sesame-2"}).text
     assert "sesame" not in text
     assert "/srv" not in text
-    assert json.loads(text)["args"]["model_path"] == "weights.gguf"
+    info = json.loads(text)
+    assert info["model_path"] == "weights.gguf"
+    assert (info["api_key"], info["otlp_traces_endpoint"]) == ("***", None)
 
 
 def test_flush_says_what_happened(client: httpx.Client, server: Running):

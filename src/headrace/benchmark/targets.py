@@ -273,12 +273,8 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def _shown(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that belong beside a figure. What the engine decided wins over what the options asked for."""
-    flat = dict(info)
-    for part in ("args", "engine"):
-        if isinstance(info.get(part), dict):
-            flat.update(info[part])
-    return {key: flat[key] for key in _INFO_FIELDS if isinstance(flat.get(key), str | int | float | bool)}
+    """The fields that belong beside a figure."""
+    return {key: info[key] for key in _INFO_FIELDS if isinstance(info.get(key), str | int | float | bool)}
 
 
 async def _get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:

@@ -68,9 +68,9 @@ class EngineChat:
     def __init__(self, server_args: ServerArgs, sampling: ChatSampling) -> None:
         """Load the tokenizer and its template first: a model that cannot chat is refused before its weights are read."""
         from headrace.frontend.engine import Engine
-        from headrace.launch import open_chat_template, open_tokenizer, served_name
+        from headrace.launch import open_chat_template, open_tokenizer
 
-        self.name = served_name(server_args)
+        self.name = server_args.served_name
         self._tokenizer = open_tokenizer(server_args)
         template = open_chat_template(server_args, self._tokenizer)
         if template is None:

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -264,6 +265,14 @@ class ServerArgs:
     )
     soft_watchdog_timeout_s: float = _opt(30.0, _O, "Warn when a loop stands still for so long; 0 = never.", _SECONDS)
     enable_fault_injection: bool = _opt(False, _O, "Test hook: accept fault requests. Never in production.")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients; never a path."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.model_path)
+        return path.stem if path.suffix == ".gguf" else path.name or "model"
 
     def __post_init__(self) -> None:
         """Checks that need neither model nor device. Raises ConfigError."""

@@ -9,7 +9,7 @@ import atexit
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, fields
+from dataclasses import fields
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -17,6 +17,7 @@ import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
+from headrace.frontend.server_info import describe_server
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import TensorFile
 from headrace.frontend.weight_operations import WeightOperations
@@ -29,7 +30,6 @@ T = TypeVar("T")
 Output = dict[str, Any]
 """One answer: {text, output_ids, meta_info} (SPEC H1)."""
 
-SECRETS = frozenset({"api_key", "admin_api_key"})
 _END = object()
 
 
@@ -192,11 +192,10 @@ class Engine(WeightOperations):
         return self._wait(self._submit(self._manager.internal_state()))
 
     def get_server_info(self) -> dict[str, Any]:
-        """Options (without keys), what the scheduler said of the model, and the state of each replica."""
-        options = {name: value for name, value in asdict(self._manager.args).items() if name not in SECRETS}
-        ready: dict[str, Any] = msgspec.to_builtins(self._running.ready)
-        states = self._wait(self._submit(self._manager.internal_states()))
-        return {**options, **ready, "internal_states": msgspec.to_builtins(states)}
+        """Options (keys masked), what the scheduler said of the model, and the state of each replica; see `describe_server`."""
+        args, manager = self._manager.args, self._manager
+        states = self._wait(self._submit(manager.internal_states()))
+        return describe_server(args, self._running.ready, manager.lora_adapters(), states)
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine lives; with `generate`, whether it makes a token."""

@@ -3,34 +3,17 @@
 Runs in the event loop of the main process. Who may call them is declared in app.py.
 """
 
-import dataclasses
-import os
-from pathlib import PurePath
 from typing import Literal
 
 import msgspec
 
-import headrace
 from headrace.errors import AuthError, RequestError
 from headrace.frontend.data_parallel_controller import sum_of_states
+from headrace.frontend.server_info import describe_server
 from headrace.messages.control import FaultReq, InternalState
 from headrace.metrics.export import CONTENT_TYPE, render
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
-
-_NAMED_INSTEAD = frozenset({"lora_paths"})
-_SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
-_PATHS = frozenset(
-    {
-        "model_path",
-        "tokenizer_path",
-        "chat_template",
-        "custom_logit_processors",
-        "api_key_file",
-        "profile_dir",
-        "crash_dump_dir",
-    }
-)
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,18 +89,13 @@ class ControlAPI:
         )
 
     async def server_info(self, exchange: Exchange) -> None:
-        """Options (without keys, and files by name only), the memory plan, and the state of now."""
-        args = {f.name: getattr(self.context.args, f.name) for f in dataclasses.fields(self.context.args)}
-        shown = {name: value for name, value in args.items() if name not in _SECRETS | _NAMED_INSTEAD}
-        shown.update({name: _without_folders(args[name]) for name in _PATHS})
-        shown["lora_adapters"] = self.context.frontend.lora_adapters()
-        state = await self._state()
-        info = {
-            name: value
-            for name, value in msgspec.structs.asdict(self.context.model.ready).items()
-            if name != "decisions"
-        }
-        await exchange.reply_json({"version": headrace.__version__, "args": shown, "engine": info, "state": state})
+        """Options (keys masked, files by name only), the memory plan and the state of each replica, as one flat object."""
+        context, frontend = self.context, self.context.frontend
+        states = await frontend.internal_states()
+        info = describe_server(context.args, context.model.ready, frontend.lora_adapters(), states)
+        info["served_model_name"] = context.model.name
+        info["weight_version"] = frontend.weights.version
+        await exchange.reply_json(info | {"frontend": frontend.counters()})
 
     async def loads(self, exchange: Exchange) -> None:
         """Load of each replica, for routers: requests, tokens, throughput."""
@@ -166,13 +144,6 @@ class ControlAPI:
         body = await exchange.read_json(_FAULT)
         await self.context.frontend.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
         await exchange.reply_json({"success": True, "message": "injected"})
-
-
-def _without_folders(value: str | None) -> str | None:
-    """A path as its last part: where files lie is nobody's business."""
-    if value is None or os.sep not in value:
-        return value
-    return PurePath(value).name
 
 
 def _load(state: InternalState) -> dict[str, object]:

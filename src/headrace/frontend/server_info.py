@@ -1,0 +1,66 @@
+"""What a server says of itself: one flat object of options, memory plan and state, with the names that SGLang's clients look for.
+
+Owns which options are secret and which name files. Used by /server_info and `Engine.get_server_info`.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+import headrace
+from headrace.config.server_args import ServerArgs
+from headrace.messages.control import InternalState, ReadyInfo
+
+SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
+MASK = "***"
+_NAMED_INSTEAD = frozenset({"lora_paths"})
+_NOT_PATHS = frozenset({"served_model_name", "json_model_override_args", "allow_origins"})
+_GIB = float(1 << 30)
+
+
+def describe_server(
+    args: ServerArgs, ready: ReadyInfo, lora_adapters: Sequence[str], states: Sequence[InternalState]
+) -> dict[str, Any]:
+    """Options and what became of them: where both have a name, the value is what holds.
+
+    Secrets are masked, and files are named without their folders. Counts of tokens and requests are those of one replica.
+    """
+    options = {field.name: _shown(field.name, getattr(args, field.name)) for field in dataclasses.fields(args)}
+    engine = {name: value for name, value in msgspec.structs.asdict(ready).items() if name != "decisions"}
+    return {
+        "version": headrace.__version__,
+        **{name: value for name, value in options.items() if name not in _NAMED_INSTEAD},
+        **engine,
+        "served_model_name": args.served_name,
+        "lora_adapters": list(lora_adapters),
+        "tp_size": 1,
+        "pp_size": 1,
+        "max_total_num_tokens": ready.max_total_tokens,
+        "internal_states": [_state(state, ready) for state in states],
+    }
+
+
+def _state(state: InternalState, ready: ReadyInfo) -> dict[str, Any]:
+    return {
+        **msgspec.to_builtins(state),
+        "last_gen_throughput": state.gen_throughput,
+        "effective_max_running_requests_per_dp": ready.max_running_requests,
+        "memory_usage": {
+            "weight": round(ready.weight_bytes / _GIB, 3),
+            "kvcache": round(ready.kv_bytes / _GIB, 3),
+            "token_capacity": ready.max_total_tokens,
+        },
+    }
+
+
+def _shown(name: str, value: Any) -> Any:
+    if value is None or not isinstance(value, str):
+        return value
+    if name in SECRETS:
+        return MASK
+    # Where files lie is nobody's business.
+    return PurePath(value).name if os.sep in value and name not in _NOT_PATHS else value
