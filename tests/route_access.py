@@ -12,6 +12,7 @@ ADMIN_ONLY = {
     "/configure_logging",
     "/pause_generation",
     "/continue_generation",
+    "/cancel_weight_update",
     "/update_weights_from_disk",
     "/update_weights_from_tensor",
     "/init_weights_update_group",

@@ -186,6 +186,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         preemption_threshold=args.priority_scheduling_preemption_threshold if args.enable_priority_preemption else 0,
         conservativeness=args.schedule_conservativeness,
         clip_estimate_tokens=args.clip_max_new_tokens_estimate,
+        weight_update_timeout_s=args.weight_update_timeout_s,
         decode_log_interval=args.decode_log_interval,
         accept_faults=args.enable_fault_injection,
         dp_rank=rank,

@@ -4,6 +4,7 @@ from fake_worker import Rig, expected_outputs
 
 from headrace.messages.packing import pack_int32
 from headrace.messages.weights import (
+    CancelUpdate,
     CommitUpdate,
     DropUpdate,
     GetWeight,
@@ -156,3 +157,62 @@ def test_reading_a_weight_lets_nothing_run_while_an_update_is_held():
     phases.ask(DropUpdate(7))
     rig.drain()
     assert rig.ids["late"] == expected_outputs([0, 1], 4, ENDLESS)
+
+
+def test_requests_that_an_update_is_to_end_are_ended_when_it_is_held():
+    phases = Phases()
+    rig = phases.rig
+    rig.add("a", [0, 1], 40)
+    rig.turn()
+    asked = phases.ask(PrepareUpdate(7, UpdateFromDisk("1", abort_all_requests=True)))
+    rig.worker.weights.finish()
+    rig.turn()
+    assert phases.succeeded(asked)
+    assert "a" not in rig.finish
+    held = phases.ask(HoldForUpdate(7))
+    for _ in range(4):
+        rig.turn()
+    assert rig.finish["a"].type == "abort"
+    assert phases.succeeded(held)
+    assert phases.succeeded(phases.ask(CommitUpdate(7)))
+
+
+def test_an_update_can_be_cancelled_until_it_is_held():
+    for state in ("preparing", "prepared", "holding", "held"):
+        phases = Phases()
+        rig = phases.rig
+        rig.add("a", [0, 1], 20)
+        rig.turn()
+        asked = [phases.ask(UPDATE)]
+        if state != "preparing":
+            rig.worker.weights.finish()
+            rig.turn()
+        if state in ("holding", "held"):
+            asked.append(phases.ask(HoldForUpdate(7)))
+        if state == "held":
+            rig.drain()
+            rig.turn()
+            assert phases.succeeded(asked[-1])
+        assert phases.succeeded(phases.ask(CancelUpdate()))
+        rig.worker.weights.finish()
+        if state == "held":
+            assert phases.succeeded(phases.ask(CommitUpdate(7)))
+            assert rig.worker.version == 1
+            continue
+        if state != "prepared":
+            assert not phases.succeeded(asked[-1])
+        assert not phases.succeeded(phases.ask(HoldForUpdate(7)))
+        rig.drain()
+        assert rig.worker.version == 0
+        assert not rig.state.gate.draining
+        assert rig.ids["a"] == expected_outputs([0, 1], 20, ENDLESS)
+
+
+def test_a_preparation_that_hangs_is_given_up():
+    phases = Phases()
+    asked = phases.ask(UPDATE)
+    phases.rig.now += 600.0
+    phases.rig.turn()
+    assert not phases.succeeded(asked)
+    assert "--weight-update-timeout-s" in phases.reply(asked).message
+    phases.prepare()

@@ -12,6 +12,7 @@ import transformers
 from weights_harness import LONG, engine_of, fresh, tensors_of, tokens
 
 from headrace.errors import HeadraceError, RequestError
+from headrace.execution.update_weights import ModelWeights
 
 NUM = 16
 PROMPTS = [[i + 1, 2 * i + 7, 50 + i, 9] for i in range(NUM)]
@@ -77,21 +78,49 @@ def whole_pool(engine):
     )
 
 
-def test_an_update_waits_for_what_runs_and_goes_before_newcomers(engine, new, answers):
+@pytest.fixture
+def reading(monkeypatch):
+    """Updates from disk wait for this event before they read."""
+    event, from_disk = threading.Event(), ModelWeights._from_disk
+
+    def held(weights, operation):
+        assert event.wait(60)
+        return from_disk(weights, operation)
+
+    monkeypatch.setattr(ModelWeights, "_from_disk", held)
+    yield event
+    event.set()
+
+
+def test_an_update_is_prepared_beside_the_steps_and_waits_for_what_has_begun(engine, new, answers, reading):
     flight = InFlight(engine)
-    with ThreadPoolExecutor(2) as pool:
-        update = pool.submit(engine.update_weights_from_disk, new, weight_version="2")
-        until(lambda: not engine.health() or engine._manager.weights._replies._waiting, "the update was not sent")
-        late = pool.submit(tokens, engine)
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(engine.update_weights_from_disk, new, weight_version="2", abort_all_requests=False)
+        until(lambda: engine._manager.weights._replies._waiting, "the update was not sent")
+        assert tokens(engine) == answers[0]
         assert engine.health(generate=True)
+        assert not update.done()
+        reading.set()
         assert update.result()[0]
-        assert late.result() == answers[1]
-    outputs = flight.join()
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    assert tokens(engine) == answers[1]
+    for output in flight.join():
         assert output["meta_info"]["weight_version"] == "default"
         assert output["meta_info"]["completion_tokens"] == LONG["max_new_tokens"]
-        assert prompt
     assert whole_pool(engine)
+
+
+def test_an_update_that_hangs_can_be_cancelled(engine, new, answers, reading):
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(engine.update_weights_from_disk, new, abort_all_requests=True)
+        until(lambda: engine._manager.weights._replies._waiting, "the update was not sent")
+        flight = InFlight(engine)
+        assert engine.cancel_weight_update() == (True, "cancelled: 1 operation")
+        assert update.result() == (False, "cancelled; nothing has changed")
+    assert {output["meta_info"]["finish_reason"]["type"] for output in flight.join()} == {"length"}
+    assert tokens(engine) == answers[0]
+    reading.set()
+    assert engine.update_weights_from_disk(new)[0]
+    assert tokens(engine) == answers[1]
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -4,6 +4,8 @@ worker notices KV of other weights and of other adapters.
 Whatever the order: no step meets an operation, every request ends exactly once, and when all is continued the pool is whole.
 """
 
+import numpy as np
+import pytest
 from fake_worker import Rig, expected_outputs
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,9 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headrace.messages.control import AbortReq, FlushCacheReply, FlushCacheReq, HealthCheckReply, HealthCheckReq
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.weights import (
+    CancelUpdate,
     CommitUpdate,
     ContinueGeneration,
     DropUpdate,
+    GetWeight,
     HoldForUpdate,
     InitGroup,
     PauseGeneration,
@@ -52,6 +56,8 @@ class Operations(RuleBasedStateMachine):
     def start(self, overlap, radix, page_size, num_pages, max_running):
         self.rig = Rig(overlap=overlap, radix=radix, page_size=page_size, num_pages=num_pages, max_running=max_running)
         self.asked = {}
+        self.groups = {}  # samples of one prompt
+        self.aborting = set()  # updates that end what they meet when they take effect
         self.mixed = set()  # requests that an update met while they were paused: their tokens come from both
         self.aborted = set()
         self.next_version = 1
@@ -71,6 +77,8 @@ class Operations(RuleBasedStateMachine):
         for _ in range(count):
             version = self.rig.worker.version
             begun = {req.rid for req in (*self.rig.state.running, *self.rig.state.waiting) if req.has_begun}
+            if self.aborting:
+                self.aborted |= set(self.asked)
             self.rig.turn()
             if self.rig.worker.version != version:
                 self.mixed |= begun
@@ -78,6 +86,7 @@ class Operations(RuleBasedStateMachine):
                 if isinstance(message, WeightOpReply):
                     assert message.id not in self.replies, "answered twice"
                     self.replies[message.id] = message
+                    self.aborting.discard(message.id)
                 elif isinstance(message, LoraReply):
                     self.lora_replies.append(message.id)
             self.rig.back.messages.clear()
@@ -93,6 +102,16 @@ class Operations(RuleBasedStateMachine):
         self.asked[rid] = (prompt, max_new_tokens, lora_id)
         namespace = f"lora {lora_id}" if lora_id else ""
         self.rig.add(rid, prompt, max_new_tokens, stream=True, lora_id=lora_id, namespace=namespace)
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), num_samples=st.integers(2, 6))
+    def generate_samples(self, prompt, num_samples):
+        """Several of one prompt: they are all of one version."""
+        group = f"g{len(self.asked)}"
+        for _ in range(num_samples):
+            rid = f"r{len(self.asked)}"
+            self.asked[rid] = (prompt, 6, 0)
+            self.groups.setdefault(group, []).append(rid)
+            self.rig.add(rid, prompt, 6, stream=True, group=group)
 
     @rule(bad=st.booleans())
     def load_adapter(self, bad):
@@ -125,11 +144,19 @@ class Operations(RuleBasedStateMachine):
 
     @rule(abort=st.booleans())
     def update(self, abort):
-        if abort:
-            self.aborted |= set(self.asked)
         version = str(self.next_version)
         self.operate(UpdateFromDisk(version, abort_all_requests=abort, weight_version=version))
         self.next_version += 1
+        if abort:
+            self.aborting.add(self.num_operations)
+
+    @rule()
+    def cancel(self):
+        self.operate(CancelUpdate())
+
+    @rule()
+    def wait_too_long(self):
+        self.rig.now += 1000.0
 
     @rule()
     def prepare(self):
@@ -216,6 +243,10 @@ class Operations(RuleBasedStateMachine):
                 assert self.rig.ids[rid] == expected_outputs(
                     prompt, max_new_tokens, 9, version=version, lora_id=lora_id
                 )
+        for members in self.groups.values():
+            if not self.aborted & set(members) and not self.mixed & set(members):
+                versions = {self.rig.rows[rid][-1].stats.weight_version for rid in members}
+                assert len(versions) == 1, f"samples of one prompt have weights of {versions}"
         self.rig.check_idle()
 
 
@@ -243,21 +274,153 @@ def test_a_stream_of_newcomers_cannot_starve_an_update():
     rig.check_idle()
 
 
-def test_the_loop_answers_while_an_update_is_prepared():
-    rig = Rig()
+def replies_of(rig):
+    return {m.id: m for m in rig.back.messages if isinstance(m, WeightOpReply)}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_samples_of_one_prompt_run_with_one_version(overlap):
+    """Sample 0 runs and ends alone, for want of room; the update waits for its siblings and no one else."""
+    rig = Rig(overlap=overlap, max_running=1)
+    for i in range(3):
+        rig.add(f"s{i}", [0, 1], 5, ignore_eos=True, group="prompt")
+    rig.add("other", [0, 1], 5, ignore_eos=True)
+    rig.turn()
+    rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1", weight_version="1")))
+    for _ in range(60):
+        rig.turn()
+        rig.worker.weights.finish()
+    versions = {rid: rig.rows[rid][-1].stats.weight_version for rid in rig.rows}
+    assert versions == {"s0": "default", "s1": "default", "s2": "default", "other": "1"}
+    for i in range(3):
+        assert rig.ids[f"s{i}"] == expected_outputs([0, 1], 5, 9, ignore_eos=True)
+    assert rig.ids["other"] == expected_outputs([0, 1], 5, 9, ignore_eos=True, version=1)
+    rig.check_idle()
+
+
+def test_a_request_that_another_scheduler_began_ends_before_the_update():
+    """Its first tokens are of the present weights, though it has not run here yet."""
+    rig = Rig(max_running=1, eos_every=10**9)
+    rig.add("runs", [0], 5)
+    rig.turn()
+    begun = expected_outputs([0, 1], 3, 10**9)
+    rig.ids["replayed"] = list(begun)  # as they had arrived
+    rig.add("replayed", [0, 1], 6, attempt=1, output_ids=np.array(begun, np.int32).tobytes())
+    rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1", weight_version="1")))
+    for _ in range(40):
+        rig.turn()
+        rig.worker.weights.finish()
+    assert rig.rows["replayed"][-1].stats.weight_version == "default"
+    assert rig.worker.version == 1
+
+
+def test_steps_go_on_while_an_update_is_prepared():
+    rig = Rig(eos_every=10**9, num_pages=256)
+    rig.add("runs", [0], 100, stream=True)
+    rig.turn()
     rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1")))
     rig.turn()
-    rig.add("waits", [0, 1], 4)
+    made = len(rig.ids["runs"])
+    rig.add("comes", [0, 1], 4)
     rig.inbox.send(HealthCheckReq(7))
-    rig.add("leaves", [0, 1], 4)
+    rig.add("leaves", [0, 1], 40)
     rig.inbox.send(AbortReq(("leaves",)))
-    rig.turn()
-    assert HealthCheckReply(7, False, True) in rig.back.messages
+    for _ in range(20):
+        rig.turn()
+    assert HealthCheckReply(7, True, False) in rig.back.messages
     assert rig.finish["leaves"].type == "abort"
+    assert len(rig.ids["runs"]) >= made + 19
+    assert rig.ids["comes"] == expected_outputs([0, 1], 4, 10**9)
+    rig.worker.weights.finish()
+    rig.turn()
+    rig.add("late", [0, 1], 4)
+    rig.drain()
+    assert rig.ids["runs"] == expected_outputs([0], 100, 10**9)
+    assert rig.ids["late"] == expected_outputs([0, 1], 4, 10**9, version=1)
+    assert reply_of(rig).success
+
+
+def test_what_must_not_meet_steps_is_prepared_once_they_have_ended():
+    rig = Rig(eos_every=10**9)
+    rig.worker.weights.holds_steps = True
+    rig.add("runs", [0], 10)
+    rig.turn()
+    rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1")))
+    for _ in range(30):
+        rig.turn()  # the fake asserts that no step is in flight when it starts
+    rig.add("waits", [0, 1], 4)
+    for _ in range(5):
+        rig.turn()
     assert "waits" not in rig.rows
     rig.worker.weights.finish()
     rig.drain()
-    assert rig.ids["waits"] == expected_outputs([0, 1], 4, 9, version=1)
+    assert rig.ids["waits"] == expected_outputs([0, 1], 4, 10**9, version=1)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_an_update_that_hangs_is_given_up(comes_back):
+    rig = Rig(eos_every=10**9)
+    rig.add("runs", [0], 60)
+    rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1", abort_all_requests=True)))
+    rig.turn()
+    rig.now += rig.scheduler.config.weight_update_timeout_s
+    rig.turn()
+    reply = reply_of(rig)
+    assert not reply.success
+    assert "600 s (--weight-update-timeout-s)" in reply.message
+    assert "runs" not in rig.finish, "an update that failed has ended a request"
+    if comes_back:
+        rig.worker.weights.finish()
+    rig.inbox.send(WeightOpReq(2, UpdateFromDisk("2")))
+    rig.turn()
+    rig.worker.weights.finish()
+    rig.drain()
+    for _ in range(3):
+        rig.turn()
+    assert replies_of(rig)[2].success
+    assert rig.worker.version == 2
+    assert rig.ids["runs"] == expected_outputs([0], 60, 10**9)
+
+
+def test_joining_a_group_has_its_own_limit():
+    rig = Rig(eos_every=10**9)
+    rig.add("runs", [0], 60)
+    rig.inbox.send(WeightOpReq(1, InitGroup("localhost", 1, 1, 2, "g", "gloo", 2000.0)))
+    rig.turn()
+    rig.now += 1000.0
+    rig.turn()
+    assert not replies_of(rig)
+    rig.now += 1006.0
+    rig.turn()
+    assert "within 2000 s" in reply_of(rig).message
+    rig.drain()
+    assert rig.finish["runs"].type == "length"
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_cancelling_ends_what_has_not_taken_effect(is_staged):
+    rig = Rig(eos_every=10**9)
+    rig.add("runs", [0], 30)
+    rig.inbox.send(WeightOpReq(1, UpdateFromDisk("1", abort_all_requests=not is_staged)))
+    rig.inbox.send(WeightOpReq(2, UpdateFromDisk("2")))
+    rig.inbox.send(WeightOpReq(3, GetWeight("a", 1)))
+    rig.turn()
+    if is_staged:
+        rig.worker.weights.finish()
+        rig.turn()
+        assert rig.state.gate.draining
+    rig.inbox.send(WeightOpReq(4, CancelUpdate()))
+    rig.turn()
+    rig.worker.weights.finish()
+    rig.add("late", [0, 1], 5)
+    rig.drain()
+    told = replies_of(rig)
+    assert [told[i].success for i in (1, 2, 3, 4)] == [False, False, True, True]
+    assert told[4].message == "cancelled: 2 operations"
+    assert rig.worker.version == 0
+    assert rig.ids["runs"] == expected_outputs([0], 30, 10**9)
+    assert rig.ids["late"] == expected_outputs([0, 1], 5, 10**9)
+    assert not rig.state.gate.draining
 
 
 def test_pause_modes():

@@ -260,6 +260,12 @@ class ServerArgs:
     otlp_traces_endpoint: str | None = _opt(
         None, _O, "Send a span per request to this OTLP/HTTP URL; needs the extra `otel`.", _FILLED
     )
+    weight_update_timeout_s: float = _opt(
+        600.0,
+        _S,
+        "Give up a weight update that takes longer than this to read or receive, and serve the old weights on; 0 = never.",
+        _SECONDS,
+    )
     watchdog_timeout_s: float = _opt(
         300.0, _O, "End the server when a step takes longer than this; 0 = never.", _SECONDS
     )

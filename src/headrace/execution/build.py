@@ -138,6 +138,8 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             return load_model(other, spec, placement, config=model_config)
 
         weights = ModelWeights(model, attention, pool, rename, spec.ignored, load)
+        # transformers builds a model under a default dtype of its own, which is the whole process's. On a CPU it is the usual one.
+        weights.holds_steps = spec.name == "transformers" and config.device != "cpu"
         loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
         _load_adapters(args, loras)
         runner = ModelRunner(model, attention, table, sampler, loras)

@@ -1,9 +1,6 @@
 """Memory that was given back to the system, and how to take it again.
 
-Weights go to a file without a name in the temporary directory (TMPDIR) and come back from it to the bit, whatever they were updated
-from; the KV cache's pages are dropped, and are zeros when they are next touched. Runs in the thread of the operation, with no step
-in flight.
-"""
+Weights go to a file without a name in the temporary directory (TMPDIR) and come back XX"""
 
 import ctypes
 import mmap
@@ -21,24 +18,32 @@ from headrace.layers.weight import Keeper
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """num_bytes: that were given back. resume: takes them again; raises ExecutionError, and then they are still released."""
+    """Memory that can be let go, and then had again.
+
+    num_bytes: that are given back. let_go: gives them back, quick; raises ExecutionError, with nothing changed. read: makes what is needed
+    to have them again, which the function that it returns puts in place; raises ExecutionError, and then they are still released.
+    """
 
     num_bytes: int
-    resume: Callable[[], None]
+    let_go: Callable[[], None]
+    read: Callable[[], Callable[[], None]]
 
 
 def release_kv(pool: KvPool) -> Released:
-    """Drop the pages of the KV cache; it stays where it is in the address space. Raises ExecutionError on a GPU."""
+    """The pages of the KV cache; it stays where it is in the address space. Raises ExecutionError on a GPU."""
     tensors = [*pool.k, *pool.v]
     if any(tensor.device.type != "cpu" for tensor in tensors):
         raise ExecutionError("the KV cache of a GPU cannot be released")
-    for tensor in tensors:
-        _drop_pages(tensor)
-    return Released(pool.num_bytes, lambda: None)
+
+    def let_go() -> None:
+        for tensor in tensors:
+            _drop_pages(tensor)
+
+    return Released(pool.num_bytes, let_go, lambda: lambda: None)
 
 
 def release_weights(keepers: Sequence[Keeper]) -> Released:
-    """Write what the layers keep to a file and let go of it. Raises ExecutionError, with nothing changed, when there is no room."""
+    """Write what the layers keep to a file, so that they can let go of it. Raises ExecutionError when there is no room."""
     kept = [keeper.kept() for keeper in keepers]
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed when the weights are back
     try:
@@ -50,18 +55,26 @@ def release_weights(keepers: Sequence[Keeper]) -> Released:
         ) from error
     num_bytes = os.lseek(file.fileno(), 0, os.SEEK_CUR)
 
-    def resume() -> None:
+    def let_go() -> None:
+        for keeper, one in zip(keepers, kept, strict=True):
+            keeper.restore({name: _hollow(value) for name, value in one.items()})
+        kept.clear()
+
+    def read() -> Callable[[], None]:
         try:
             again = [{name: _load(place, file.fileno()) for name, place in one.items()} for one in places]
         except OSError as error:
             raise ExecutionError(f"the weights could not be read back: {error.strerror}") from error
-        for keeper, one in zip(keepers, again, strict=True):
-            keeper.restore(one)
-        file.close()
 
-    for keeper, one in zip(keepers, kept, strict=True):
-        keeper.restore({name: _hollow(value) for name, value in one.items()})
-    return Released(num_bytes, resume)
+        def restore() -> None:
+            for keeper, one in zip(keepers, again, strict=True):
+                keeper.restore(one)
+            again.clear()
+            file.close()
+
+        return restore
+
+    return Released(num_bytes, let_go, read)
 
 
 _Plain = int | str | None

@@ -2,14 +2,17 @@
 
 An update is made beside the old weights, whole, and then switched to between two steps: whatever goes wrong before that has changed
 nothing. Owns the process groups with trainers and what was released. Does not decide when: the scheduler does. Each operation runs in
-a thread of its own, one at a time; `install` of its result in the scheduler's.
+a thread of its own beside the steps, one at a time; `install` of its result in the scheduler's. What a thread that was given up on still
+does, it does to nothing but what it alone holds.
 
 Memory while an update is prepared: the old weights, the new ones in the kernels' layout (of the updated layers only), and the tensors
 as they came (a mapped file, or what was received).
 """
 
 import math
+import os
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +48,8 @@ from headrace.weight_sync.group import WeightGroup
 LoadFormat = Literal["auto", "safetensors", "gguf"]
 MAX_RECEIVED_PER_WEIGHT_BYTE = 16
 _NAMES_IN_A_MESSAGE = 4
+_NICE = 5
+"""Priority of an update beside the steps: about a quarter of a core where they want all of them (setpriority(2), sched(7))."""
 _UNRELATED = frozenset(
     {
         "architectures",
@@ -78,11 +83,16 @@ def check_same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
 
 
 class Job:
-    """An operation in a thread of its own. See `WeightJob`."""
+    """An operation in a thread of its own, of low priority: steps come first. See `WeightJob`.
 
-    def __init__(self, work: Callable[[], Prepared]) -> None:
-        self._outcome: Prepared | BaseException
-        # A daemon: a trainer that never answers must not keep the process from ending.
+    work: is given an event that is set when nobody wants its outcome any more.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], Prepared]) -> None:
+        self._outcome: Prepared | BaseException | None = None
+        self._abandoned = threading.Event()
+        self._lock = threading.Lock()
+        # A daemon: a trainer or a file system that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, args=(work,), name="weights", daemon=True)
         self._thread.start()
 
@@ -94,17 +104,40 @@ class Job:
     def result(self) -> Prepared:
         """See `WeightJob`."""
         self._thread.join()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome is not None, "asked twice, or abandoned"
+        return outcome
 
-    def _run(self, work: Callable[[], Prepared]) -> None:
+    def abandon(self) -> None:
+        """See `WeightJob`."""
+        with self._lock:
+            self._abandoned.set()
+            self._outcome = None
+        give_back_free_memory()
+
+    def _run(self, work: Callable[[threading.Event], Prepared]) -> None:
+        outcome: Prepared | BaseException
         try:
+            _yield_to_steps()
             with torch.no_grad():
-                self._outcome = work()
+                outcome = work(self._abandoned)
         except BaseException as error:
-            # Raised again by `result`, in the thread that answers for it.
-            self._outcome = error
+            # Raised again by `result`, in the thread that answers for it. What was loaded must not live on in its frames.
+            traceback.clear_frames(error.__traceback__)
+            outcome = error
+        with self._lock:
+            if not self._abandoned.is_set():
+                self._outcome = outcome
+                return
+        del outcome
+        give_back_free_memory()
+
+
+def _yield_to_steps() -> None:
+    """A lower priority for this thread alone, and for the threads that it starts."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 @dataclass(slots=True)
@@ -124,6 +157,10 @@ class _Switch:
         except BaseException:
             self._take(old)
             raise
+        self.new.clear()
+        old.clear()
+        # The allocator would keep what the old weights had.
+        give_back_free_memory()
 
     def _take(self, weights: list[tuple[Keeper, Kept]]) -> None:
         for keeper, kept in weights:
@@ -139,6 +176,7 @@ class ModelWeights:
 
     pool: the KV cache. rename: the model's name of a tensor. ignored: parts of names that may be sent and the model does not need.
     load: another checkpoint of the same model, as a model of its own. Raises ModelError. moved: called when the weights lie elsewhere.
+    holds_steps: see `WeightExecutor`.
     """
 
     model: CausalLM
@@ -148,21 +186,22 @@ class ModelWeights:
     ignored: tuple[str, ...]
     load: Callable[[str, LoadFormat], CausalLM]
     moved: Callable[[], None] = lambda: None
+    holds_steps: bool = False
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
     _released: dict[MemoryTag, Released] = field(default_factory=dict)
 
     def start(self, operation: WorkerOperation) -> Job:
         """See `WeightExecutor`."""
-        return Job(lambda: self._prepare(operation))
+        return Job(lambda abandoned: self._prepare(operation, abandoned))
 
-    def _prepare(self, operation: WorkerOperation) -> Prepared:
+    def _prepare(self, operation: WorkerOperation, abandoned: threading.Event) -> Prepared:
         match operation:
             case UpdateFromDisk():
                 return self._from_disk(operation)
             case UpdateFromTensors():
                 return self._updated(_file_tensors(Path(operation.file)))
             case UpdateFromDistributed():
-                return self._updated(self._receive(operation))
+                return self._updated(self._receive(operation, abandoned))
             case InitGroup():
                 return self._init_group(operation)
             case DestroyGroup():
@@ -207,7 +246,7 @@ class ModelWeights:
         name = operation.group_name
         if name in self._groups:
             raise RequestError(f"the group {name!r} exists; destroy it first", "group_name")
-        self._groups[name] = WeightGroup(
+        group = WeightGroup(
             operation.master_address,
             operation.master_port,
             operation.rank_offset,
@@ -216,30 +255,31 @@ class ModelWeights:
             operation.backend,
             operation.timeout_s,
         )
-        return Prepared(f"joined the group {name!r} as rank {operation.rank_offset} of {operation.world_size}")
+        rank = f"rank {operation.rank_offset} of {operation.world_size}"
+        return Prepared(f"joined the group {name!r} as {rank}", lambda: self._groups.update({name: group}))
 
     def _destroy_group(self, name: str) -> Prepared:
-        self._group(name).close()
-        del self._groups[name]
+        self._take_group(name).close()
         return Prepared(f"left the group {name!r}")
 
-    def _group(self, name: str) -> WeightGroup:
+    def _take_group(self, name: str) -> WeightGroup:
+        """Out of the table: a thread that was given up on must not share it with the next. Raises RequestError."""
         if name not in self._groups:
             raise RequestError(f"there is no group {name!r}; call init_weights_update_group first", "group_name")
-        return self._groups[name]
+        return self._groups.pop(name)
 
-    def _receive(self, operation: UpdateFromDistributed) -> list[tuple[str, torch.Tensor]]:
+    def _receive(self, operation: UpdateFromDistributed, abandoned: threading.Event) -> list[tuple[str, torch.Tensor]]:
         """Everything that rank 0 was said to send: also what will be refused afterwards, or the trainer would wait for us forever."""
-        group = self._group(operation.group_name)
         dtypes = [_dtype(name) for name in operation.dtypes]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(operation.shapes, dtypes, strict=True)]
         limit = MAX_RECEIVED_PER_WEIGHT_BYTE * sum(math.prod(w.shape) * 4 for w in self.model.weights())
         if sum(sizes) > limit:
             raise RequestError(f"shapes: {sum(sizes)} bytes are more than this model can have ({limit})", "shapes")
+        group = self._take_group(operation.group_name)
         try:
             if operation.bucketed:
                 bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
-                group.broadcast(bucket)
+                group.broadcast(bucket, abandoned)
                 # A slice may begin where its dtype cannot, so each is a copy.
                 flat = [part.clone().view(dtype) for part, dtype in zip(bucket.split(sizes), dtypes, strict=True)]
                 tensors = [part.view(shape) for part, shape in zip(flat, operation.shapes, strict=True)]
@@ -247,13 +287,13 @@ class ModelWeights:
                 tensors = []
                 for shape, dtype in zip(operation.shapes, dtypes, strict=True):
                     tensors.append(torch.empty(shape, dtype=dtype, device=group.device))
-                    group.broadcast(tensors[-1])
+                    group.broadcast(tensors[-1], abandoned)
         except ExecutionError as error:
             group.close()
-            del self._groups[operation.group_name]
             raise ExecutionError(
                 f"{error.message}. The group {operation.group_name!r} was left; join it again"
             ) from error
+        self._groups[operation.group_name] = group
         return list(zip(operation.names, tensors, strict=True))
 
     # -- reading
@@ -269,30 +309,35 @@ class ModelWeights:
     # -- memory
 
     def _release(self, tags: Sequence[MemoryTag]) -> Prepared:
-        freed = 0
+        new: dict[MemoryTag, Released] = {}
         for tag in tags:
             if tag not in self._released:
-                if tag == "weights":
-                    self._released[tag] = release_weights(_keepers(self.model))
-                    # The native call holds weights too. Without pages there is none.
-                    self.model.fuse(TorchNativeAttention())
-                    give_back_free_memory()
-                else:
-                    self._released[tag] = release_kv(self.pool)
-                freed += self._released[tag].num_bytes
-        return Prepared(f"{freed} bytes were released")
+                new[tag] = release_weights(_keepers(self.model)) if tag == "weights" else release_kv(self.pool)
+
+        def install() -> None:
+            for tag, released in new.items():
+                released.let_go()
+                self._released[tag] = released
+            if "weights" in new:
+                # The native call holds weights too. Without pages there is none.
+                self.model.fuse(TorchNativeAttention())
+            give_back_free_memory()
+
+        return Prepared(f"{sum(one.num_bytes for one in new.values())} bytes were released", install)
 
     def _resume(self, tags: Sequence[MemoryTag]) -> Prepared:
-        taken = 0
-        for tag in tags:
-            if tag in self._released:
-                taken += self._released[tag].num_bytes
-                self._released[tag].resume()
+        again = {tag: self._released[tag].read() for tag in tags if tag in self._released}
+        taken = sum(self._released[tag].num_bytes for tag in again)
+
+        def install() -> None:
+            for tag, restore in again.items():
+                restore()
                 del self._released[tag]
-                if tag == "weights":
-                    self.model.fuse(self.attention)
-                    self.moved()
-        return Prepared(f"{taken} bytes were resumed")
+            if "weights" in again:
+                self.model.fuse(self.attention)
+                self.moved()
+
+        return Prepared(f"{taken} bytes were resumed", install)
 
 
 def _keepers(model: CausalLM) -> list[Keeper]:

@@ -39,6 +39,7 @@ from headrace.errors import (
 from headrace.frontend import lifeline
 from headrace.frontend.weight_operations import TRUNCATE_SIZE, WeightOperations
 from headrace.messages.weights import (
+    CancelUpdate,
     ContinueGeneration,
     DestroyGroup,
     InitGroup,
@@ -63,6 +64,7 @@ OPERATION_PATHS: dict[type, str] = {
     ContinueGeneration: "/continue_generation",
     UpdateFromDisk: "/update_weights_from_disk",
     UpdateFromDistributed: "/update_weights_from_distributed",
+    CancelUpdate: "/cancel_weight_update",
     InitGroup: "/init_weights_update_group",
     DestroyGroup: "/destroy_weights_update_group",
     SetWeightVersion: "/update_weight_version",

@@ -142,9 +142,10 @@ def _aborts(operation: WeightOperation) -> bool:
     match operation:
         case PauseGeneration():
             return operation.mode == "abort"
-        case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed() | SetWeightVersion():
+        case SetWeightVersion():
             return operation.abort_all_requests
         case _:
+            # The scheduler ends what an update meets, once nothing can go wrong any more.
             return False
 
 

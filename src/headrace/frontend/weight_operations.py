@@ -12,6 +12,7 @@ from headrace.errors import RequestError
 from headrace.messages.safetensors_bytes import safetensors_parts
 from headrace.messages.weights import (
     MEMORY_TAGS,
+    CancelUpdate,
     ContinueGeneration,
     DestroyGroup,
     GetWeight,
@@ -87,6 +88,10 @@ class WeightOperations(ABC):
         """Replace the named weights, all or some, by these tensors (torch or numpy). Names and shapes are Hugging Face's."""
         parts = safetensors_parts(named_tensors)
         return _result(self._update_from_tensors(parts, abort_all_requests, weight_version))
+
+    def cancel_weight_update(self) -> Result:
+        """Give up every update, and every joining of a group, that has not taken effect: those calls fail, and nothing has changed."""
+        return _result(self._operate(CancelUpdate()))
 
     def init_weights_update_group(
         self,

@@ -121,6 +121,8 @@ class PrepareUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False
 class HoldForUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
     """End what has begun, hold back what has not, and answer once no step runs. Then wait for the commit, or for a drop.
 
+    The requests that `abort_all_requests` is to end are ended here: an update that cannot be prepared ends none.
+
     Asked again while it waits, it lets what has begun meanwhile (requests of a replica that died) go on to its end, and answers again.
     """
 
@@ -139,9 +141,14 @@ class DropUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
     update_id: int
 
 
+class CancelUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Let every update, and every joining of a group, fail that has not been decided yet: one that is held, or goes on in one message
+    and is installed, is past that."""
+
+
 WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | ReleaseMemory | ResumeMemory
 """What the worker does; the rest is the scheduler's own."""
-ClientOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion
+ClientOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion | CancelUpdate
 """What a client may ask for. An update is carried out in phases, so that all replicas have it or none."""
 WeightOperation = ClientOperation | PrepareUpdate | HoldForUpdate | CommitUpdate | DropUpdate
 
@@ -171,7 +178,7 @@ class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=F
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The slow part of an operation is done. install: what is left, to be called between two steps; quick.
+    """The slow part of an operation is done, and has changed nothing. install: what is left, to be called between two steps; quick.
 
     changes_weights: no KV computed before may be used after it. fingerprint: of the files that were read, empty when there are none.
     """
@@ -194,9 +201,17 @@ class WeightJob(Protocol):
     def result(self) -> Prepared:
         """What is left to do. Raises HeadraceError, and then nothing has changed."""
 
+    def abandon(self) -> None:
+        """Nobody will ask for `result`, or install it: whatever was made is let go, now or when the thread comes back."""
+
 
 class WeightExecutor(Protocol):
-    """The worker's side. One job at a time."""
+    """The worker's side. One job at a time, beside those that were abandoned. It runs beside the steps.
+
+    holds_steps: the preparation of an update from disk must not meet steps.
+    """
+
+    holds_steps: bool
 
     def start(self, operation: WorkerOperation) -> WeightJob:
         """Begin; returns at once."""

@@ -9,6 +9,7 @@ from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
 from headrace.scheduler import policy, preemption, retract
 from headrace.scheduler.batch import Row, ScheduleBatch
+from headrace.scheduler.drain import has_begun
 from headrace.scheduler.preemption import Preemption
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
@@ -90,7 +91,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: list[Req], budget
     for req in order:
         if budget <= 0 or kv.num_free_seqs == 0 or len(state.running) >= config.max_running:
             break
-        if (state.gate.draining and not req.has_begun) or _waits_for_prefix(state, req):
+        if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
         match = kv.match(req)
         req.num_computed = req.num_scheduled = match.num_tokens

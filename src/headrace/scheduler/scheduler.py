@@ -162,7 +162,7 @@ class Scheduler:
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
             self._send(control.expire(state, now))
-        self._weights.advance()
+        self._send(self._weights.advance(now))
 
     def _handle(self, message: object) -> None:
         state = self.state

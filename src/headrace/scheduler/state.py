@@ -36,6 +36,7 @@ class SchedulerConfig:
 
     preemption_threshold: a waiting request takes the place of running ones whose priority is lower by this much; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
+    weight_update_timeout_s: the longest that weights may be prepared for; 0 = any time.
     """
 
     policy: str
@@ -51,6 +52,7 @@ class SchedulerConfig:
     preemption_threshold: int = 0
     conservativeness: float = 1.0
     clip_estimate_tokens: int = DEFAULT_CLIP_TOKENS
+    weight_update_timeout_s: float = 600.0
     decode_log_interval: int = 0
     accept_faults: bool = False
     dp_rank: int = 0
@@ -60,8 +62,8 @@ class SchedulerConfig:
 class Gate:
     """Whether steps may be planned. pause: the mode it was asked in. released: tags of memory that was given back.
 
-    exclusive: the worker prepares an operation that steps must not meet. draining: such an operation waits for what runs, so that
-    nothing new begins. held: nothing runs any more, and a prepared update waits for its commit.
+    exclusive: the worker prepares an operation whose preparation steps must not meet. draining: an operation waits for what has begun
+    (`drain`), so that nothing new begins. held: nothing runs any more, and a prepared update waits for its commit.
     """
 
     pause: PauseMode | None = None

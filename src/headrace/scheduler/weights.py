@@ -1,16 +1,17 @@
-"""Pause, continue, and operations that steps must not meet: changing weights, giving memory back.
+"""Pause, continue, and operations on weights and memory.
 
-Owns the order of these operations and the gate before the planner. Does not touch weights or memory: the worker does, in a thread of
-its own, while this loop goes on answering. Runs in the scheduler's thread.
+Owns the order of these operations, the limit of their time, and the gate before the planner. Does not touch weights or memory: the worker
+does, in a thread of its own beside the steps. Runs in the scheduler's thread.
 
-    arrives -> waits in the queue ------> job in the worker's thread -> installed between two steps -> reply
-               newcomers wait behind it   nothing is planned            KV of old weights is dropped
+    arrives -> waits in the queue -> prepared in a thread ---------> what has begun ends -> installed between two steps -> reply
+               of operations         while steps go on               nothing new begins     KV of old weights is dropped
 
 An update of several replicas comes in phases, so that all of them have it or none:
 
     prepare: a job beside the steps -> hold: what has begun ends, nothing begins -> commit: installed, or drop: as if it had not been
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from headrace.log import get_logger
 from headrace.messages.control import AbortReq
 from headrace.messages.outputs import TokenIDOut
 from headrace.messages.weights import (
+    CancelUpdate,
     CommitUpdate,
     ContinueGeneration,
     DestroyGroup,
@@ -44,6 +46,7 @@ from headrace.messages.weights import (
     WorkerOperation,
 )
 from headrace.scheduler import control
+from headrace.scheduler.drain import is_drained
 from headrace.scheduler.retract import retract_all
 from headrace.scheduler.state import SchedulerState
 
@@ -52,14 +55,37 @@ logger = get_logger(__name__)
 Replies = Callable[[WeightOpReply], None]
 Queued = WorkerOperation | PrepareUpdate | HoldForUpdate | CommitUpdate
 
+JOIN_GRACE_S = 5.0
+"""How much longer than its own limit the joining of a group may take before it is given up."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
+class _Current:
+    """What the worker is at, or has done but for installing it.
+
+    operation: what was asked for. work: what the worker makes of it. deadline_s: of the preparation. done: None while it is prepared.
+    has_aborted: the requests that it ends have been ended.
+    """
+
+    request_id: int
+    operation: WorkerOperation | PrepareUpdate
+    work: WorkerOperation
+    job: WeightJob
+    limit_s: float
+    deadline_s: float
+    done: Prepared | None = None
+    has_aborted: bool = False
+
+
+@dataclass(slots=True)
 class _Staged:
     """An update that is prepared and not yet committed."""
 
     update_id: int
     update: Update
     done: Prepared
+    job: WeightJob
+    has_aborted: bool = False
 
 
 class WeightControl:
@@ -71,13 +97,12 @@ class WeightControl:
         self._reply = reply
         self._pausing: list[int] = []
         self._queue: deque[tuple[int, Queued]] = deque()
-        self._current: tuple[int, WorkerOperation | PrepareUpdate, WeightJob] | None = None
+        self._current: _Current | None = None
         self._staged: _Staged | None = None
-        self._dropped: set[int] = set()
 
     @property
     def has_job(self) -> bool:
-        """The worker prepares something: `advance` is to be called soon again."""
+        """The worker is at something: `advance` is to be called soon again."""
         return self._current is not None
 
     def handle(self, request: WeightOpReq) -> list[TokenIDOut]:
@@ -100,11 +125,16 @@ class WeightControl:
                     ended = _abort_all(state, "aborted: the weights were given another version")
                 state.weight_version = operation.new_version
                 self._answer(request.id, True, f"the weight version is {operation.new_version!r}")
+            case CancelUpdate():
+                self._answer(request.id, True, self._cancel())
+            case DropUpdate():
+                self._give_up(_DROPPED, lambda each: _is_phase_of(each, operation.update_id))
+                self._unstage(operation.update_id)
+                state.gate.held = False
+                self._answer(request.id, True, _DROPPED)
             case ReleaseMemory() if not state.gate.holds and (state.running or state.waiting):
                 busy = f"{len(state.running)} requests are running and {len(state.waiting)} are waiting"
                 self._answer(request.id, False, f"memory cannot be released now: {busy}; pause generation first")
-            case DropUpdate():
-                self._drop(request.id, operation.update_id)
             case HoldForUpdate():
                 state.gate.held = False
                 self._queue.append((request.id, operation))
@@ -120,24 +150,24 @@ class WeightControl:
                 | ReleaseMemory()
                 | ResumeMemory()
             ):
-                if isinstance(operation, _UPDATES) and operation.abort_all_requests:
-                    ended = _abort_all(state, "aborted: the weights are being updated")
                 self._queue.append((request.id, operation))
         return ended
 
-    def advance(self) -> None:
-        """Do what can be done now."""
+    def advance(self, now_s: float) -> list[TokenIDOut]:
+        """Do what can be done now; outputs of the requests that it ends."""
         if self._pausing and not self._state.in_flight:
             self._pause()
-        if self._current is not None and self._current[2].is_done:
-            self._complete(*self._current)
-        while self._current is None and self._queue:
-            request_id, operation = self._queue[0]
-            if isinstance(operation, _BETWEEN_STEPS) and not self._may_begin():
-                self._state.gate.draining = True
-                return
-            self._queue.popleft()
-            self._begin(request_id, operation)
+        ended: list[TokenIDOut] = []
+        while True:
+            current = self._current
+            if current is None:
+                went_on = bool(self._queue) and self._take_next(now_s, ended)
+            elif current.done is None:
+                went_on = self._take_outcome(current, now_s)
+            else:
+                went_on = self._install(current, current.done, ended)
+            if not went_on:
+                return ended
 
     def _pause(self) -> None:
         state = self._state
@@ -149,128 +179,183 @@ class WeightControl:
             )
         self._pausing.clear()
 
-    def _may_begin(self) -> bool:
-        """No step is in flight, and none is to come before the operation: what ran has ended, or is to wait anyway."""
-        state = self._state
-        if state.in_flight:
-            return False
-        return state.gate.holds or not (state.running or any(req.has_begun for req in state.waiting))
+    # -- the queue
 
-    def _begin(self, request_id: int, operation: Queued) -> None:
-        self._state.gate.draining = False
+    def _take_next(self, now_s: float, ended: list[TokenIDOut]) -> bool:
+        """Begin with the first of the queue; False while it must wait for the steps."""
+        request_id, operation = self._queue[0]
         match operation:
-            case HoldForUpdate():
-                self._hold(request_id, operation.update_id)
-            case CommitUpdate():
-                self._commit(request_id, operation.update_id)
-            case PrepareUpdate():
-                self._staged = None
-                self._start(request_id, operation, operation.update)
+            case HoldForUpdate() | CommitUpdate():
+                staged = self._staged
+                if staged is None or staged.update_id != operation.update_id:
+                    self._queue.popleft()
+                    self._answer(request_id, False, f"update {operation.update_id} is not prepared here")
+                    return True
+                if not self._is_quiet(staged, staged.update, ended):
+                    return False
+                self._queue.popleft()
+                if isinstance(operation, HoldForUpdate):
+                    self._state.gate.held = True
+                    self._answer(request_id, True, "held")
+                else:
+                    self._commit(request_id, staged)
             case _:
-                self._start(request_id, operation, operation)
+                work = operation.update if isinstance(operation, PrepareUpdate) else operation
+                alone = self._executor().holds_steps and isinstance(work, UpdateFromDisk)
+                if alone and not is_drained(self._state):
+                    self._state.gate.draining = True
+                    return False
+                self._queue.popleft()
+                self._state.gate.draining, self._state.gate.exclusive = False, alone
+                self._start(request_id, operation, work, now_s)
+        return True
 
     def _start(
-        self, request_id: int, operation: WorkerOperation | PrepareUpdate, asked_of_worker: WorkerOperation
+        self, request_id: int, operation: WorkerOperation | PrepareUpdate, work: WorkerOperation, now_s: float
     ) -> None:
-        gate = self._state.gate
-        gate.exclusive = isinstance(operation, _EXCLUSIVE)
+        if isinstance(operation, PrepareUpdate):
+            self._unstage()
+        limit_s = self._state.config.weight_update_timeout_s or math.inf
+        if isinstance(work, InitGroup):
+            # The joining ends by itself, unless it hangs.
+            limit_s = work.timeout_s + JOIN_GRACE_S
         try:
-            if "weights" in gate.released and isinstance(asked_of_worker, _UPDATES | GetWeight):
+            if "weights" in self._state.gate.released and isinstance(work, _UPDATES | GetWeight):
                 raise RequestError("the weights are released; resume them first")
-            if isinstance(operation, ReleaseMemory) and "kv_cache" in operation.tags:
-                retract_all(self._state, keep_kv=False)
-                self._state.kv.flush()
-            self._current = request_id, operation, self._executor().start(asked_of_worker)
+            job = self._executor().start(work)
         except HeadraceError as error:
-            gate.exclusive = False
+            self._state.gate.exclusive = False
             self._answer(request_id, False, error.message)
+            return
+        self._current = _Current(request_id, operation, work, job, limit_s, now_s + limit_s)
 
-    def _complete(self, request_id: int, operation: WorkerOperation | PrepareUpdate, job: WeightJob) -> None:
-        self._current = None
-        self._state.gate.exclusive = False
+    def _take_outcome(self, current: _Current, now_s: float) -> bool:
+        """What the job gave, or the end of its time; False while it goes on."""
+        if not current.job.is_done:
+            if now_s < current.deadline_s:
+                return False
+            self._fail(current, _too_long(current.work, current.limit_s))
+            return True
         try:
-            done = job.result()
-            if isinstance(operation, PrepareUpdate):
-                self._stage(request_id, operation, done)
-                return
+            done = current.job.result()
+        except HeadraceError as error:
+            logger.error("%s failed: %s", type(current.work).__name__, error.message)
+            self._fail(current, error.message)
+        except Exception:
+            logger.exception("%s failed", type(current.work).__name__)
+            self._fail(current, _INTERNAL_ERROR)
+        else:
+            current.done = done
+            if isinstance(current.operation, PrepareUpdate):
+                self._leave(current)
+                self._staged = _Staged(current.operation.update_id, current.operation.update, done, current.job)
+                self._answer(current.request_id, True, done.message, done)
+        return True
+
+    # -- the switch
+
+    def _install(self, current: _Current, done: Prepared, ended: list[TokenIDOut]) -> bool:
+        """False while it waits for the steps. What it ends is added to `ended`."""
+        work = current.work
+        if isinstance(work, _BETWEEN_STEPS) and not self._is_quiet(current, work, ended):
+            return False
+        if failure := self._installed(work, done):
+            self._fail(current, failure)
+        else:
+            self._leave(current)
+            self._answer(current.request_id, True, done.message, done)
+        return True
+
+    def _commit(self, request_id: int, staged: _Staged) -> None:
+        self._staged = None
+        self._state.gate.held = False
+        if failure := self._installed(staged.update, staged.done):
+            self._answer(request_id, False, failure)
+        else:
+            self._answer(request_id, True, staged.done.message, staged.done)
+
+    def _is_quiet(self, pending: _Current | _Staged, work: WorkerOperation, ended: list[TokenIDOut]) -> bool:
+        """No step is in flight, and none comes before the switch. Else nothing new begins from now on."""
+        gate = self._state.gate
+        if isinstance(work, _UPDATES) and work.abort_all_requests and not pending.has_aborted:
+            # Not sooner: an update that fails ends no request.
+            pending.has_aborted = True
+            ended += _abort_all(self._state, "aborted: the weights are being updated")
+        gate.draining = not is_drained(self._state)
+        return not gate.draining
+
+    def _installed(self, work: WorkerOperation, done: Prepared) -> str:
+        """Switch; why that failed, or "". No step is in flight."""
+        state = self._state
+        if isinstance(work, ReleaseMemory) and "kv_cache" in work.tags:
+            retract_all(state, keep_kv=False)
+            state.kv.flush()
+        try:
             done.install()
         except HeadraceError as error:
-            logger.error("%s failed: %s", type(operation).__name__, error.message)
-            self._answer(request_id, False, error.message)
-            return
+            logger.error("%s failed: %s", type(work).__name__, error.message)
+            return error.message
         except Exception:
-            logger.exception("%s failed", type(operation).__name__)
-            self._answer(request_id, False, "internal error; the server's log has the cause")
-            return
-        self._installed(request_id, operation, done)
-
-    def _installed(self, request_id: int, operation: WorkerOperation, done: Prepared) -> None:
-        state = self._state
+            logger.exception("%s failed", type(work).__name__)
+            return _INTERNAL_ERROR
         if done.changes_weights:
             # Everything was computed with the old weights: what is cached, and what paused requests hold.
             retract_all(state, keep_kv=False)
             state.kv.flush()
-        match operation:
+        match work:
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
-                state.weight_version = operation.weight_version or state.weight_version
+                state.weight_version = work.weight_version or state.weight_version
             case ReleaseMemory():
-                state.gate.released |= set(operation.tags)
+                state.gate.released |= set(work.tags)
             case ResumeMemory():
-                state.gate.released -= set(operation.tags)
-        self._answer(request_id, True, done.message, done)
+                state.gate.released -= set(work.tags)
+        return ""
 
-    # -- an update in phases
+    # -- ends before the switch
 
-    def _stage(self, request_id: int, operation: PrepareUpdate, done: Prepared) -> None:
-        if operation.update_id in self._dropped:
-            self._dropped.discard(operation.update_id)
-            self._answer(request_id, False, _DROPPED)
-            return
-        self._staged = _Staged(operation.update_id, operation.update, done)
-        self._answer(request_id, True, done.message, done)
+    def _cancel(self) -> str:
+        # Once it is held its fate is decided elsewhere, the same for all replicas.
+        staged = self._staged if not self._state.gate.held else None
+        number = self._give_up(_CANCELLED, lambda each: _is_cancellable(each, staged))
+        if staged is not None:
+            self._unstage()
+        return f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
 
-    def _hold(self, request_id: int, update_id: int) -> None:
-        if not self._has_staged(request_id, update_id):
-            return
-        self._state.gate.held = True
-        self._answer(request_id, True, "held")
-
-    def _commit(self, request_id: int, update_id: int) -> None:
-        if not self._has_staged(request_id, update_id):
-            return
-        staged, self._staged = self._staged, None
-        assert staged is not None
-        self._state.gate.held = False
-        try:
-            staged.done.install()
-        except HeadraceError as error:
-            logger.error("an update could not be installed: %s", error.message)
-            self._answer(request_id, False, error.message)
-        except Exception:
-            logger.exception("an update could not be installed")
-            self._answer(request_id, False, "internal error; the server's log has the cause")
-        else:
-            self._installed(request_id, staged.update, staged.done)
-
-    def _drop(self, request_id: int, update_id: int) -> None:
-        """Whatever phase it is in; those of its messages that wait are answered."""
-        gate = self._state.gate
-        if self._staged is not None and self._staged.update_id == update_id:
-            self._staged = None
-        if self._current is not None and _is_phase_of(self._current[1], update_id):
-            self._dropped.add(update_id)
-        for waiting in [each for each in self._queue if _is_phase_of(each[1], update_id)]:
+    def _give_up(self, why: str, chosen: Callable[[Queued], bool]) -> int:
+        """Let those operations fail that wait or are being prepared; how many they were."""
+        dropped = [waiting for waiting in self._queue if chosen(waiting[1])]
+        for waiting in dropped:
             self._queue.remove(waiting)
-            self._answer(waiting[0], False, _DROPPED)
-        gate.held = False
-        gate.draining = False  # what waits behind asks for it again
-        self._answer(request_id, True, "the update was dropped")
+            self._answer(waiting[0], False, why)
+        current = self._current
+        if current is None:
+            # Who waits at the head of the queue asks for it again.
+            self._state.gate.draining = False
+        elif chosen(current.operation):
+            self._fail(current, why)
+            return len(dropped) + 1
+        return len(dropped)
 
-    def _has_staged(self, request_id: int, update_id: int) -> bool:
-        if self._staged is not None and self._staged.update_id == update_id:
-            return True
-        self._answer(request_id, False, f"update {update_id} is not prepared here")
-        return False
+    def _unstage(self, update_id: int | None = None) -> None:
+        """Let go of what is prepared (of this id, if one is given)."""
+        staged = self._staged
+        if staged is not None and update_id in (None, staged.update_id):
+            self._staged = None
+            job = staged.job
+            del staged
+            job.abandon()
+
+    def _fail(self, current: _Current, message: str) -> None:
+        """The operation ends here, with nothing changed."""
+        self._leave(current)
+        current.done = None
+        current.job.abandon()
+        self._answer(current.request_id, False, message)
+
+    def _leave(self, current: _Current) -> None:
+        assert self._current is current, "another operation is under way"
+        self._current = None
+        self._state.gate.draining = self._state.gate.exclusive = False
 
     def _answer(self, request_id: int, success: bool, message: str, done: Prepared | None = None) -> None:
         state = self._state
@@ -289,9 +374,11 @@ class WeightControl:
 
 
 _UPDATES = UpdateFromDisk | UpdateFromTensors | UpdateFromDistributed
-_EXCLUSIVE = _UPDATES | ReleaseMemory | ResumeMemory
-_BETWEEN_STEPS = _EXCLUSIVE | HoldForUpdate | CommitUpdate
+_BETWEEN_STEPS = _UPDATES | ReleaseMemory | ResumeMemory
+"""Steps must not meet their installation."""
 _DROPPED = "the update was dropped"
+_CANCELLED = "cancelled; nothing has changed"
+_INTERNAL_ERROR = "internal error; the server's log has the cause"
 
 
 def _is_phase_of(operation: Queued, update_id: int) -> bool:
@@ -300,6 +387,25 @@ def _is_phase_of(operation: Queued, update_id: int) -> bool:
             return operation.update_id == update_id
         case _:
             return False
+
+
+def _is_cancellable(operation: Queued, staged: _Staged | None) -> bool:
+    match operation:
+        case HoldForUpdate():
+            return staged is None or staged.update_id == operation.update_id
+        case CommitUpdate():
+            return False
+        case _:
+            return isinstance(operation, _UPDATES | InitGroup | PrepareUpdate)
+
+
+def _too_long(operation: WorkerOperation, limit_s: float) -> str:
+    if isinstance(operation, InitGroup):
+        return f"the group could not be joined within {operation.timeout_s:g} s: a peer is silent"
+    return (
+        f"gave up after {limit_s:g} s (--weight-update-timeout-s); nothing has changed. What hangs cannot be interrupted: its thread "
+        "stays until the file system or the peer answers, and what it read is thrown away then"
+    )
 
 
 def _abort_all(state: SchedulerState, message: str) -> list[TokenIDOut]:

@@ -1,7 +1,7 @@
 """Routes that pause generation, change weights and give memory back (SPEC H5). Field names are those of SGLang's clients.
 
 Runs in the event loop of the main process. All of it needs the admin key, but for the version of the weights. An operation that has
-begun goes on when its client leaves.
+begun goes on when its client leaves; /cancel_weight_update ends it.
 """
 
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from headrace.frontend.weight_operations import (
     nested_values,
 )
 from headrace.messages.weights import (
+    CancelUpdate,
     ContinueGeneration,
     DestroyGroup,
     GetWeight,
@@ -153,6 +154,7 @@ class WeightsAPI:
             RouteSpec("/continue_generation", post, "admin", self.continue_, "Plan steps again", EmptyBody),
             RouteSpec("/update_weights_from_disk", post, "admin", self.from_disk, "Weights from a checkpoint", DiskBody),
             RouteSpec("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody),
+            RouteSpec("/cancel_weight_update", post, "admin", self.cancel, "Give up updates under way", EmptyBody),
             RouteSpec("/init_weights_update_group", post, "admin", self.init_group, "Join a trainer's process group", GroupBody),
             RouteSpec("/update_weights_from_distributed", post, "admin", self.from_distributed, "Weights from the group", DistributedBody),
             RouteSpec("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a process group", DestroyBody),
@@ -204,6 +206,11 @@ class WeightsAPI:
             file.write(files)
             files.clear()
             await self._operate(exchange, UpdateFromTensors(file.path, abort, version))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """Updates, and joinings of groups, that have not taken effect fail."""
+        await exchange.read_json(_EMPTY)
+        await self._operate(exchange, CancelUpdate())
 
     async def init_group(self, exchange: Exchange) -> None:
         """Join; answers once every rank has."""

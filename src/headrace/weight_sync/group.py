@@ -5,6 +5,8 @@ Owns the joining and the broadcasts. Only raw tensors cross it: no object is eve
 (torch/distributed/distributed_c10d.py, `_new_process_group_helper`). Used by one thread at a time.
 """
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,6 +17,9 @@ from torch.distributed.rendezvous import rendezvous
 from headrace.errors import ExecutionError
 
 Backend = Literal["gloo", "nccl"]
+
+CANCEL_POLL_S = 0.2
+"""How often a wait for a broadcast looks whether it was cancelled."""
 
 
 class WeightGroup:
@@ -55,10 +60,11 @@ class WeightGroup:
         """Where tensors must be to be broadcast."""
         return torch.device("cpu" if self.backend == "gloo" else "cuda")
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, cancelled: threading.Event | None = None) -> None:
         """From rank 0's `tensor` into everybody else's, which must be contiguous, of the same dtype and number of elements.
 
-        Raises ExecutionError when it does not come in time or a peer is gone.
+        cancelled: ends the wait when it is set, on gloo within CANCEL_POLL_S. Raises ExecutionError then, when the tensor does not come in
+        time, and when a peer is gone.
         """
         if tensor.numel() == 0:
             return
@@ -67,11 +73,28 @@ class WeightGroup:
         options.rootTensor = 0
         options.timeout = timedelta(seconds=self.timeout_s)
         try:
-            self._group.broadcast([tensor], options).wait(options.timeout)
+            work = self._group.broadcast([tensor], options)
+            if self.backend == "gloo" and cancelled is not None:
+                self._wait(work, cancelled)
+            else:
+                work.wait(options.timeout)
         except (RuntimeError, ValueError) as error:
             raise ExecutionError(
                 f"a broadcast did not complete within {self.timeout_s:g} s or a peer is gone: {_first_line(error)}"
             ) from error
+
+    def _wait(self, work: Any, cancelled: threading.Event) -> None:
+        """In short turns: a wait in torch cannot be interrupted. Raises ExecutionError when cancelled, RuntimeError when it fails."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                work.wait(timedelta(seconds=CANCEL_POLL_S))
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() >= deadline_s:
+                    raise
+            if cancelled.is_set():
+                raise ExecutionError("the broadcast was cancelled")
 
     def close(self) -> None:
         """Leave. Nothing else may be done with it."""
