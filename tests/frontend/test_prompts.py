@@ -58,7 +58,7 @@ BAD = {
     "surrogate in rid": ({"text": "a", "rid": "\ud800"}, "surrogate"),
     "surrogate in stop": ({"text": "a", "sampling_params": {"stop": "\ud800"}}, "surrogate"),
     "surrogate in salt": ({"text": "a", "cache_salt": "\ud800"}, "surrogate"),
-    "empty rid": ({"text": "a", "rid": ""}, "rid"),
+    "empty rid": ({"text": ["a", "b"], "rid": ["x", ""]}, "rid"),
     "long rid": ({"text": "a", "rid": "r" * 513}, "rid is longer"),
     "too many prompts": ({"text": ["a"] * 4}, "at most 3 prompts"),
     "n 0": ({"text": "a", "sampling_params": {"n": 0}}, "n must be between 1 and 4"),
@@ -249,6 +249,7 @@ def test_every_sampling_parameter_is_checked_here():
         "regex",
         "ebnf",
         "structural_tag",
+        "sampling_seed",  # in tests/sampling
     }
 
 

@@ -31,7 +31,7 @@ def with_value(name: str, value: object) -> SamplingParams:
 ACCEPTED = [
     ("temperature", [0, 0.0, 1e-7, 1.0, 2.0, 100.0, 1e30]),
     ("top_p", [1e-9, 0.5, 1.0]),
-    ("top_k", [-1, 1, 50, VOCAB, 2**31 - 1]),
+    ("top_k", [-1, 0, 1, 50, VOCAB, 2**31 - 1]),
     ("min_p", [0.0, 0.5, 1.0]),
     ("frequency_penalty", [-2.0, 0.0, 2.0]),
     ("presence_penalty", [-2.0, 0.0, 2.0]),
@@ -39,19 +39,20 @@ ACCEPTED = [
     ("n", [1, 4]),
     ("max_new_tokens", [0, 1, 50]),
     ("min_new_tokens", [0, 1, 20]),
-    ("seed", [0, 1, MAX_SEED]),
+    ("seed", [-1, 0, 1, MAX_SEED]),
+    ("sampling_seed", [-1, 0, MAX_SEED]),
     ("stream_interval", [1, 4096]),
     ("stop", ["a", ["a"] * 32, ["x" * 4096], []]),
-    ("stop_regex", ["a", ["a"] * 32, ["x" * 4096]]),
+    ("stop_regex", ["", "a", ["a"] * 32, ["x" * 4096]]),
     ("stop_token_ids", [[], [0], [VOCAB - 1]]),
-    ("allowed_token_ids", [[0], [VOCAB - 1]]),
+    ("allowed_token_ids", [[], [0], [VOCAB - 1]]),
     ("logit_bias", [{}, {"0": -100.0}, {str(VOCAB - 1): 100.0}]),
 ]
 
 REFUSED = [
     ("temperature", [-1e-9, -1.0, math.nan, math.inf, -math.inf]),
     ("top_p", [0.0, -0.1, 1.0000001, math.nan, math.inf]),
-    ("top_k", [0, -2, 2**31]),
+    ("top_k", [-2, 2**31]),
     ("min_p", [-1e-9, 1.0000001, math.nan, math.inf]),
     ("frequency_penalty", [-2.0000001, 2.0000001, math.nan, math.inf]),
     ("presence_penalty", [-2.0000001, 2.0000001, math.nan, -math.inf]),
@@ -59,19 +60,20 @@ REFUSED = [
     ("n", [0, -1, 5, 10**6]),
     ("max_new_tokens", [-1, 51, 10**9]),
     ("min_new_tokens", [-1, 21]),
-    ("seed", [-1, MAX_SEED + 1]),
+    ("seed", [-2, MAX_SEED + 1]),
+    ("sampling_seed", [-2, MAX_SEED + 1]),
     ("stream_interval", [0, -1, 4097]),
-    ("stop", ["", ["a", ""], ["a"] * 33, ["x" * 4097]]),
-    ("stop_regex", ["", ["a"] * 33, ["x" * 4097]]),
+    ("stop", [["a", ""], ["a"] * 33, ["x" * 4097]]),
+    ("stop_regex", [[""], ["a"] * 33, ["x" * 4097]]),
     ("stop_token_ids", [[-1], [VOCAB], [2 * 10**9]]),
-    ("allowed_token_ids", [[], [-1], [VOCAB]]),
+    ("allowed_token_ids", [[-1], [VOCAB]]),
     (
         "logit_bias",
         [{str(VOCAB): 0.0}, {"-1": 0.0}, {"a": 0.0}, {"": 0.0}, {"1.5": 0.0}, {"²": 0.0}, {"1" * 5000: 0.0}],
     ),
     ("logit_bias", [{"1": 100.001}, {"1": -100.001}, {"1": math.nan}, {"1": math.inf}]),
     ("logit_bias", [{str(i).zfill(9): 0.0 for i in range(1025)}]),
-    ("json_schema", ["{}", {}]),
+    ("json_schema", ["{}", {"type": "object"}]),
     ("regex", ["a"]),
     ("ebnf", ["a"]),
     ("structural_tag", ["a"]),
@@ -165,3 +167,16 @@ def test_too_many_bad_words_are_refused():
 def test_a_resolved_struct_survives_the_wire():
     got = resolve(SamplingParams(logit_bias={"3": 1.5}, stop=["a"], temperature=0.5), bad_word_ids=[[1, 2]])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=ResolvedSamplingParams) == got
+
+
+def test_a_seed_has_two_names_and_minus_one_is_none():
+    assert resolve(SamplingParams(sampling_seed=5)).seed == 5
+    assert resolve(SamplingParams(seed=5, sampling_seed=5)).seed == 5
+    assert resolve(SamplingParams(seed=-1), seed=9).seed == 9
+    assert resolve(SamplingParams(seed=-1, sampling_seed=4)).seed == 4
+    with pytest.raises(RequestError, match="differ"):
+        resolve(SamplingParams(seed=5, sampling_seed=6))
+
+
+def test_top_k_of_0_is_off():
+    assert resolve(SamplingParams(top_k=0), GenerationDefaults(top_k=40)).top_k == -1

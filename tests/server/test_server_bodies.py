@@ -93,16 +93,16 @@ def test_native_numbers_that_are_none_are_refused(client: httpx.Client, server: 
     [
         ("temperature", [0, 2.5], [-0.01]),
         ("top_p", [0.01, 1], [0, 1.01, -1]),
-        ("top_k", [-1, 1], [0, -2]),
+        ("top_k", [-1, 0, 1], [-2]),
         ("min_p", [0, 1], [-0.1, 1.1]),
         ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
         ("presence_penalty", [-2, 2], [-2.1, 2.1]),
         ("repetition_penalty", [0.1, 2], [0, 2.1]),
         ("n", [1, 8], [0, -1, 9, 1_000_000]),
-        ("seed", [0, 2**63 - 1], [-1, 2**63]),
-        ("max_tokens", [0, 100], [-1, CONTEXT_LENGTH]),
+        ("seed", [-1, 0, 2**63 - 1], [-2, 2**63]),
+        ("max_tokens", [-1, 0, 100], [-2, CONTEXT_LENGTH]),
         ("min_tokens", [0, 5], [-1, 400]),
-        ("stop", ["a", ["a"] * 32], ["", [""], ["a"] * 33, "a" * 5000]),
+        ("stop", ["", "a", ["a"] * 32], [[""], ["a"] * 33, "a" * 5000]),
         ("stop_token_ids", [[0]], [[-1], [10**6], [True], [1.5]]),
         ("logit_bias", [{"5": 1}], [{"5": 101}, {"x": 1}, {"-1": 1}, {"999999": 1}]),
     ],
@@ -179,7 +179,7 @@ def test_unknown_fields_are_named(client: httpx.Client):
 
 def test_missing_fields_are_named(client: httpx.Client):
     assert check_error(client.post("/v1/completions", json={"model": MODEL}))["param"] == "prompt"
-    assert check_error(client.post("/v1/completions", json={"prompt": "hi"}))["param"] == "model"
+    assert check_error(client.post("/v1/chat/completions", json={"model": MODEL}))["param"] == "messages"
 
 
 def test_only_json_bodies_are_read(client: httpx.Client):
@@ -213,7 +213,7 @@ def test_unknown_routes_and_methods_have_the_error_shape(client: httpx.Client):
 
 def test_an_unknown_model_is_not_found(client: httpx.Client):
     for route in ("/v1/completions", "/v1/chat/completions"):
-        for name in ("gpt-4", "", "x" * 10_000):
+        for name in ("gpt-4", "Default", "x" * 10_000):
             error = check_error(client.post(route, json=GOOD[route] | {"model": name}), 404)
             assert error["param"] == "model"
             assert len(str(error["message"])) < 300

@@ -22,6 +22,7 @@ from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import TensorFile
 from headrace.frontend.weight_operations import WeightOperations
 from headrace.messages.control import FlushCacheReply, InternalState, ReadyInfo
+from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 
@@ -306,8 +307,9 @@ def _request(
     if input_ids is not None:
         input_ids = _plain_ids(input_ids)
     given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        return msgspec.convert({name: value for name, value in given.items() if value is not None}, GenerateReqInput)
+        return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
     except msgspec.ValidationError as error:
         raise RequestError(str(error)) from None
 

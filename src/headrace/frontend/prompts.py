@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 
 from headrace.errors import RequestError
 from headrace.frontend.embeddings import pack_embeds
+from headrace.messages.neutral import is_empty
 from headrace.messages.requests import GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from headrace.text.stop_patterns import MAX_STOP_PATTERNS, check_stop_regex
@@ -94,7 +95,8 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     Time does not depend on `n`. Raises RequestError naming the field.
     """
     for name, what in _NOT_YET:
-        if getattr(obj, name) is not None:
+        value = getattr(obj, name)
+        if not is_empty(value) and not (isinstance(value, list) and all(map(is_empty, value))):
             raise RequestError(f"{name}: {what} is not supported yet", name)
     rank = obj.routed_dp_rank
     if rank is not None and not 0 <= rank < limits.num_replicas:
@@ -171,7 +173,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
             return_hidden_states=hidden[i],
             custom_logit_processor=processors[i] or "",
             namespace=_namespace(extra_keys[i], salts[i]),
-            session=sessions[i],
+            session=sessions[i] if sessions[i] != SessionParams() else None,
             adapter=adapters[i] or "",
         )
         for i in range(count)
@@ -313,7 +315,7 @@ def _check_patterns(samplings: Sequence[SamplingParams]) -> None:
 
 
 def _check_session(session: SessionParams | None, sampling: SamplingParams, has_embeds: bool) -> None:
-    if session is None:
+    if session is None or session == SessionParams():
         return
     if sampling.n > 1:
         raise RequestError("session_params: a request of a session has one sample (n = 1)", "session_params")
@@ -330,7 +332,6 @@ def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...],
     if wanted:
         return
     for name, given in (
-        ("logprob_start_len", start != -1),
         ("top_logprobs_num", top > 0),
         ("token_ids_logprob", picked),
     ):
@@ -382,6 +383,8 @@ def _spread(
 
 def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> tuple[str, list[str]]:
     """Rid of the call and of each prompt. One rid for a batch names its prompts `rid/0`, `rid/1` ..."""
+    if not given:
+        given = None
     if isinstance(given, list):
         _spread("rid", given, count, is_batch, str)
         for rid in given:

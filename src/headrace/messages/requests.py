@@ -51,9 +51,9 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     audio_data: object | None = None
     video_data: object | None = None
     routed_dp_rank: int | None = None
-    bootstrap_host: str | None = None
-    bootstrap_port: int | None = None
-    bootstrap_room: int | None = None
+    bootstrap_host: object | None = None
+    bootstrap_port: object | None = None
+    bootstrap_room: object | None = None
 
 
 class LogprobSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):

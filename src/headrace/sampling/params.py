@@ -29,6 +29,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_TOP_LOGPROBS = 256
 MAX_SEED = 2**63 - 1
+NO_SEED = -1
+"""How llama.cpp's clients spell that they want no seed of their own."""
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
@@ -42,7 +44,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the caller asked for; None means "not said", so that generation_config and then our default may speak."""
+    """What the caller asked for; None means "not said", so that generation_config and then our default may speak.
+
+    An empty string, list or object is not said either. top_k: 0 and -1 = off. sampling_seed: SGLang's name of `seed`; -1 = none.
+    """
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -69,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     seed: int | None = None
+    sampling_seed: int | None = None
     stream_interval: int | None = None
 
     def stop_strings(self) -> tuple[str, ...]:
@@ -99,6 +105,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _at_most(vocab_size, self.allowed_token_ids, "allowed_token_ids", "ids")
         _at_most(MAX_LOGIT_BIAS, self.logit_bias, "logit_bias", "entries")
 
+    def _asked_seed(self) -> int | None:
+        """The seed by either of its names; None = none. Raises RequestError."""
+        given = {}
+        for name, value in (("seed", self.seed), ("sampling_seed", self.sampling_seed)):
+            if value is not None and value != NO_SEED:
+                _require(0 <= value <= MAX_SEED, name, f"{name} must be between 0 and 2**63 - 1, got {value}")
+                given[name] = value
+        _require(len(set(given.values())) < 2, "sampling_seed", "seed and sampling_seed differ: give one of them")
+        return next(iter(given.values()), None)
+
     def resolve(
         self,
         *,
@@ -118,7 +134,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises RequestError naming the parameter.
         """
         for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-            if getattr(self, name) is not None:
+            if getattr(self, name):
                 raise RequestError(f"{name} is not supported yet: constrained decoding is not available", name)
         temperature = _first(self.temperature, defaults.temperature, 1.0)
         top_p = _first(self.top_p, defaults.top_p, 1.0)
@@ -131,8 +147,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         _between("temperature", temperature, 0.0, math.inf)
         _between("top_p", top_p, 0.0, 1.0, low_open=True)
-        _require(top_k != 0, "top_k", "top_k must be at least 1, got 0; to turn it off use -1")
-        _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 (off) or at least 1, got {top_k}")
+        top_k = -1 if top_k == 0 else top_k
+        _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 or 0 (off) or at least 1, got {top_k}")
         _between("min_p", min_p, 0.0, 1.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -154,8 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "min_new_tokens",
             f"min_new_tokens must be between 0 and max_new_tokens ({max_new_tokens}), got {self.min_new_tokens}",
         )
-        if self.seed is not None:
-            _require(0 <= self.seed <= MAX_SEED, "seed", f"seed must be between 0 and 2**63 - 1, got {self.seed}")
+        asked_seed = self._asked_seed()
         if self.stream_interval is not None:
             _require(1 <= self.stream_interval <= 4096, "stream_interval", "stream_interval must be between 1 and 4096")
         self.check_sizes(vocab_size)
@@ -163,8 +178,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require(all(strings), name, f"{name} must not be empty")
         stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, vocab_size)
         allowed = _ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-        if self.allowed_token_ids is not None:
-            _require(len(allowed) > 0, "allowed_token_ids", "allowed_token_ids must not be empty")
         _require(
             len(bad_word_ids) <= MAX_BAD_WORDS,
             "bad_words",
@@ -187,7 +200,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             logit_bias=_logit_bias(self.logit_bias, vocab_size),
             bad_words=tuple(tuple(ids) for ids in bad_word_ids),
             allowed_token_ids=allowed,
-            seed=seed if self.seed is None else self.seed,
+            seed=seed if asked_seed is None else asked_seed,
             stream_interval=self.stream_interval or 0,
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
@@ -235,7 +248,7 @@ def _first(*values: T | None) -> T:
 
 
 def _as_tuple(value: str | list[str] | None) -> tuple[str, ...]:
-    if value is None:
+    if not value:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
 

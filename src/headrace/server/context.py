@@ -32,6 +32,9 @@ TEXT_WORK_LIMIT_S = 10.0
 TEXT_WAIT_LIMIT_S = 10.0
 """A request waits so long for a thread to be free; then the server has no room for it."""
 
+DEFAULT_MODEL = "default"
+"""The name that clients of SGLang give when they mean whatever is served."""
+
 MAX_CHARS_PER_TOKEN = 256
 """More than any token of text has, with room for normalizers that shorten: a bound on work, not on prompts."""
 
@@ -186,10 +189,15 @@ class ServingContext:
     )
 
     def adapter_of(self, name: str) -> str | None:
-        """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself. Raises NotFoundError."""
-        if name == self.model.name:
+        """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself.
+
+        "" and "default" (unless an adapter is called so) are the served model. Raises NotFoundError.
+        """
+        if name in ("", self.model.name):
             return None
         adapters = self.frontend.lora_adapters()
+        if name == DEFAULT_MODEL and name not in adapters:
+            return None
         for adapter in (name, name.removeprefix(f"{self.model.name}:")):
             if adapter in adapters:
                 return adapter

@@ -17,6 +17,7 @@ import msgspec
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError, TooLargeError
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
+from headrace.messages.neutral import without_neutral
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -112,12 +113,16 @@ async def send_error(send: Send, exc: BaseException) -> None:
 
 
 def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """`body` as the decoder's type; strict: no coercion, no unknown fields, no NaN, integers within 64 bits.
+    """`body` as the decoder's type; strict: no coercion, no NaN, integers within 64 bits, no unknown fields that ask for something.
 
     Raises RequestError naming the field at fault.
     """
     try:
-        value = decoder.decode(body)
+        try:
+            value = decoder.decode(body)
+        except msgspec.ValidationError:
+            # Only a body that does not fit as it is pays for the search for fields that ask for nothing.
+            value = _decode_what_asks(body, decoder)
         if _LONG_NUMBER in body.translate(_DIGITS):
             _refuse_wide_integers(msgspec.json.decode(body))
     except msgspec.ValidationError as exc:
@@ -129,6 +134,16 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
     return value
+
+
+def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    """As `decode_json` of the body without the fields that ask for nothing."""
+    try:
+        given = msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        return decoder.decode(body)  # a number that no type can hold: this says where it is
+    _refuse_wide_integers(given)
+    return decoder.decode(encode_json(without_neutral(given, decoder.type)))
 
 
 def _field_error(text: str) -> RequestError:

@@ -20,7 +20,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
 from headrace.server.http import ApiError, Exchange, encode_json
 from headrace.server.native import failure
-from headrace.server.openai.protocol import GenerationRequest
+from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
 from headrace.server.sse import error_frame, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -164,11 +164,14 @@ class OpenAIServingBase(ABC, Generic[R]):
             raise self._renamed(exc, request) from None
 
     def _with_adapter(self, request: R) -> R:
-        """The request with the adapter that its model name means. Raises NotFoundError, and RequestError when lora_path names another one."""
+        """The request with the model's name where it gave none, and the adapter that the name means.
+
+        Raises NotFoundError, and RequestError when lora_path names another adapter.
+        """
         adapter = self.context.adapter_of(request.model)
         if adapter is None:
-            return request
-        if request.lora_path not in (None, adapter):
+            return msgspec.structs.replace(request, model=self.context.model.name)
+        if request.lora_path not in (None, "", adapter):
             raise RequestError("model and lora_path name two adapters: give one of them", "lora_path")
         return msgspec.structs.replace(request, lora_path=adapter)
 
@@ -193,8 +196,10 @@ class OpenAIServingBase(ABC, Generic[R]):
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
     def _outputs(self, exchange: Exchange, generation: Generation[R]) -> AsyncGenerator[Any, None]:
+        unbounded = generation.request.max_tokens == AS_MANY_AS_FIT
+        limit = self.context.model.context_length if unbounded else self.default_max_tokens
         return self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=self.default_max_tokens, incremental=True, caller=exchange.caller
+            generation.call, default_max_new_tokens=limit, incremental=True, caller=exchange.caller
         )
 
     def _usage_count(self, generation: Generation[R]) -> UsageCount:
@@ -219,6 +224,8 @@ class OpenAIServingBase(ABC, Generic[R]):
 
         def render(output: Output) -> bytes:
             reason = output["meta_info"]["finish_reason"]
+            if generation.request.wants_usage_everywhere:
+                writer.note_usage(output)
             if reason is None:
                 return writer.delta(output.get("index", 0), output, None)
             count.add(output)
@@ -260,6 +267,12 @@ class ChunkWriter(ABC):
         self.head = b"data: " + encode_json(head)[:-1]
         self.choice_head = self.head + b',"choices":[{"index":'
         self.choice_tail = b'}],"usage":null}\n\n' if generation.request.wants_usage else b"}]}\n\n"
+
+    def note_usage(self, output: Output) -> None:
+        """Chunks from now on carry the counts of this choice so far."""
+        meta = output["meta_info"]
+        made, given = meta["completion_tokens"], meta["prompt_tokens"]
+        self.choice_tail = b'}],"usage":%b}\n\n' % encode_json(Usage(given, made, given + made))
 
     @abstractmethod
     def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:

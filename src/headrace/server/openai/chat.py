@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.chat_templates import RESERVED_KWARGS
 from headrace.frontend.tokenizers import Tokenizer
+from headrace.messages.neutral import is_empty
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
 from headrace.server.http import encode_json
@@ -28,7 +29,16 @@ from headrace.server.openai.base import (
 from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, ChatMessage, refuse_unsupported
 
 _ROLES = ("system", "developer", "user", "assistant")
-_MESSAGE_FIELDS_NOT_YET = ("audio", "tool_calls", "tool_call_id", "function_call", "refusal", "annotations")
+_MESSAGE_FIELDS_NOT_YET = (
+    "audio",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "refusal",
+    "annotations",
+    "prefix",
+    "partial",
+)
 _PART_FIELDS_NOT_YET = ("image_url", "input_audio", "file", "refusal")
 
 
@@ -46,11 +56,17 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
     def validate(self, request: ChatCompletionRequest) -> None:
         """Raises RequestError for what is not supported, contradictory parameters and bad messages."""
         refuse_unsupported(request)
+        if request.add_special_tokens:
+            raise RequestError(
+                "add_special_tokens: the chat template writes the special tokens",
+                "add_special_tokens",
+                "unsupported_parameter",
+            )
         both = (request.max_tokens, request.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
         if request.top_logprobs is not None:
-            if not request.logprobs:
+            if request.top_logprobs and not request.logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
             if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
                 message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
@@ -180,9 +196,9 @@ def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None
             shown = message.role[:50]
             raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown!r}", f"{where}.role")
         for name in _MESSAGE_FIELDS_NOT_YET:
-            if getattr(message, name) not in (None, []):
+            if not is_empty(getattr(message, name)):
                 raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}", "unsupported_parameter")
-        if message.reasoning_content is not None and message.role != "assistant":
+        if message.reasoning_content and message.role != "assistant":
             raise RequestError(f"{where}.reasoning_content belongs to the role assistant", f"{where}.reasoning_content")
         if message.content is None or message.content == []:
             raise RequestError(f"{where}.content is missing", f"{where}.content")
@@ -198,7 +214,7 @@ def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None
                 if part.text is None:
                     raise RequestError(f"{where}.content[{place}].text is missing", f"{where}.content[{place}].text")
                 for name in _PART_FIELDS_NOT_YET:
-                    if getattr(part, name) is not None:
+                    if not is_empty(getattr(part, name)):
                         field = f"{where}.content[{place}].{name}"
                         raise RequestError(f"{field} does not belong to a part of type text", field)
 
@@ -209,9 +225,11 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
     if template is None:
         raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
     context.check_text_length("messages", sum(_num_chars(message) for message in request.messages))
-    kwargs = dict(request.chat_template_kwargs or {})
+    known = RESERVED_KWARGS | _words(template.source)
+    given = request.chat_template_kwargs or {}
+    kwargs = {name: value for name, value in given.items() if name in known or not is_empty(value)}
     # The reserved names have a message of their own when the template is rendered.
-    if unknown := kwargs.keys() - RESERVED_KWARGS - _words(template.source):
+    if unknown := kwargs.keys() - known:
         shown = sorted(unknown)[0][:100]
         raise RequestError(
             f"chat_template_kwargs: this model's chat template does not use {shown!r}",
@@ -219,16 +237,14 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
             "unsupported_parameter",
         )
     if request.reasoning_effort is not None:
-        if "reasoning_effort" not in _words(template.source):
-            raise RequestError(
-                "reasoning_effort: this model's chat template does not use it",
-                "reasoning_effort",
-                "unsupported_parameter",
-            )
-        kwargs["reasoning_effort"] = request.reasoning_effort
+        # A wish, not a promise: where a template knows neither name it has no effect, as on SGLang and vLLM.
+        thinks = request.reasoning_effort != "none"
+        for name, value in (("reasoning_effort", request.reasoning_effort), ("enable_thinking", thinks)):
+            if name in known:
+                kwargs.setdefault(name, value)
     rendered = template.render(
         [template_message(message, template.content_parts) for message in request.messages],
-        add_generation_prompt=not request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
         continue_final_message=bool(request.continue_final_message),
         kwargs=kwargs,
     )
@@ -246,7 +262,7 @@ def _num_chars(message: ChatMessage) -> int:
     content = message.content
     if isinstance(content, list):
         return sum(len(part.text or "") for part in content)
-    return len(content or "") + len(message.reasoning_content or "")
+    return len(content or "") + len(message.reasoning_content or message.reasoning or "")
 
 
 def template_message(message: ChatMessage, keep_parts: bool) -> dict[str, object]:
@@ -259,6 +275,7 @@ def template_message(message: ChatMessage, keep_parts: bool) -> dict[str, object
         shown["content"] = message.content
     if message.name is not None:
         shown["name"] = message.name
-    if message.reasoning_content is not None:
-        shown["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        shown["reasoning_content"] = reasoning
     return shown

@@ -41,7 +41,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         """Raises RequestError for suffix, best_of and logprobs beyond what is possible."""
         if request.suffix:
             raise RequestError("suffix is not supported", "suffix", "unsupported_parameter")
-        if request.best_of is not None and request.best_of != request.num_samples:
+        if request.best_of not in (None, 1, request.num_samples):
             message = (
                 f"best_of must equal n ({request.num_samples}): choosing the best of more samples is not supported"
             )
@@ -53,6 +53,12 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         """Texts stay texts, token ids stay ids; echo with logprobs asks for the prompt's logprobs as well."""
         text, ids = split_prompt(request.prompt)
         self.context.check_prompt_size("prompt", text, ids)
+        if text is not None and request.add_special_tokens is False:
+            texts = [text] if isinstance(text, str) else text
+            rows = await self.context.in_text_thread(
+                lambda: self.context.model.tokenizer.encode_batch(texts, False, True)
+            )
+            text, ids = None, [*rows[0]] if isinstance(text, str) else [*rows]
         wants_logprobs = request.logprobs is not None
         generation_id = self.new_id(request)
         call = GenerateReqInput(

@@ -1,36 +1,49 @@
 """Request bodies of the OpenAI routes: every field of the vendor's API, and ours on top.
 
 A field is honoured, or refused by name where it asks for something this server does not do; `refuse_unsupported` and
-`NO_EFFECT` say which. Unknown fields are refused by the decoder. Runs in the event loop of the main process.
+`NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they ask for nothing
+(`messages/neutral.py`). Runs in the event loop of the main process.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.messages.neutral import asks_for_nothing
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
 
 MAX_LOGPROBS = 20
 """Most alternatives per token on the OpenAI routes, as the vendor's."""
 
+AS_MANY_AS_FIT = -1
+"""llama.cpp's default for the number of output tokens."""
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
 """Accepted without effect: labels for the vendor's own bookkeeping, which cannot change a reply."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`include_usage`: one more chunk with the token counts before `[DONE]`."""
+    """`include_usage`: one more chunk with the token counts before `[DONE]`.
+
+    continuous_usage_stats: every chunk carries the counts of its choice so far. include_obfuscation: accepted without effect.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions have in common; None = not said."""
+    """What completions and chat completions have in common; None = not said.
 
-    model: str
+    model: "" and "default" stand for the served model. max_tokens: -1 = as many as fit.
+    """
+
+    model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -63,11 +76,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     rid: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def wants_usage(self) -> bool:
         """A usage chunk ends the stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_everywhere(self) -> bool:
+        """Every chunk carries the counts of its choice."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def limit_field(self) -> str:
@@ -82,7 +101,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
         """The sampling part of the request in the runtime's own names."""
         return SamplingParams(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=None if max_new_tokens == AS_MANY_AS_FIT else max_new_tokens,
             min_new_tokens=self.min_tokens or 0,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -108,13 +127,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
     def check_stream_options(self) -> None:
-        """Raises RequestError for stream options without a stream, or ones not supported."""
-        if self.stream_options is None:
-            return
-        if not self.stream:
+        """Raises RequestError for stream options that ask for something without a stream."""
+        if not self.stream and (self.wants_usage or self.wants_usage_everywhere):
             raise RequestError("stream_options is only allowed when stream is true", "stream_options")
-        if self.stream_options.include_obfuscation:
-            raise RequestError("include_obfuscation is not supported", "stream_options.include_obfuscation")
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,7 +143,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message. Only `text` parts are supported; others are refused by their type, with the fields they have."""
+    """A part of a message. Only `text` parts are supported; others are refused by their type, with the fields they have.
+
+    cache_control, prompt_cache_breakpoint: hints for caches that work by marks; accepted without effect.
+    """
 
     type: str
     text: str | None = None
@@ -136,21 +154,30 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     input_audio: object | None = None
     file: object | None = None
     refusal: object | None = None
+    cache_control: object | None = None
+    prompt_cache_breakpoint: object | None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a chat, any role."""
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a chat, any role.
+
+    Fields that are not listed here are labels of the client's own (ids, times, costs, cache marks of other servers): no template
+    sees them, and they are accepted without effect. `reasoning` is `reasoning_content` by another name.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     audio: object | None = None
     tool_calls: list[object] | None = None
     tool_call_id: str | None = None
     function_call: object | None = None
     annotations: list[object] | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,8 +188,9 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     logprobs: bool | None = None
     top_logprobs: int | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     separate_reasoning: bool | None = None
     tools: list[object] | None = None
     tool_choice: str | dict[str, object] | None = None
@@ -190,31 +218,30 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "parallel_tool_calls": (),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "moderation": (),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "separate_reasoning": (False,),
-}
-"""Chat fields that are not supported, each with the values that ask for nothing."""
+_NOT_YET = (
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "parallel_tool_calls",
+    "response_format",
+    "modalities",
+    "audio",
+    "prediction",
+    "moderation",
+    "web_search_options",
+    "verbosity",
+    "store",
+    "service_tier",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "separate_reasoning",
+)
+"""Chat fields that are not supported: accepted only at values that ask for nothing."""
 
 
 def refuse_unsupported(request: ChatCompletionRequest) -> None:
     """Raises RequestError naming the first field that asks for something this server does not do."""
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(request, name)
-        if value is not None and value not in neutral:
+    for name in _NOT_YET:
+        if not asks_for_nothing(name, getattr(request, name)):
             raise RequestError(f"{name} is not supported yet", name, "unsupported_parameter")

@@ -9,7 +9,7 @@ from headrace.frontend.prompts import check_token_ids
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 from headrace.server.openai.chat import chat_prompt_ids, check_messages
-from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage
+from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, ReasoningEffort
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,8 +19,10 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +67,9 @@ class TokenizeAPI:
             chat = ChatCompletionRequest(
                 model=self.context.model.name,
                 messages=body.messages,
+                add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
+                reasoning_effort=body.reasoning_effort,
                 chat_template_kwargs=body.chat_template_kwargs,
             )
             return [chat_prompt_ids(self.context, chat)]

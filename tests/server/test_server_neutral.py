@@ -1,0 +1,164 @@
+"""Fields that ask for nothing are accepted in every route and at every depth; whatever asks for something is refused by name."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fake_frontend import MODEL, Running, byte_tokenizer
+from other_apis import CHAT, COMPLETION, DETOKENIZE, GENERATE, SGLANG_SAMPLING, TOKENIZE, Defaults
+
+EMPTY: list[Any] = [None, False, "", [], {}]
+USER = {"role": "user", "content": "hi"}
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "hi"},
+    "/generate": {"text": "hi"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [72, 105]},
+    "/open_session": {},
+    "/abort_request": {"rid": "x"},
+    "/configure_logging": {},
+    "/pause_generation": {"mode": "in_place"},
+    "/continue_generation": {},
+    "/release_memory_occupation": {},
+    "/resume_memory_occupation": {},
+    "/update_weight_version": {"new_version": "a"},
+    "/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+}
+SCHEMAS: dict[str, dict[str, Defaults]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/generate": GENERATE,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}
+
+
+@pytest.mark.parametrize("api, route", [(api, route) for route, apis in SCHEMAS.items() for api in apis])
+def test_the_defaults_of_other_apis_are_accepted_one_by_one_and_together(client: httpx.Client, api: str, route: str):
+    defaults = SCHEMAS[route][api]
+    for name, value in defaults.items():
+        reply = client.post(route, json=GOOD[route] | {name: value})
+        assert reply.status_code == 200, (name, reply.text)
+    reply = client.post(route, json=GOOD[route] | defaults)
+    assert reply.status_code == 200, reply.text
+
+
+def test_the_defaults_of_every_api_in_one_body(client: httpx.Client):
+    for route, apis in SCHEMAS.items():
+        together: Defaults = {}
+        for defaults in apis.values():
+            together |= defaults
+        together.pop("add_special_tokens", None)  # chats of vLLM and tokenizing have different ones
+        reply = client.post(route, json=GOOD[route] | together)
+        assert reply.status_code == 200, reply.text
+
+
+def test_the_defaults_of_sampling_parameters(client: httpx.Client):
+    for params in [*({name: value} for name, value in SGLANG_SAMPLING.items()), SGLANG_SAMPLING]:
+        for body in (
+            {"text": "a", "sampling_params": params},
+            {"text": ["a", "b"], "sampling_params": [params, params]},
+        ):
+            reply = client.post("/generate", json=body)
+            assert reply.status_code == 200, (params, reply.text)
+
+
+@pytest.mark.parametrize("route", GOOD)
+def test_an_unknown_field_is_absent_when_it_is_empty(client: httpx.Client, route: str):
+    for value in EMPTY:
+        reply = client.post(route, json=GOOD[route] | {"nobody_knows_this": value})
+        assert reply.status_code == 200 or "unknown" not in reply.text, (value, reply.text)
+    reply = client.post(route, json=GOOD[route] | {"nobody_knows_this": 1})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "nobody_knows_this"
+
+
+def test_empty_fields_are_absent_at_every_depth(client: httpx.Client):
+    for value in EMPTY:
+        unknown = {"nobody_knows_this": value}
+        part = {"type": "text", "text": "hi"} | unknown
+        chat = {
+            "messages": [{"role": "user", "content": [part]} | unknown],
+            "stream": True,
+            "stream_options": {"include_usage": True} | unknown,
+            "response_format": {"type": "text", "json_schema": None},
+        }
+        assert client.post("/v1/chat/completions", json=chat).status_code == 200
+        assert client.post("/generate", json={"text": "a", "sampling_params": unknown}).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("name", ["", "default", None])
+def test_a_request_without_a_model_s_name_means_what_is_served(client: httpx.Client, route: str, name: str | None):
+    assert client.post(route, json=GOOD[route] | {"model": name}).json()["model"] == MODEL
+    assert client.post(route, json=GOOD[route]).json()["model"] == MODEL
+
+
+def test_what_other_apis_define_is_refused_when_it_asks_for_something(client: httpx.Client):
+    asking = {
+        "cache_prompt": False, "include_reasoning": False, "mirostat": 2, "typical_p": 0.5, "n_predict": 7, "guided_json": {"a": 1},
+        "return_routed_experts": True, "return_hidden_states": True, "kv_transfer_params": {"a": 1}, "use_beam_search": True,
+        "length_penalty": 2.0, "samplers": ["top_k"], "t_max_predict_ms": 100, "id_slot": 3,
+    }  # fmt: skip
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        for name, value in asking.items():
+            reply = client.post(route, json=GOOD[route] | {name: value})
+            assert reply.status_code == 400, name
+            assert reply.json()["error"]["param"] == name
+
+
+def test_true_is_not_1_and_false_is_not_0(client: httpx.Client):
+    for name, value in {"mirostat": True, "best_of": True, "log_metrics": 1}.items():
+        assert client.post("/v1/chat/completions", json=GOOD["/v1/chat/completions"] | {name: value}).status_code == 400
+
+
+def test_messages_may_carry_labels_of_the_client_s_own(client: httpx.Client, server: Running):
+    labels = {"id": "m1", "timestamp": 3.5, "cache_control": {"type": "ephemeral"}, "step_loss_mask": 1}
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    assistant = {"role": "assistant", "content": "a", "reasoning": "b", "provider_specific_fields": {"x": None}}
+    plain = [USER, {"role": "assistant", "content": "a"}, USER]
+    marked = [USER | labels, assistant, {"role": "user", "content": [part]} | labels]
+    for messages in (plain, marked):
+        assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    first, second = server.frontend.calls
+    assert first.input_ids == second.input_ids
+
+
+def test_template_arguments_that_ask_for_nothing(client: httpx.Client):
+    chat = GOOD["/v1/chat/completions"]
+    for kwargs in ({"enable_thinking": False}, {"thinking": None}):
+        assert client.post("/v1/chat/completions", json=chat | {"chat_template_kwargs": kwargs}).status_code == 200
+    reply = client.post("/v1/chat/completions", json=chat | {"chat_template_kwargs": {"enable_thinking": True}})
+    assert reply.status_code == 400
+
+
+def test_a_chat_may_go_without_the_generation_prompt(client: httpx.Client, server: Running):
+    chat = GOOD["/v1/chat/completions"]
+    for wanted in (True, False):
+        assert client.post("/v1/chat/completions", json=chat | {"add_generation_prompt": wanted}).status_code == 200
+    texts = [byte_tokenizer().decode(call.input_ids, False) for call in server.frontend.calls]
+    assert [text.endswith("<|assistant|>") for text in texts] == [True, False]
+    tokens = [
+        client.post("/tokenize", json=chat | {"add_generation_prompt": wanted}).json()["tokens"]
+        for wanted in (True, False)
+    ]
+    assert tokens == [call.input_ids for call in server.frontend.calls]
+
+
+def test_minus_one_output_tokens_are_as_many_as_fit(client: httpx.Client, server: Running):
+    reply = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": -1})
+    assert reply.json()["usage"]["completion_tokens"] > 16
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_can_be_on_every_chunk(client: httpx.Client, route: str):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = client.post(route, json=GOOD[route] | {"stream": True, "stream_options": options, "max_tokens": 5})
+    frames = [json.loads(frame.removeprefix("data: ")) for frame in reply.text.split("\n\n")[:-2]]
+    counts = [frame["usage"]["completion_tokens"] for frame in frames]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+    assert all(frame["usage"]["prompt_tokens"] == frames[-1]["usage"]["prompt_tokens"] for frame in frames)
+    assert [frame for frame in frames if not frame["choices"]] == frames[-1:]
