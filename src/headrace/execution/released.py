@@ -1,6 +1,9 @@
 """Memory that was given back to the system, and how to take it again.
 
-Weights go to a file without a name in the temporary directory (TMPDIR) and come back XX"""
+Weights go to a file without a name in the temporary directory (TMPDIR) and come back from it to the bit, whatever they were updated
+from; the KV cache's pages are dropped, and are zeros when they are next touched. Files are written and read in the thread of the operation,
+beside the steps; `let_go`, and what `read` returns, run between two steps.
+"""
 
 import ctypes
 import mmap
