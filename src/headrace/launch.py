@@ -176,8 +176,8 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         chunk_tokens=ready.chunked_prefill_size,
         step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
         max_running=ready.max_running_requests,
-        # Those that will run at once are queued for a moment too.
-        max_queued=ready.max_running_requests + args.max_queued_requests,
+        # The front end refuses what may not wait. This bound is for what it sends all the same: whatever it takes may come to one replica.
+        max_queued=ready.max_running_requests * args.dp_size + args.max_queued_requests,
         max_steps_in_flight=1 if args.disable_overlap_schedule else 2,
         eos_token_ids=frozenset(model.eos_token_ids),
         vocab_size=ready.vocab_size,

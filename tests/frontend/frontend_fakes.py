@@ -240,7 +240,13 @@ class Frontend:
     def is_clean(self):
         """Nothing is left of any call."""
         manager = self.manager
-        return not (manager.rid_to_state or manager._names or manager._calls or manager._num_queued)
+        return not (
+            manager.rid_to_state
+            or manager._names
+            or manager._calls
+            or manager.queue.num_queued
+            or manager.queue.num_running
+        )
 
 
 def request(text=None, **fields):

@@ -134,7 +134,7 @@ async def test_retry_after_of_a_full_queue_is_the_time_that_half_of_it_takes(mak
     tasks = [call(frontend, None, f"r{i}") for i in range(8)]
     await engine.until(lambda: len(engine.requests) == 8)
     for i in range(4):  # one begins every ten seconds
-        engine.emit(f"r{i}", "x")
+        engine.emit(f"r{i}", "x", STOP)
         await turns()
         clock.now += 10.0
     tasks += [call(frontend, None, f"s{i}") for i in range(4)]

@@ -513,7 +513,7 @@ async def test_frames_that_other_processes_dropped_are_counted(make_frontend):
 # -- limits and checks
 
 
-async def test_a_full_queue_answers_with_retry_after_until_first_tokens_come(make_frontend):
+async def test_a_full_queue_answers_with_retry_after_until_there_is_room(make_frontend):
     # One that fills the running slot, one that waits.
     frontend = make_frontend(ready=msgspec.structs.replace(READY, max_running_requests=1), max_queued_requests=1)
     engine = frontend.engine
@@ -524,11 +524,11 @@ async def test_a_full_queue_answers_with_retry_after_until_first_tokens_come(mak
         await frontend.start("p", rid="c")
     assert (caught.value.status_code, caught.value.retry_after_s > 0) == (503, True)
 
-    engine.emit("a", "x")
+    engine.emit("a", "x", STOP)
     await turns()
     third = frontend.start("p", rid="c")
     await engine.until(lambda: "c" in engine.requests)
-    for rid in ("a", "b", "c"):
+    for rid in ("b", "c"):
         engine.emit(rid, "y", STOP)
     await asyncio.gather(*tasks, third)
 

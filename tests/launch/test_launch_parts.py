@@ -137,3 +137,5 @@ def test_a_step_is_never_larger_than_it_was_allowed_to_be(limit, step):
 
 def test_the_scheduler_queues_what_will_run_and_what_may_wait():
     assert launch.scheduler_config(ServerArgs(max_queued_requests=3), MODEL, READY).max_queued == 8 + 3
+    # All may come to one of several replicas.
+    assert launch.scheduler_config(ServerArgs(max_queued_requests=3, dp_size=2), MODEL, READY).max_queued == 16 + 3

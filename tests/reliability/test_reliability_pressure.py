@@ -72,8 +72,8 @@ def test_a_full_queue_is_503_with_retry_after(server: Server, client: httpx.Clie
     def send(i: int) -> httpx.Response:
         return client.post("/generate", json={"input_ids": [5, 6, i], "sampling_params": greedy(2)})
 
-    # What fills the running slots is queued for a moment too.
-    room, too_many = MAX_RUNNING + MAX_QUEUED, 16
+    # One running slot is the holder's; the others are free, and what takes them does not wait.
+    room, too_many = MAX_RUNNING - 1 + MAX_QUEUED, 16
     with server.held(client, 3.0):
         replies = each_at_once(send, range(room + too_many), workers=room + too_many)
 
@@ -84,7 +84,7 @@ def test_a_full_queue_is_503_with_retry_after(server: Server, client: httpx.Clie
         assert error["type"] == "overloaded_error"
         assert int(reply.headers["retry-after"]) >= 1
     # More than the queue can ever hold is no matter of waiting.
-    body = {"text": ["x"] * (room + 1), "sampling_params": greedy(1)}
+    body = {"text": ["x"] * (room + 2), "sampling_params": greedy(1)}
     check_refused(client.post("/generate", json=body))
 
 

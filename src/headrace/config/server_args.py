@@ -170,7 +170,7 @@ class ServerArgs:
     )
     max_running_requests: int = _opt(64, _Q, "Most samples in a step.", _POSITIVE)
     max_queued_requests: int = _opt(
-        2048, _Q, "Most samples that wait beyond those that fill the running slots; more are answered 503.", _POSITIVE
+        2048, _Q, "Most samples that wait for a running slot; more are answered 503.", _POSITIVE
     )
     chunked_prefill_size: int | None = _opt(
         None,

@@ -34,8 +34,9 @@ from headrace.frontend.data_parallel_controller import make_balancer, sum_of_sta
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, split_call
 from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.tenants import Caller, QueuePace, Tenant, TenantLimits
+from headrace.frontend.tenants import Caller, Tenant, TenantLimits
 from headrace.frontend.timeline import Note, Timeline, Timelines
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger, set_level
@@ -158,15 +159,13 @@ class TokenizerManager:
         self._calls: set[CallState] = set()
         # Requests without a seed differ from each other, and repeat when a server is started again.
         self._seeds = random.Random(args.random_seed)
-        self._num_queued = 0
-        self._pace = QueuePace()
+        self.queue = SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests)
         self._anybody = Tenant(TenantLimits(name=""))
         self._timelines = Timelines(args.timeline_requests)
         self.spans = spans
         self._log_level = args.log_level
         self.log_requests = args.log_requests
         self.log_requests_level: int = args.log_requests_level
-        self._max_queued = ready.max_running_requests + args.max_queued_requests
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -176,7 +175,7 @@ class TokenizerManager:
             hidden_size=ready.hidden_size,
             max_n=args.max_n,
             max_prompts=args.max_batch_prompts,
-            max_samples=self._max_queued,
+            max_samples=self.queue.most_at_once,
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
             num_replicas=args.dp_size,
@@ -318,20 +317,18 @@ class TokenizerManager:
         if taken or len({*rids, *state.names}) != len(rids) + len(state.names):
             shown = taken[0] if taken else call.rid
             raise RequestError(f"Duplicate request ID {shown[:100]!r}: the rid is in use by another request", "rid")
-        if self._num_queued + len(rids) > self._max_queued:
+        try:
+            self.queue.check(len(rids), now)
+        except CapacityError:
             self.metrics.count_rejected("queue_full")
-            raise CapacityError(
-                f"the queue is full: {self._num_queued} samples have no token yet, {len(rids)} more were asked for, "
-                f"the limit is {self._max_queued}",
-                self._retry_after_s(now),
-            )
+            raise
         try:
             state.tenant.enter(len(rids), now)
         except CapacityError:
             self.metrics.count_rejected("key_limit")
             raise
         state.created_s = now
-        self._num_queued += len(rids)
+        self.queue.enter(len(rids))
         self.rid_to_state.update(zip(rids, state.samples, strict=True))
         arrived_unix_s = time.time()
         for sample in state.samples:
@@ -349,10 +346,6 @@ class TokenizerManager:
         self._calls.add(state)
         self._idle.clear()
         return state
-
-    def _retry_after_s(self, now_s: float) -> float:
-        """When about half of the queue will be gone: early enough to keep the slots full, late enough to find room."""
-        return self._pace.wait_s(max(1, self._num_queued // 2), now_s)
 
     async def _prepare(
         self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
@@ -569,7 +562,9 @@ class TokenizerManager:
         sample.write_timeline()
         self._timelines.finish(sample.rid)
         self.link.left(sample)
-        self._leave_queue(sample)
+        self.queue.leave(sample.queued, self._clock())
+        if sample.queued:
+            sample.call.tenant.leave_queue()
         if sample.turn is not None:
             self.sessions.give_up(sample.turn)
         if sample.adapter is not None:
@@ -577,13 +572,12 @@ class TokenizerManager:
         for name in sample.call.forget_names(sample):
             del self._names[name]
 
-    def _leave_queue(self, sample: ReqState) -> None:
-        """It has its first token, or has ended."""
+    def _begin(self, sample: ReqState) -> None:
+        """It has its first token."""
         if sample.queued:
             sample.queued = False
-            self._num_queued -= 1
+            self.queue.begin(self._clock())
             sample.call.tenant.leave_queue()
-            self._pace.note(self._clock())
 
     def _note_idle(self) -> None:
         if not self._calls and not self.rid_to_state:
@@ -669,7 +663,7 @@ class TokenizerManager:
         if had_tokens:
             self.metrics.inter_token_latency_s.add(elapsed_s / new_tokens, new_tokens)
             return
-        self._leave_queue(sample)
+        self._begin(sample)
         self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
         self._count_prompt(sample)
 
@@ -686,7 +680,7 @@ class TokenizerManager:
             self.sessions.finish(sample.turn, sample.output_ids)
         if finish.status_code == NO_ROOM_STATUS:
             self.metrics.count_rejected("queue_timeout" if finish.message == WAITED_TOO_LONG else "queue_full")
-            sample.retry_after_s = self._retry_after_s(now_s)
+            sample.retry_after_s = self.queue.retry_after_s(now_s)
         sample.end(finish, now_s)
         self._forget(sample)
         if self.spans is not None:
