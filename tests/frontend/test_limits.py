@@ -72,14 +72,15 @@ async def test_a_key_at_its_limit_of_requests_is_told_429_and_others_are_not(mak
         'rejected_requests_total{model_name="fake",reason="key_limit"} 1.0' in render(frontend.manager.metrics).decode()
     )
     sent = frontend.engine.requests
-    assert [(sent[rid].tenant, sent[rid].weight) for rid in "ab"] == [("small", 1.0), ("other", 2.5)]
+    rids = [small.scope + "a", other.scope + "b"]
+    assert [(sent[rid].tenant, sent[rid].weight) for rid in rids] == [("small", 1.0), ("other", 2.5)]
 
-    for rid in ("a", "b"):
+    for rid in rids:
         frontend.engine.emit(rid, "x", STOP)
     await asyncio.gather(first, beside)
     again = call(frontend, small, "c")
-    await frontend.engine.until(lambda: "c" in sent)
-    frontend.engine.emit("c", "x", STOP)
+    await frontend.engine.until(lambda: small.scope + "c" in sent)
+    frontend.engine.emit(small.scope + "c", "x", STOP)
     await again
     assert (small.num_live, small.num_queued, other.num_live) == (0, 0, 0)
 
@@ -92,12 +93,12 @@ async def test_waiting_samples_of_a_key_are_bounded_until_their_first_token(make
     with pytest.raises(CapacityError, match="2 samples that wait"):
         await call(frontend, tenant, "b")
 
-    frontend.engine.emit("a/0", "x")
+    frontend.engine.emit(tenant.scope + "a/0", "x")
     await turns()
     second = call(frontend, tenant, "b")
-    await frontend.engine.until(lambda: "b" in frontend.engine.requests)
+    await frontend.engine.until(lambda: tenant.scope + "b" in frontend.engine.requests)
     for rid in ("a/0", "a/1", "b"):
-        frontend.engine.emit(rid, "y", STOP)
+        frontend.engine.emit(tenant.scope + rid, "y", STOP)
     await asyncio.gather(first, second)
 
 
@@ -108,6 +109,7 @@ async def test_rates_count_requests_and_computed_tokens(make_frontend):
     tokens = Tenant(TenantLimits(name="t", tokens_per_minute=6), clock.now)
     for tenant, rid in ((requests, "a"), (tokens, "b")):
         task = call(frontend, tenant, rid)
+        rid = tenant.scope + rid
         await frontend.engine.until(lambda rid=rid: rid in frontend.engine.requests)
         frontend.engine.emit(rid, "xxxxxx", STOP)
         await task
@@ -121,8 +123,8 @@ async def test_rates_count_requests_and_computed_tokens(make_frontend):
     assert caught.value.retry_after_s == pytest.approx(30.0)
     clock.now += 31
     task = call(frontend, tokens, "d")
-    await frontend.engine.until(lambda: "d" in frontend.engine.requests)
-    frontend.engine.emit("d", "x", STOP)
+    await frontend.engine.until(lambda: tokens.scope + "d" in frontend.engine.requests)
+    frontend.engine.emit(tokens.scope + "d", "x", STOP)
     await task
 
 

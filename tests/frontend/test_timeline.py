@@ -9,6 +9,7 @@ from frontend_fakes import turns
 from headrace.errors import ConfigError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend import spans
 from headrace.frontend.spans import OpenTelemetrySpans, Spans, build_span, parse_traceparent
+from headrace.frontend.tenants import Caller, Tenant, TenantLimits
 from headrace.frontend.timeline import Timeline
 from headrace.messages.outputs import FinishReason, SampleEvent, SampleStats
 
@@ -85,7 +86,7 @@ async def test_live_requests_and_all_samples_of_a_call_are_found_and_old_ones_fo
     with pytest.raises(NotFoundError):
         frontend.manager.timelines("many/0")
     with pytest.raises(NotFoundError):
-        frontend.manager.timelines("later", tenant="somebody")
+        frontend.manager.timelines("later", Caller(Tenant(TenantLimits(name="somebody"))))
 
 
 @pytest.mark.parametrize("prompts", [False, True])

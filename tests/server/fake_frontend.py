@@ -97,6 +97,7 @@ class FakeFrontend:
         self.script = Script()
         self.calls: list[GenerateReqInput] = []
         self.callers: list[Any] = []
+        self.asked_by: list[tuple[str, Any]] = []
         self.profiled: list[Any] = []
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
@@ -227,14 +228,23 @@ class FakeFrontend:
             output["index"] = index
         return output
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+    def abort_request(self, rid: str = "", abort_all: bool = False, caller: Any = None) -> None:
         self.aborted.append("*" if abort_all else rid)
+        self.asked_by.append(("abort", caller))
 
-    def open_session(self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None):
+    def open_session(
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+        caller: Any = None,
+    ):
         self.opened.append((capacity_of_str_len, session_id, timeout_s))
+        self.asked_by.append(("open", caller))
         return session_id or "s1"
 
-    def close_session(self, session_id: str) -> None:
+    def close_session(self, session_id: str, caller: Any = None) -> None:
+        self.asked_by.append(("close", caller))
         if session_id != "s1":
             raise NotFoundError("there is no such session", "session_id")
         self.closed.append(session_id)
@@ -268,10 +278,11 @@ class FakeFrontend:
     async def health(self, generate: bool = False) -> bool:
         return self.alive
 
-    def timelines(self, rid: str, tenant: str | None = None):
+    def timelines(self, rid: str, caller: Any = None):
+        self.asked_by.append(("timelines", caller))
         if rid != "known":
             raise NotFoundError("there is no such request", "rid")
-        return [{"rid": rid, "tenant_asked": tenant}]
+        return [{"rid": rid, "tenant_asked": caller.tenant and caller.tenant.name, "is_admin": caller.is_admin}]
 
     async def start_profile(self, output_name, num_steps, activities):
         self.profiled.append((output_name, num_steps, activities))

@@ -53,6 +53,8 @@ def test_keys_are_read_from_toml_and_json_in_the_clear_or_hashed(tmp_path):
         ({"keys": [{"name": "a", "sha256": "12"}]}, "64 hexadecimal"),
         ({"keys": [{"name": "a", "key": "x", "wieght": 1}]}, "wieght"),
         ({"keys": [{"name": "a", "key": "x", "weight": 0}]}, "weight of 'a'"),
+        ({"keys": [{"name": "a", "key": "x", "max_sessions": -1}]}, "max_sessions of 'a'"),
+        ({"keys": [{"name": "a", "key": "x", "shared_cache": 1}]}, "shared_cache|bool"),
         ({"keys": [{"name": "a", "key": "x"}, {"name": "b", "key": "x"}]}, "twice"),
         ({"keys": [{"name": "a", "key": "x"}, {"name": "a", "key": "y"}]}, "one name"),
     ],
@@ -115,9 +117,48 @@ async def test_a_key_of_the_file_sees_its_own_requests_only(tmp_path):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
         for key, tenant in (("secret-a", "team-a"), ("boss", None)):
             reply = await client.get("/v1/requests/known", headers={"authorization": f"Bearer {key}"})
-            assert reply.json()["data"] == [{"rid": "known", "tenant_asked": tenant}]
+            asked = {"tenant_asked": tenant, "is_admin": key == "boss"}
+            assert reply.json()["data"] == [{"rid": "known"} | asked]
         reply = await client.get("/v1/requests/unknown", headers={"authorization": "Bearer boss"})
         assert reply.status_code == 404
+
+
+OWNED_ROUTES = [
+    ("POST", "/generate", {"text": "hi", "rid": "r"}),
+    ("POST", "/v1/completions", {"model": "org/tiny", "prompt": "hi"}),
+    ("POST", "/v1/chat/completions", {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}]}),
+    ("POST", "/open_session", {}),
+    ("POST", "/close_session", {"session_id": "s1"}),
+    ("POST", "/abort_request", {"rid": "r"}),
+    ("GET", "/v1/requests/known", None),
+]
+
+
+@pytest.mark.parametrize("method, route, body", OWNED_ROUTES)
+async def test_every_route_to_something_owned_says_whose_key_asks(tmp_path, method, route, body):
+    frontend = FakeFrontend()
+    options = {"api_key_file": write(tmp_path / "k.toml", TOML), "api_key": "plain", "admin_api_key": "boss"}
+    app, _ = make_app(frontend, ServerStatus(started=True), **options)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        for key, tenant, is_admin in (("secret-a", "team-a", False), ("plain", None, False), ("boss", None, True)):
+            frontend.reset()
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await client.request(method, route, headers=headers, json=body)).status_code == 200
+            (caller,) = frontend.callers + [caller for _, caller in frontend.asked_by]
+            assert (caller.tenant and caller.tenant.name, caller.is_admin) == (tenant, is_admin)
+
+
+def test_keys_share_what_the_server_keeps_and_no_cache_unless_told(tmp_path):
+    path = write(tmp_path / "keys.toml", TOML + "max_sessions = 3\nmax_session_tokens = 50\nshared_cache = true\n")
+    keys = ApiKeys(path)
+    a, b = keys.find(b"secret-a"), keys.find(b"secret-b")
+    assert (a.limits.share, a.limits.max_sessions, a.limits.shared_cache) == (0.5, None, False)
+    assert (b.limits.max_sessions, b.limits.max_session_tokens, b.limits.shared_cache) == (3, 50, True)
+    assert a.scope != b.scope
+
+    write(tmp_path / "keys.toml", TOML + "[[keys]]\nname = 'c'\nkey = 'c'\n")
+    keys.reload()
+    assert (keys.find(b"secret-a").scope, keys.find(b"secret-a").limits.share) == (a.scope, 1 / 3)
 
 
 async def test_profiles_and_logging_take_names_and_levels_and_nothing_else():

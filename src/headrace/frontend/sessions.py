@@ -1,8 +1,9 @@
 """Sessions: turns of a conversation whose tokens the server keeps, so that a client sends only what is new (SPEC S19).
 
-Owns the open sessions and the tokens of their turns. A session is a tree: a turn goes on from another one (`rid`), from the
-latest, or from nothing. Only ids are kept here; the KV of earlier turns is found by the prefix cache like any other prefix, and
-computed again if it was evicted. Used by the tokenizer manager, in its event loop only. No torch.
+Owns the open sessions and the tokens of their turns. A session belongs to the key that opened it, and is unknown to others. It is a
+tree: a turn goes on from another one (`rid`), from the latest, or from nothing. Only ids are kept here; the KV of earlier turns is
+found by the prefix cache like any other prefix, and computed again if it was evicted. Used by the tokenizer manager, in its event
+loop only. No torch.
 """
 
 import uuid
@@ -10,11 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
+from headrace.frontend.tenants import NOBODY, Caller, Tenant, TenantLimits
 from headrace.messages.requests import SessionParams
 
 MAX_SESSION_ID_LENGTH = 512
 SWEEP_INTERVAL_S = 1.0
 """Stale sessions are looked for so often when sessions are opened, and whenever there is no room for another."""
+ANYBODY = Tenant(TenantLimits(name=""))
+"""Whose sessions are without keys."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +54,17 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
+class _Kept:
+    """What is kept for one key."""
+
+    num_sessions: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Session:
     id: str
+    tenant: Tenant
     timeout_s: float
     max_characters: int
     used_s: float
@@ -69,8 +82,8 @@ class _Session:
 class Sessions:
     """The open sessions.
 
-    max_sessions, max_tokens: bounds over all of them. timeout_s: a session that nobody used for so long is closed; 0 = never.
-    decode: text of ids, for sessions with a limit in characters.
+    max_sessions, max_tokens: bounds over all of them; each key has its share of those, see `TenantLimits`. timeout_s: a session
+    that nobody used for so long is closed; 0 = never. decode: text of ids, for sessions with a limit in characters.
     """
 
     def __init__(
@@ -81,7 +94,8 @@ class Sessions:
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
     ) -> None:
-        self._open: dict[str, _Session] = {}
+        self._open: dict[tuple[str, str], _Session] = {}
+        self._kept: dict[str, _Kept] = {}
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
@@ -93,10 +107,16 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, session_id: str | None = None, capacity_of_str_len: int = 0, timeout_s: float | None = None) -> str:
+    def open(
+        self,
+        session_id: str | None = None,
+        capacity_of_str_len: int = 0,
+        timeout_s: float | None = None,
+        tenant: Tenant = ANYBODY,
+    ) -> str:
         """A new session's id. capacity_of_str_len: most characters of a sequence, 0 = no limit but the context.
 
-        timeout_s: instead of the server's own, which it cannot exceed. Raises RequestError, CapacityError.
+        timeout_s: instead of the server's own, which it cannot exceed. tenant: whose it is. Raises RequestError, CapacityError.
         """
         if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_ID_LENGTH:
             raise RequestError(f"session_id must have 1 to {MAX_SESSION_ID_LENGTH} characters", "session_id")
@@ -104,33 +124,46 @@ class Sessions:
             raise RequestError("capacity_of_str_len must not be negative", "capacity_of_str_len")
         if timeout_s is not None and not 0 < timeout_s < float("inf"):
             raise RequestError("timeout must be a positive number of seconds", "timeout")
-        self._close_stale()
+        self._close_stale(tenant)
         session_id = session_id or uuid.uuid4().hex
-        if session_id in self._open:
+        key = (tenant.scope, session_id)
+        if key in self._open:
             raise RequestError("a session with this session_id is open", "session_id")
-        if len(self._open) >= self._max_sessions:
-            raise CapacityError(f"{self._max_sessions} sessions are open, which is the limit (--max-sessions)")
+        self._check_room(tenant)
         limits = [limit for limit in (timeout_s, self._timeout_s) if limit]
-        self._open[session_id] = _Session(
-            session_id, min(limits, default=0.0), capacity_of_str_len, used_s=self._clock()
+        self._open[key] = _Session(
+            session_id, tenant, min(limits, default=0.0), capacity_of_str_len, used_s=self._clock()
         )
+        self._kept.setdefault(tenant.scope, _Kept()).num_sessions += 1
         return session_id
 
-    def close(self, session_id: str) -> None:
-        """Forget a session. Its running requests go on, for whoever waits for them. Raises NotFoundError."""
-        self._drop(self._find(session_id))
+    def close(self, session_id: str, caller: Caller = NOBODY) -> None:
+        """Forget a session of the caller's, or for an admin all of this id. Their running requests go on, for whoever waits for them.
+
+        Raises NotFoundError.
+        """
+        scopes = [caller.scope]
+        if caller.is_admin:
+            scopes = [scope for scope, name in self._open if name == session_id] or scopes
+        for scope in scopes:
+            self._drop(self._find(session_id, scope))
 
     def begin(
-        self, params: SessionParams, rid: str, ids: Sequence[int], bos_id: int | None = None
+        self,
+        params: SessionParams,
+        rid: str,
+        ids: Sequence[int],
+        bos_id: int | None = None,
+        tenant: Tenant = ANYBODY,
     ) -> tuple[list[int], Turn, list[str]]:
         """Enter request `rid` with the new tokens `ids`: its whole prompt, its turn, and requests to abort since it replaces them.
 
-        bos_id: taken from the front of `ids` when they do not begin the sequence. Raises NotFoundError for a session or turn that
-        is not there, RequestError for a turn that has not finished, CapacityError.
+        bos_id: taken from the front of `ids` when they do not begin the sequence. tenant: whose session it must be. Raises
+        NotFoundError for a session or turn that is not there, RequestError for a turn that has not finished, CapacityError.
         """
         if params.id is None:
             raise RequestError("session_params needs the id of a session", "session_params")
-        session = self._find(params.id)
+        session = self._find(params.id, tenant.scope)
         session.used_s = self._clock()
         if rid in session.turns:
             raise RequestError(f"rid {rid[:100]!r} is a turn of this session already", "rid")
@@ -165,8 +198,8 @@ class Sessions:
         if turn.output_ids is None and turn.session.turns.get(turn.rid) is turn:
             self._remove(turn)
 
-    def _find(self, session_id: str) -> _Session:
-        session = self._open.get(session_id)
+    def _find(self, session_id: str, scope: str) -> _Session:
+        session = self._open.get((scope, session_id))
         if session is not None and session.is_stale(self._clock()):
             self._drop(session)
             session = None
@@ -187,8 +220,34 @@ class Sessions:
         limit = session.max_characters
         if limit and len(self._decode(prompt)) > limit:
             raise RequestError(f"the session may hold {limit} characters (capacity_of_str_len)", "session_params")
+        limits, held = session.tenant.limits, self._kept[session.tenant.scope].num_tokens
+        most = limits.max_session_tokens
+        most = int(self._max_tokens * limits.share) if most is None else most
+        if held + num_added > most:
+            message = f"the open sessions hold {held} tokens; the limit is {most}"
+            raise CapacityError(message, status_code=_status(session.tenant))
+        # What others hold is nobody's business.
         if self._num_tokens + num_added > self._max_tokens:
-            raise CapacityError(f"the open sessions hold {self._num_tokens} tokens; the limit is {self._max_tokens}")
+            raise CapacityError("the server has no room for more tokens of sessions (--max-session-tokens)")
+
+    def _check_room(self, tenant: Tenant) -> None:
+        """Raises CapacityError when the key, or the server, has as many sessions as it may."""
+        most = self._most_sessions(tenant)
+        if self._num_sessions(tenant) >= most:
+            message = f"{most} sessions are open, which is the limit (--max-sessions)"
+            raise CapacityError(message, status_code=_status(tenant))
+        if len(self._open) >= self._max_sessions:
+            raise CapacityError("the server has no room for another session (--max-sessions)")
+
+    def _most_sessions(self, tenant: Tenant) -> int:
+        limits = tenant.limits
+        if limits.max_sessions is not None:
+            return limits.max_sessions
+        return min(self._max_sessions, max(1, int(self._max_sessions * limits.share)))
+
+    def _num_sessions(self, tenant: Tenant) -> int:
+        kept = self._kept.get(tenant.scope)
+        return kept.num_sessions if kept is not None else 0
 
     def _replace(self, session: _Session, parent: Turn | None) -> list[str]:
         """Remove what came after `parent` (None: everything); rids of those that still run."""
@@ -212,17 +271,30 @@ class Sessions:
     def _count(self, session: _Session, num_tokens: int) -> None:
         session.num_tokens += num_tokens
         self._num_tokens += num_tokens
+        self._kept[session.tenant.scope].num_tokens += num_tokens
 
     def _drop(self, session: _Session) -> None:
-        del self._open[session.id]
+        scope = session.tenant.scope
+        del self._open[scope, session.id]
         self._num_tokens -= session.num_tokens
+        kept = self._kept[scope]
+        kept.num_tokens -= session.num_tokens
+        kept.num_sessions -= 1
+        if not kept.num_sessions:
+            del self._kept[scope]
         session.turns.clear()
         session.latest = None
 
-    def _close_stale(self) -> None:
+    def _close_stale(self, tenant: Tenant) -> None:
         now = self._clock()
-        if now < self._next_sweep_s and len(self._open) < self._max_sessions:
+        has_room = len(self._open) < self._max_sessions and self._num_sessions(tenant) < self._most_sessions(tenant)
+        if now < self._next_sweep_s and has_room:
             return
         self._next_sweep_s = now + SWEEP_INTERVAL_S
         for session in [session for session in self._open.values() if session.is_stale(now)]:
             self._drop(session)
+
+
+def _status(tenant: Tenant) -> int:
+    """429 when it is a key's own share that is used up, 503 when it is the server's room."""
+    return 429 if tenant.scope else 503

@@ -74,7 +74,7 @@ def build_span(timeline: Timeline, model: str) -> RequestSpan:
         "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
         "gen_ai.usage.output_tokens": timeline.num_output_tokens,
         "gen_ai.response.finish_reasons": finish.type if finish is not None else "",
-        "headrace.rid": timeline.rid,
+        "headrace.rid": timeline.own_rid,
         "headrace.cached_tokens": stats.cached_tokens,
         "headrace.num_retractions": stats.num_retractions,
         "headrace.queue_time_s": stats.queue_time_s,

@@ -1,11 +1,14 @@
-"""Who calls, and what each caller may use: the limits of a key, and what it uses now.
+"""Who calls, what belongs to each caller, and what each may use: the limits of a key, and what it uses now.
 
-Owns the counting; which key a request carries is `server.keys`'. Used by the tokenizer manager, in its event loop only.
+Owns the counting and the prefix by which rids of one key differ from those of all others; which key a request carries is
+`server.keys`'. Used by the tokenizer manager, in its event loop only.
 
 Rates are token buckets: a bucket holds a minute's worth and fills evenly, so a key that was idle may use one minute's worth at once.
 Tokens are charged as they are computed: a request may take the bucket below zero, and the key then waits until it is filled again.
 """
 
+import json
+import secrets
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,7 +30,8 @@ class TenantLimits:
     """What a key may use. weight: its share of the machine beside other keys that wait. None = no limit.
 
     max_concurrent: requests at once. max_queued: samples without a token. The rates are per minute; tokens are those of prompts
-    and outputs.
+    and outputs. max_sessions, max_session_tokens: None = `share` of what the server keeps, so that no key leaves the others without.
+    shared_cache: its prompts may be found in the prefix cache by other keys that say so, and theirs by it.
     """
 
     name: str
@@ -36,6 +40,10 @@ class TenantLimits:
     max_queued: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    max_sessions: int | None = None
+    max_session_tokens: int | None = None
+    shared_cache: bool = False
+    share: float = 1.0
 
 
 class Bucket:
@@ -67,10 +75,15 @@ class Bucket:
 
 
 class Tenant:
-    """A key's limits and what it uses now."""
+    """A key's limits and what it uses now.
+
+    scope: begins the rids that the engine knows this key's requests by, so that keys may use the same rids. Nobody can guess it, and
+    so nobody can take another's rid. Empty for callers without a key of the file.
+    """
 
     def __init__(self, limits: TenantLimits, now_s: float = 0.0) -> None:
         self.limits = limits
+        self.scope = f"{limits.name}/{secrets.token_hex(8)}/" if limits.name else ""
         self.num_live = 0
         self.num_queued = 0
         self._requests = Bucket(limits.requests_per_minute, now_s)
@@ -81,6 +94,13 @@ class Tenant:
     def name(self) -> str:
         """Of the key; empty when requests need none."""
         return self.limits.name
+
+    def namespace(self, asked: str) -> str:
+        """Where in the prefix cache its prompts are, of what the request asked for: shared with nobody, unless the key says so."""
+        if not self.scope or self.limits.shared_cache:
+            return asked
+        # Three parts: what requests ask for has two, and adapters make two of it.
+        return json.dumps(["key", self.name, asked])
 
     def change(self, limits: TenantLimits) -> None:
         """New limits for the same key; what it uses goes on."""
@@ -124,10 +144,27 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. tenant None: no key of the key file. traceparent: W3C trace context of the caller's span, as sent."""
+    """Who sent a request. tenant None: no key of the key file. traceparent: W3C trace context of the caller's span, as sent.
+
+    is_admin: sees, aborts and closes what belongs to others.
+    """
 
     tenant: Tenant | None = None
     traceparent: str = ""
+    is_admin: bool = False
+
+    @property
+    def scope(self) -> str:
+        """What its rids begin with in the engine."""
+        return self.tenant.scope if self.tenant is not None else ""
+
+    def may_see(self, scope: str) -> bool:
+        """Whether what belongs to the key of this scope is its business."""
+        return self.is_admin or scope == self.scope
+
+
+NOBODY = Caller()
+"""A call from within, or one without a key of its own."""
 
 
 @dataclass(slots=True)

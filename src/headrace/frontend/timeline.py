@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headrace.frontend.tenants import Caller
 from headrace.messages.outputs import FinishReason, SampleStats
 
 MAX_NOTES = 128
@@ -22,7 +23,7 @@ Note = Literal["lost", "replayed", "paused", "continued", "weights_updated", "me
 class Timeline:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is when it arrived by the calendar.
 
-    shown_id: the id that the client saw. tenant: name of the key. The scheduler's own events come with the last
+    rid: the engine's. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. The scheduler's own events come with the last
     output; after a replay they are those of its last life.
     """
 
@@ -43,7 +44,13 @@ class Timeline:
     finish: FinishReason | None = None
     num_replays: int = 0
     ended: bool = False
+    scope: str = ""
     _notes: list[tuple[str, float, int]] = field(default_factory=list)
+
+    @property
+    def own_rid(self) -> str:
+        """The rid as its client knows it."""
+        return self.rid.removeprefix(self.scope)
 
     def note(self, kind: Note, at_s: float) -> None:
         """Something happened to it outside the scheduler. Nothing beyond MAX_NOTES is kept."""
@@ -72,7 +79,7 @@ class Timeline:
         """As JSON; no text of the request."""
         finish = self.finish
         return {
-            "rid": self.rid,
+            "rid": self.own_rid,
             "id": self.shown_id,
             "state": "finished" if finish is not None else "refused" if self.ended else "running",
             "created": self.created_unix_s,
@@ -139,10 +146,14 @@ class Timelines:
         if len(self._finished) > self._max_finished:
             self._finished.popitem(last=False)
 
-    def find(self, rid: str) -> list[Timeline]:
-        """The sample `rid`, or all samples that the client knows by this id."""
-        exact = self._live.get(rid) or self._finished.get(rid)
-        return [exact] if exact is not None else [each for each in self if each.shown_id == rid]
+    def find(self, rid: str, caller: Caller) -> list[Timeline]:
+        """The sample that the caller calls `rid`, or all samples that it knows by this id; for an admin those of every key."""
+        own = caller.scope + rid
+        exact = self._live.get(own) or self._finished.get(own)
+        if exact is not None and exact.scope == caller.scope and not caller.is_admin:
+            return [exact]
+        visible = [each for each in self if caller.may_see(each.scope) and rid in (each.own_rid, each.shown_id)]
+        return [each for each in visible if each.own_rid == rid] or visible
 
     def __iter__(self) -> Iterator[Timeline]:
         """Earliest end first, then what lives."""

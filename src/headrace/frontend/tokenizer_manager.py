@@ -36,7 +36,7 @@ from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.tenants import Caller, Tenant, TenantLimits
+from headrace.frontend.tenants import NOBODY, Caller, Tenant, TenantLimits
 from headrace.frontend.timeline import Note, Timeline, Timelines
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger, set_level
@@ -115,8 +115,6 @@ DEADLINE_STATUS = 408
 NO_ROOM_STATUS = 503
 """Status of aborts of requests that waited too long, or found the scheduler's queue full."""
 HEALTH_RID_PREFIX = "headrace-health-"
-NOBODY = Caller()
-"""A call from within, or one without a key of its own."""
 
 
 class TokenizerManager:
@@ -299,23 +297,24 @@ class TokenizerManager:
             stream=obj.stream, is_list=call.is_list, incremental=incremental and obj.stream, token_text=token_text
         )
         state.tenant = caller.tenant or self._anybody
+        scope = state.tenant.scope
         now = self._clock()
         for prompt in call.prompts:
             own = []
             for j in range(prompt.sampling.n):
                 rid = f"{prompt.rid}/{j}" if prompt.sampling.n > 1 else prompt.rid
-                sample = ReqState(rid, prompt.rid, len(state.samples) + j, j == 0, state, now)
+                sample = ReqState(scope + rid, prompt.rid, len(state.samples) + j, j == 0, state, now)
                 sample.routed_rank = obj.routed_dp_rank
                 own.append(sample)
             state.samples += own
             if len(own) > 1:
-                state.name(prompt.rid, own)
-        if call.rid not in state.names and call.is_list:
-            state.name(call.rid, state.samples)
+                state.name(scope + prompt.rid, own)
+        if scope + call.rid not in state.names and call.is_list:
+            state.name(scope + call.rid, state.samples)
         rids = [sample.rid for sample in state.samples]
         taken = [rid for rid in (*rids, *state.names) if rid in self.rid_to_state or rid in self._names]
         if taken or len({*rids, *state.names}) != len(rids) + len(state.names):
-            shown = taken[0] if taken else call.rid
+            shown = taken[0].removeprefix(scope) if taken else call.rid
             raise RequestError(f"Duplicate request ID {shown[:100]!r}: the rid is in use by another request", "rid")
         try:
             self.queue.check(len(rids), now)
@@ -340,6 +339,7 @@ class TokenizerManager:
                 arrived_unix_s,
                 traceparent=caller.traceparent,
                 stream=obj.stream,
+                scope=scope,
             )
             self._timelines.add(sample.timeline)
         self._names.update(dict.fromkeys(state.names, state))
@@ -390,9 +390,10 @@ class TokenizerManager:
         """The prompt's tokens after those of its session. Raises RequestError, CapacityError."""
         assert prompt.session is not None
         bos_id = self.tokenizer.bos_id if prompt.text is not None else None
-        ids, sample.turn, replaced = self.sessions.begin(prompt.session, prompt.rid, ids, bos_id)
+        tenant = sample.call.tenant
+        ids, sample.turn, replaced = self.sessions.begin(prompt.session, prompt.rid, ids, bos_id, tenant)
         for rid in replaced:
-            self.abort_request(rid)
+            self._abort(self._named(tenant.scope, rid))
         return ids
 
     def _resolve(
@@ -457,7 +458,8 @@ class TokenizerManager:
         lora_id = own[0].adapter.lora_id if own[0].adapter is not None else 0
         embeds = prompt.input_embeds or b""
         timeout_s, queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
-        limits = own[0].call.tenant.limits
+        tenant = own[0].call.tenant
+        limits = tenant.limits
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
         wants_prompt = logprobs is not None and logprobs.prompt_start < len(ids)
         is_shared = not (self.args.disable_radix_cache or prompt.return_hidden_states or embeds)
@@ -485,9 +487,9 @@ class TokenizerManager:
                     return_hidden_states=prompt.return_hidden_states,
                     input_embeds=embeds,
                     custom_logit_processor=prompt.custom_logit_processor,
-                    namespace=adapter_namespace(prompt.namespace, lora_id),
+                    namespace=adapter_namespace(tenant.namespace(prompt.namespace), lora_id),
                     priority=obj.priority or 0,
-                    group=prompt.rid if len(own) > 1 else "",
+                    group=tenant.scope + prompt.rid if len(own) > 1 else "",
                     created_s=sample.created_s,
                     deadline_s=sample.created_s + timeout_s if timeout_s > 0 else 0.0,
                     lora_id=lora_id,
@@ -647,7 +649,8 @@ class TokenizerManager:
         if not sample.abort_asked:
             sample.abort_asked = True
             limit = self.args.max_stream_buffer_bytes
-            logger.warning("aborted rid %s: its client left more than %d bytes unread", sample.rid, limit)
+            rid = sample.timeline.own_rid
+            logger.warning("aborted rid %s: its client left more than %d bytes unread", rid, limit)
             self._to_scheduler.send(AbortReq((sample.rid,), message=f"more than {limit} bytes were left unread"))
 
     def _finish(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
@@ -706,7 +709,7 @@ class TokenizerManager:
         logger.info(
             "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs "
             "retractions=%d replays=%d chunks=%d%s",
-            sample.rid,
+            sample.timeline.own_rid,
             sample.finish.type,
             sample.num_prompt_tokens,
             sample.stats.cached_tokens,
@@ -729,12 +732,12 @@ class TokenizerManager:
         last_s = self._heartbeats.get(process)
         return None if last_s is None else self._clock() - last_s
 
-    def timelines(self, rid: str, tenant: str | None = None) -> list[dict[str, Any]]:
+    def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
         """What happened to the sample `rid`, or to all samples of a call that the client knows by it; see `Timeline`.
 
-        tenant: whose they must be; None = anybody's. Raises NotFoundError.
+        caller: sees its own only, an admin everybody's. Raises NotFoundError.
         """
-        found = [each for each in self._timelines.find(rid) if tenant is None or each.tenant == tenant]
+        found = self._timelines.find(rid, caller)
         if not found:
             kept = self.args.timeline_requests
             raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
@@ -759,38 +762,57 @@ class TokenizerManager:
 
     # -- control
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+    def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
         """Abort the sample `rid`, all samples of the call or prompt named `rid`, or everything. An unknown rid is harmless.
 
-        The waiters get what there is, with finish reason abort. Nothing leaves the table here: each sample's end does that.
+        caller: aborts its own requests only, an admin everybody's. Everything is everybody's, whoever asks. The waiters get what
+        there is, with finish reason abort. Nothing leaves the table here: each sample's end does that.
         """
         if abort_all:
-            samples: Iterable[ReqState] = self.rid_to_state.values()
-        elif rid in self.rid_to_state:
-            samples = [self.rid_to_state[rid]]
+            self._mark_aborted(self.rid_to_state.values())
+            self._to_scheduler.send(AbortReq(abort_all=True))
+            return
+        scopes = {caller.scope} | ({call.tenant.scope for call in self._calls} if caller.is_admin else set())
+        self._abort(sample for scope in scopes for sample in self._named(scope, rid))
+
+    def _named(self, scope: str, rid: str) -> list[ReqState]:
+        """The live sample that the key of this scope calls `rid`, or those of its call or prompt of this name."""
+        name = scope + rid
+        if name in self.rid_to_state:
+            found = [self.rid_to_state[name]]
         else:
-            samples = self._names[rid].names[rid] if rid in self._names else []
+            found = self._names[name].names[name] if name in self._names else []
+        return [sample for sample in found if sample.call.tenant.scope == scope]
+
+    def _abort(self, samples: Iterable[ReqState]) -> None:
+        if sent := self._mark_aborted(samples):
+            self._to_scheduler.send(AbortReq(sent))
+
+    @staticmethod
+    def _mark_aborted(samples: Iterable[ReqState]) -> tuple[str, ...]:
+        """Rids of those that a scheduler has; the others end when they would be sent."""
         sent = []
         for sample in samples:
             if sample.finish is None:
                 sample.abort_asked = True
                 if sample.sent_s:
                     sent.append(sample.rid)
-        if abort_all:
-            self._to_scheduler.send(AbortReq(abort_all=True))
-        elif sent:
-            self._to_scheduler.send(AbortReq(tuple(sent)))
+        return tuple(sent)
 
     def open_session(
-        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+        caller: Caller = NOBODY,
     ) -> str:
-        """Open a session; its id. See `Sessions.open`. Raises RequestError, CapacityError."""
+        """Open a session of the caller's; its id. See `Sessions.open`. Raises RequestError, CapacityError."""
         self._check_accepting()
-        return self.sessions.open(session_id, capacity_of_str_len, timeout_s)
+        return self.sessions.open(session_id, capacity_of_str_len, timeout_s, caller.tenant or self._anybody)
 
-    def close_session(self, session_id: str) -> None:
-        """Forget a session. Its running requests go on. Raises NotFoundError."""
-        self.sessions.close(session_id)
+    def close_session(self, session_id: str, caller: Caller = NOBODY) -> None:
+        """Forget a session of the caller's, or for an admin anybody's. Its running requests go on. Raises NotFoundError."""
+        self.sessions.close(session_id, caller)
 
     def lora_adapters(self) -> list[str]:
         """Names of the adapters that requests may ask for."""

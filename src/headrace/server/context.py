@@ -69,18 +69,22 @@ class RequestFrontend(Protocol):
         """
         ...
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Abort the samples of `rid`, or all; an unknown rid is harmless."""
+    def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:
+        """Abort the caller's samples of `rid`, or all; an unknown rid is harmless."""
         ...
 
     def open_session(
-        self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+        caller: Caller = ...,
     ) -> str:
         """A new session's id. Raises RequestError, CapacityError."""
         ...
 
-    def close_session(self, session_id: str) -> None:
-        """Forget a session. Raises NotFoundError."""
+    def close_session(self, session_id: str, caller: Caller = ...) -> None:
+        """Forget a session of the caller's, or for an admin anybody's. Raises NotFoundError."""
         ...
 
     def lora_adapters(self) -> list[str]:
@@ -111,8 +115,8 @@ class RequestFrontend(Protocol):
         """The engine is alive; with `generate`, it has also just made a token."""
         ...
 
-    def timelines(self, rid: str, tenant: str | None = None) -> list[dict[str, Any]]:
-        """What happened to a request's samples; tenant: whose they must be, None = anybody's. Raises NotFoundError."""
+    def timelines(self, rid: str, caller: Caller = ...) -> list[dict[str, Any]]:
+        """What happened to a request's samples, of the caller's or for an admin of anybody's. Raises NotFoundError."""
         ...
 
     async def start_profile(

@@ -120,14 +120,14 @@ class ControlAPI:
         await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)
 
     async def abort_request(self, exchange: Exchange) -> None:
-        """Abort a request by its rid, or all of them (which needs the admin key)."""
+        """Abort a request of the caller's by its rid, or all of them (which needs the admin key)."""
         body = await exchange.read_json(_ABORT)
         if body.abort_all:
             if not exchange.is_admin:
                 raise AuthError("abort_all needs the admin key", "abort_all", "invalid_api_key")
             self.context.frontend.abort_request(abort_all=True)
         elif body.rid:
-            self.context.frontend.abort_request(body.rid)
+            self.context.frontend.abort_request(body.rid, caller=exchange.caller)
         else:
             raise RequestError("name the request to abort by rid, or set abort_all", "rid")
         await exchange.reply_json({"success": True, "message": "asked to abort"})

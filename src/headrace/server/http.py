@@ -214,7 +214,7 @@ class Exchange:
     @property
     def caller(self) -> Caller:
         """Who asks."""
-        return Caller(self.tenant, (self.header(b"traceparent") or b"").decode("latin-1"))
+        return Caller(self.tenant, (self.header(b"traceparent") or b"").decode("latin-1"), self.is_admin)
 
     def path_param(self, name: str) -> str:
         """A parameter of the route's path."""

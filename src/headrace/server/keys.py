@@ -31,6 +31,9 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_queued: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    max_sessions: int | None = None
+    max_session_tokens: int | None = None
+    shared_cache: bool = False
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +66,7 @@ class ApiKeys:
             digest = self._digest(entry)
             if digest in by_digest:
                 raise self._error(f"the key of {entry.name!r} is in it twice")
-            by_digest[digest] = self._limits(entry)
+            by_digest[digest] = self._limits(entry, 1.0 / len(entries))
         limits_of = {limits.name: limits for limits in by_digest.values()}
         if len(limits_of) != len(by_digest):
             raise self._error("two keys have one name")
@@ -114,14 +117,15 @@ class ApiKeys:
             raise self._error(f"sha256 of {entry.name!r} must be 64 hexadecimal digits")
         return digest
 
-    def _limits(self, entry: _Entry) -> TenantLimits:
+    def _limits(self, entry: _Entry, share: float) -> TenantLimits:
         if not entry.name.strip():
             raise self._error("a key has an empty name")
-        numbers = {name: getattr(entry, name) for name in TenantLimits.__slots__ if name != "name"}
-        for name, value in numbers.items():
-            if value is not None and not 0 < value < 1e12:
+        given = msgspec.structs.asdict(entry)
+        for name, value in given.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < 1e12:
                 raise self._error(f"{name} of {entry.name!r} must be above 0")
-        return TenantLimits(name=entry.name, **numbers)
+        limits = {name: value for name, value in given.items() if name not in ("key", "sha256")}
+        return TenantLimits(**limits, share=share)
 
     def _error(self, what: str) -> ConfigError:
         return ConfigError(f"--api-key-file {self._path}: {what}")
