@@ -1,7 +1,7 @@
 """A call as it came in (`GenerateReqInput`) to single prompts, every field a scalar.
 
 Owns the shape of a call: which fields may be lists, how they spread over the prompts, what this build refuses by name.
-Does not tokenize and does not know the prompt's length. Pure functions, run in the tokenizer manager's event loop.
+Does not tokenize and does not know the prompt's length. Pure functions, run in the tokenizer manager's event loop, or in a thread for large calls.
 """
 
 import json
@@ -22,6 +22,8 @@ T = TypeVar("T")
 MAX_RID_LENGTH = 512
 MAX_KEY_LENGTH = 4096
 MAX_TOKEN_IDS_LOGPROB = 1024
+LARGE_ITEMS = 8192
+"""Token ids or prompts: looking at more is left to a thread."""
 MAX_PRIORITY = 2**31 - 1
 MAX_CALL_BYTES = 64 << 20
 """Of what the scheduler gets for one call: every sample carries its prompt and its parameters."""
@@ -87,6 +89,15 @@ class Call:
     rid: str
     prompts: tuple[Prompt, ...]
     is_list: bool
+
+
+def is_large(obj: GenerateReqInput) -> bool:
+    """Whether `split_call` takes more time than waking a thread. By lengths alone."""
+    if isinstance(obj.text, list):
+        return len(obj.text) > LARGE_ITEMS
+    if obj.input_ids is not None:
+        return len(obj.input_ids) + sum(len(ids) for ids in obj.input_ids if isinstance(ids, list)) > LARGE_ITEMS
+    return obj.input_embeds is not None
 
 
 def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
@@ -222,9 +233,9 @@ def check_text(param: str, text: str, max_length: int | None = None) -> None:
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises RequestError unless every item is an int (no bool, no float) of the vocabulary."""
-    for token_id in ids:
-        if type(token_id) is not int:
-            raise RequestError(f"{param}: token ids are integers, got {token_id!r:.40}", param)
+    if set(map(type, ids)) - {int}:
+        wrong = next(token_id for token_id in ids if type(token_id) is not int)
+        raise RequestError(f"{param}: token ids are integers, got {wrong!r:.40}", param)
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)

@@ -31,7 +31,7 @@ from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTo
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import write_crash_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
-from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, split_call
+from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
 from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
@@ -261,7 +261,7 @@ class TokenizerManager:
         """
         self.start()
         self._check_accepting()
-        call = split_call(obj, self._limits)
+        call = await self._split(obj)
         state = self._register(
             call, obj, self.args.incremental_streaming_output if incremental is None else incremental, caller
         )
@@ -280,6 +280,14 @@ class TokenizerManager:
                 yield sample.chunk()
         finally:
             self._release(state)
+
+    async def _split(self, obj: GenerateReqInput) -> Call:
+        """See `split_call`. A call with many items is looked at in a thread, so that others are not held up."""
+        if not is_large(obj):
+            return split_call(obj, self._limits)
+        call = await asyncio.get_running_loop().run_in_executor(None, split_call, obj, self._limits)
+        self._check_accepting()
+        return call
 
     def _check_accepting(self) -> None:
         if self.failure is not None:

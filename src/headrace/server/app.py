@@ -22,6 +22,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.metrics.catalog import Metrics
 from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
+from headrace.server.body import Bodies
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
@@ -119,6 +120,7 @@ def create_app(
     warmups = chosen_warmups(args)
     table = route_table(context)
     keys = ApiKeys(args.api_key_file) if args.api_key_file is not None else None
+    bodies = Bodies(args.max_body_bytes)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -134,6 +136,7 @@ def create_app(
         finally:
             status.started = False
             context.text_threads.shutdown(wait=False, cancel_futures=True)
+            bodies.close()
 
     app = FastAPI(
         title="Headrace",
@@ -149,7 +152,7 @@ def create_app(
     app.state.startup_error = None
     app.state.keys = keys
     for spec in table:
-        endpoint = Endpoint(spec.handler, args.max_body_bytes)
+        endpoint = Endpoint(spec.handler, bodies)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
     # The last one added is the outermost: CORS answers preflights without a key, and its headers are on error replies too. What the
     # gate refuses gets none.

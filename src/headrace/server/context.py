@@ -38,6 +38,10 @@ DEFAULT_MODEL = "default"
 MAX_CHARS_PER_TOKEN = 256
 """More than any token of text has, with room for normalizers that shorten: a bound on work, not on prompts."""
 
+MAX_TEXT_CHARS = 4 << 20
+USUAL_CHARS_PER_TOKEN = 8
+"""Where the context is long, a text is refused beyond the larger of so many characters and so many for every token of the context."""
+
 
 class WeightFrontend(Protocol):
     """What the server needs of the `WeightControl`. version: what the weights are called now."""
@@ -209,9 +213,15 @@ class ServingContext:
         message = f"the model {shown!r} is not served here; this server has {self.model.name!r}"
         raise NotFoundError(message, "model", "model_not_found")
 
+    @property
+    def max_text_chars(self) -> int:
+        """Characters of a text that is tokenized at all."""
+        context = self.model.context_length
+        return min(context * MAX_CHARS_PER_TOKEN, max(MAX_TEXT_CHARS, context * USUAL_CHARS_PER_TOKEN))
+
     def check_text_length(self, param: str, num_chars: int) -> None:
         """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried."""
-        limit = self.model.context_length * MAX_CHARS_PER_TOKEN
+        limit = self.max_text_chars
         if num_chars > limit:
             context = self.model.context_length
             asked = f"{param} has {num_chars} characters, and that many tokens hold at most {limit}"

@@ -18,6 +18,7 @@ from headrace.errors import CapacityError, ExecutionError, HeadraceError, Reques
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.neutral import without_neutral
+from headrace.server.body import Bodies, has_long_number
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -31,8 +32,6 @@ T = TypeVar("T")
 log = get_logger(__name__)
 encode_json = msgspec.json.Encoder().encode
 
-_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
-_LONG_NUMBER = b"0" * 19
 _RID_IN_HEADER = re.compile(r"[\x21-\x7e]{1,256}")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
@@ -123,7 +122,7 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         except msgspec.ValidationError:
             # Only a body that does not fit as it is pays for the search for fields that ask for nothing.
             value = _decode_what_asks(body, decoder)
-        if _LONG_NUMBER in body.translate(_DIGITS):
+        if has_long_number(body):
             _refuse_wide_integers(msgspec.json.decode(body))
     except msgspec.ValidationError as exc:
         raise _field_error(str(exc)) from None
@@ -186,13 +185,15 @@ def _refuse_wide_integers(value: object) -> None:
 class Exchange:
     """One request and its reply."""
 
-    __slots__ = ("max_body_bytes", "receive", "scope", "send")
+    __slots__ = ("_num_held", "bodies", "max_body_bytes", "receive", "scope", "send")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: Bodies) -> None:
         self.scope = scope
         self.receive = receive
         self.send = send
-        self.max_body_bytes = max_body_bytes
+        self.bodies = bodies
+        self.max_body_bytes = bodies.max_body_bytes
+        self._num_held = 0
 
     @property
     def is_admin(self) -> bool:
@@ -224,19 +225,29 @@ class Exchange:
         """The first header called `name` (lower case)."""
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
-    async def read_json(self, decoder: "msgspec.json.Decoder[T]") -> T:
-        """The body decoded, see `decode_json`. Raises RequestError, TooLargeError, ClientGone."""
+    async def read_json(self, decoder: "msgspec.json.Decoder[T]", shorten: Callable[[bytes], bytes] | None = None) -> T:
+        """The body decoded, see `decode_json` and `Bodies.decode`. Raises RequestError, TooLargeError, CapacityError, ClientGone."""
         content_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if content_type != b"application/json":
             raise RequestError("send the body as JSON with the header Content-Type: application/json")
-        return decode_json(await self.read_body(), decoder)
+        body = await self.read_body()
+        try:
+            return await self.bodies.decode(body, lambda text: decode_json(text, decoder), shorten)
+        finally:
+            del body
+            self.forget_body()
 
     async def read_body(self) -> bytes:
-        """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives."""
+        """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives.
+
+        It counts as in memory until `forget_body`, but where the route has a limit of its own.
+        Raises RequestError, TooLargeError, CapacityError, ClientGone.
+        """
         encoding = (self.header(b"content-encoding") or b"identity").strip().lower()
         if encoding != b"identity":
             raise RequestError("compressed bodies are not supported: send the body without Content-Encoding")
         limit = self.max_body_bytes
+        is_usual = limit <= self.bodies.max_body_bytes
         declared = self.header(b"content-length")
         if declared is not None and declared.isdigit() and int(declared[:19]) > limit:
             raise _too_large(limit)
@@ -250,9 +261,17 @@ class Exchange:
             size += len(part)
             if size > limit:
                 raise _too_large(limit)
+            if is_usual:
+                self.bodies.take(len(part))
+                self._num_held += len(part)
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def forget_body(self) -> None:
+        """The body is no longer in use. Idempotent."""
+        self.bodies.give_back(self._num_held)
+        self._num_held = 0
 
     async def reply_json(self, value: object, status: int = 200, headers: Headers | None = None) -> None:
         """One complete JSON reply."""
@@ -297,13 +316,17 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Endpoint:
     """A handler as an ASGI application, to be put into a route as it is."""
 
-    def __init__(self, handler: Handler, max_body_bytes: int) -> None:
+    def __init__(self, handler: Handler, bodies: Bodies) -> None:
         self.handler = handler
-        self.max_body_bytes = max_body_bytes
+        self.bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        await self.handler(Exchange(scope, receive, send, self.max_body_bytes))
+        exchange = Exchange(scope, receive, send, self.bodies)
+        try:
+            await self.handler(exchange)
+        finally:
+            exchange.forget_body()
 
 
 class ErrorBoundary:

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
+from headrace.server.embeds_body import embeds_to_base64
 from headrace.server.http import ApiError, Exchange, encode_json
 from headrace.server.sse import error_frame, frame, stream_reply
 
@@ -24,7 +25,7 @@ class NativeAPI:
 
     async def generate(self, exchange: Exchange) -> None:
         """One prompt or a batch; streams frames of outputs when the request says so."""
-        request = await exchange.read_json(_DECODER)
+        request = await exchange.read_json(_DECODER, self._shorten)
         if request.rid is None:
             request = msgspec.structs.replace(request, rid=uuid.uuid4().hex)
         if isinstance(request.rid, str):
@@ -38,6 +39,10 @@ class NativeAPI:
         async with exchange.until_client_leaves(), aclosing(outputs):
             result = await anext(outputs)
         await exchange.reply_json(result)
+
+    def _shorten(self, body: bytes) -> bytes:
+        """Embeddings as rows of numbers may be millions of them."""
+        return embeds_to_base64(body, self.context.model.ready.hidden_size)
 
 
 def render_output(output: Output) -> bytes:

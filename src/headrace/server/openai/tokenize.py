@@ -7,7 +7,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.frontend.prompts import check_token_ids
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.openai.chat import chat_prompt_ids, check_messages
 from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, ReasoningEffort
 
@@ -33,6 +33,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
 
+_PIECE_IDS = 64 << 10
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
@@ -52,15 +53,28 @@ class TokenizeAPI:
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
             check_messages(body.messages, self.context.model.context_length)
-        tokens = await self.context.in_text_thread(lambda: self._tokens(body))
+        if isinstance(body.prompt, list):
+            self._check_count("prompt", "texts", len(body.prompt))
+        reply = await self.context.in_text_thread(lambda: self._tokenized(body))
+        await send_response(exchange.send, 200, reply, b"application/json")
+
+    def _check_count(self, param: str, what: str, count: int) -> None:
+        limit = self.context.args.max_batch_prompts
+        if count > limit:
+            raise RequestError(f"{param}: at most {limit} {what} in one request, got {count}", param)
+
+    def _tokenized(self, body: TokenizeBody) -> bytes:
+        """The reply, which may hold millions of ids: in a thread, in pieces."""
+        tokens = self._tokens(body)
         is_list = isinstance(body.prompt, list)
-        await exchange.reply_json(
-            {
-                "tokens": tokens if is_list else tokens[0],
-                "count": [len(ids) for ids in tokens] if is_list else len(tokens[0]),
-                "max_model_len": self.context.model.context_length,
-            }
-        )
+        counts = [len(ids) for ids in tokens]
+        ids = [encode_ids(ids) for ids in tokens]
+        fields = {
+            "tokens": msgspec.Raw(b"[" + b",".join(ids) + b"]" if is_list else ids[0]),
+            "count": counts if is_list else counts[0],
+            "max_model_len": self.context.model.context_length,
+        }
+        return encode_json(fields)
 
     def _tokens(self, body: TokenizeBody) -> list[list[int]]:
         if body.messages is not None:
@@ -87,10 +101,18 @@ class TokenizeAPI:
         if is_list and not all(isinstance(item, list) for item in body.tokens):
             raise RequestError("tokens mixes ids and lists of ids", "tokens")
         rows = cast("list[list[int]]", body.tokens if is_list else [body.tokens])
-        for ids in rows:
-            check_token_ids("tokens", ids, self.context.model.tokenizer.vocab_size)
-        tokenizer = self.context.model.tokenizer
-        texts = await self.context.in_text_thread(
-            lambda: [tokenizer.decode(ids, body.skip_special_tokens) for ids in rows]
-        )
+        self._check_count("tokens", "lists of ids", len(rows))
+        texts = await self.context.in_text_thread(lambda: self._texts(rows, body.skip_special_tokens))
         await exchange.reply_json({"text": texts if is_list else texts[0]})
+
+    def _texts(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        tokenizer = self.context.model.tokenizer
+        for ids in rows:
+            check_token_ids("tokens", ids, tokenizer.vocab_size)
+        return [tokenizer.decode(ids, skip_special_tokens) for ids in rows]
+
+
+def encode_ids(ids: list[int]) -> bytes:
+    """A JSON list; other threads run between its pieces."""
+    pieces = (encode_json(ids[at : at + _PIECE_IDS])[1:-1] for at in range(0, len(ids), _PIECE_IDS))
+    return b"[" + b",".join(pieces) + b"]"

@@ -1,0 +1,140 @@
+"""What a JSON body may hold, and where it is decoded.
+
+Decoding keeps Python's lock for as long as it takes: a body of some megabytes of empty lists would stop every other request for
+seconds. So what a body holds is counted first, piece by piece, in the one thread that also decodes all bodies but small ones.
+Owns those limits and how many bytes of bodies may be in memory. Does not know what a body means.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from headrace.errors import CapacityError, TooLargeError
+
+T = TypeVar("T")
+
+INLINE_BODY_BYTES = 16 << 10
+"""A body up to this size is decoded in the event loop: it takes less time than waking the thread."""
+
+MAX_VALUES = 1 << 19
+MAX_LISTS = 1 << 15
+MAX_FIELDS = 1 << 16
+"""Each limit stands for well under 0.1 s of decoding: a value is some 0.1 us, a list or an object with its fields 1 to 2 us."""
+
+BODIES_AT_ONCE = 8
+"""Bodies of the largest size that may be in memory together."""
+
+_PIECE_BYTES = 64 << 10
+_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
+_LONG_NUMBER = b"0" * 19
+
+
+@dataclass(slots=True)
+class BodyCounts:
+    """Of a JSON text, outside of its strings: values (separators, in fact), lists and objects, fields of objects."""
+
+    values: int = 0
+    lists: int = 0
+    fields: int = 0
+
+    def add(self, text: bytes) -> None:
+        """Count a piece that holds no strings."""
+        self.values += text.count(b",")
+        self.lists += text.count(b"[") + text.count(b"{")
+        self.fields += text.count(b":")
+
+    @property
+    def is_small(self) -> bool:
+        """Within the limits."""
+        return self.values < MAX_VALUES and self.lists <= MAX_LISTS and self.fields <= MAX_FIELDS
+
+    def check(self) -> None:
+        """Raises TooLargeError for the limit that is broken."""
+        for count, limit, what in (
+            (self.values + 1, MAX_VALUES, "values"),
+            (self.lists, MAX_LISTS, "lists and objects"),
+            (self.fields, MAX_FIELDS, "fields of objects"),
+        ):
+            if count > limit:
+                raise TooLargeError(
+                    f"the body holds {count} {what}, at most {limit}: send it in several requests",
+                    code="body_too_large",
+                )
+
+
+def count_body(body: bytes) -> BodyCounts:
+    """What `body` holds. Exact for valid JSON, some count for anything else. Other threads run between pieces."""
+    counts = BodyCounts()
+    for at in range(0, len(body), _PIECE_BYTES):
+        counts.add(body[at : at + _PIECE_BYTES])
+    # Most bodies are small even when their texts are counted as well.
+    return counts if counts.is_small else _count_outside_strings(body)
+
+
+def _count_outside_strings(body: bytes) -> BodyCounts:
+    counts = BodyCounts()
+    at, in_string = 0, False
+    while at < len(body):
+        end = min(at + _PIECE_BYTES, len(body))
+        # A piece ends after what a backslash escapes, so that no escape lies across its end.
+        while end < len(body) and body[end - 1] == ord("\\"):
+            end += 1
+        piece = body[at:end]
+        at = end
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        counts.add(b"".join(parts[in_string::2]))
+        in_string ^= len(parts) % 2 == 0
+    return counts
+
+
+def has_long_number(body: bytes) -> bool:
+    """Whether 19 digits follow each other anywhere: an integer that long may not fit in 64 bits."""
+    overlap = len(_LONG_NUMBER) - 1
+    return any(
+        _LONG_NUMBER in body[at : at + _PIECE_BYTES + overlap].translate(_DIGITS)
+        for at in range(0, len(body), _PIECE_BYTES)
+    )
+
+
+class Bodies:
+    """Bodies of requests in memory, and the thread that decodes the larger ones. Used in the event loop."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.num_bytes = 0
+        self._max_bytes = BODIES_AT_ONCE * max_body_bytes
+        # One: two that decode would keep the event loop waiting twice as long.
+        self._thread = ThreadPoolExecutor(1, "headrace-body")
+
+    def take(self, num_bytes: int) -> None:
+        """So much more of a body is in memory. Raises CapacityError when there is no room for it."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise CapacityError("too many large requests are arriving at once: try again later", retry_after_s=1.0)
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """So much less is."""
+        self.num_bytes -= num_bytes
+
+    async def decode(self, body: bytes, decode: Callable[[bytes], T], shorten: Callable[[bytes], bytes] | None) -> T:
+        """`decode(body)`, in the thread unless the body is small.
+
+        shorten: makes of a body that holds too much one that means the same and holds less. Raises TooLargeError, and what `decode` raises.
+        """
+        if len(body) <= INLINE_BODY_BYTES:
+            return decode(body)
+
+        def work() -> T:
+            short = shorten(body) if shorten is not None else body
+            count_body(short).check()
+            return decode(short)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
