@@ -891,30 +891,6 @@ async def test_a_prompt_counts_when_it_has_been_computed(make_frontend):
     assert 'headrace:prompt_tokens_total{model_name="tiny"} 3.0' in render(frontend.manager.metrics).decode()
 
 
-@pytest.mark.parametrize(
-    "prompt,shown", [({"text": "ab"}, "prompt='ab'"), ({"input_ids": [97, 98]}, "prompt=[97, 98]")]
-)
-async def test_request_lines_show_the_prompt_as_it_was_given(make_frontend, caplog, prompt, shown):
-    frontend = make_frontend(log_requests=True, log_requests_level=1)
-    with caplog.at_level("INFO"):
-        await frontend.call(**prompt)
-
-    [line] = [r.getMessage() for r in caplog.records if "finished" in r.getMessage()]
-    assert shown in line
-    assert "text='ab'" in line
-
-
-@pytest.mark.parametrize("level,shown", [(0, False), (1, True)])
-async def test_request_lines_carry_no_text_unless_told(make_frontend, caplog, level, shown):
-    frontend = make_frontend(log_requests=True, log_requests_level=level)
-    with caplog.at_level("INFO"):
-        await frontend.call("secret", rid="r")
-
-    [line] = [r.getMessage() for r in caplog.records if "finished" in r.getMessage()]
-    assert "rid=r reason=length prompt_tokens=6" in line
-    assert ("secret" in line) == shown
-
-
 def test_the_front_end_does_not_import_torch_or_transformers():
     code = (
         "import sys, headrace.frontend.tokenizer_manager, headrace.frontend.detokenizer_manager, headrace.frontend.engine\n"

@@ -239,8 +239,11 @@ class ServerArgs:
 
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Least severe line that is logged.")
     log_requests: bool = _opt(False, _O, "One line per finished request, with counts and times.")
-    log_requests_level: Literal[0, 1] = _opt(
-        0, _O, "With --log-requests: 1 = also the beginning of prompt and text. Off by default: they are private."
+    log_requests_level: Literal[0, 1, 2, 3] = _opt(
+        0,
+        _O,
+        "With --log-requests: 1 = also the sampling parameters, 2 = also the first 2,048 characters of input and output, 3 = all of them. "
+        "Input and output are private.",
     )
     decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every so many steps; 0 = never.", _COUNT)
     disable_metrics: bool = _opt(False, _O, "No /metrics.")
@@ -302,7 +305,9 @@ class ServerArgs:
         if self.crash_dump_prompts and self.crash_dump_dir is None:
             raise ConfigError("--crash-dump-prompts says what --crash-dump-dir holds: give both")
         if self.log_requests_level and not self.log_requests:
-            raise ConfigError("--log-requests-level 1 says what --log-requests writes: give both")
+            raise ConfigError(
+                f"--log-requests-level {self.log_requests_level} says what --log-requests writes: give both"
+            )
 
 
 def _check(option: str, value: object, annotation: Any, bounds: Bounds) -> None:

@@ -97,7 +97,8 @@ class ReqState:
     first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
     first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
-    the leader end before its first token, there are none. logged_prompt: for the log. turn: its place in a session.
+    the leader end before its first token, there are none. logged_input: for the log. dumped_prompt: its beginning,
+    for dumps. turn: its place in a session.
     adapter: what it holds in memory until it leaves the table.
     request: as it was first sent. rank: the replica that has it, -1 = none. routed_rank: the only one that may. num_sends, num_deaths,
     num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
@@ -116,7 +117,8 @@ class ReqState:
     first_logprob_id: int | None = None
     num_prompt_tokens: int = 0
     leader: "ReqState | None" = None
-    logged_prompt: str = ""
+    logged_input: str = ""
+    dumped_prompt: str = ""
     retry_after_s: float = 1.0
     timeline: Timeline = field(default_factory=lambda: Timeline("", "", "", 0.0, 0.0))
     turn: Turn | None = None
@@ -217,7 +219,7 @@ class ReqState:
         timeline.num_replays = max(0, self.num_sends - 1)
         timeline.stats = self.stats
         timeline.finish = self.finish
-        timeline.prompt = self.logged_prompt
+        timeline.prompt = self.dumped_prompt
 
     def note(self, kind: Note, now_s: float) -> None:
         """Remember in `timeline` what happened to it outside the scheduler."""

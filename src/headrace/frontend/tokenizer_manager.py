@@ -33,6 +33,7 @@ from headrace.frontend.crash_dump import write_crash_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
 from headrace.frontend.replay import EngineLink
+from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sessions import Sessions
@@ -123,7 +124,7 @@ class TokenizerManager:
     ready: what the scheduler said of the model. more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in
     the detokenizer, and news of deaths.
     clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs.
-    spans: is told of every sample that ended. log_requests, log_requests_level: as the options, until `configure_logging`.
+    spans: is told of every sample that ended.
     on_broken: set by the owner; called in the event loop when that loop has failed, after every waiter has been answered.
     """
 
@@ -162,8 +163,7 @@ class TokenizerManager:
         self._timelines = Timelines(args.timeline_requests)
         self.spans = spans
         self._log_level = args.log_level
-        self.log_requests = args.log_requests
-        self.log_requests_level: int = args.log_requests_level
+        self.request_log = RequestLog(args.log_requests, args.log_requests_level)
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -471,11 +471,13 @@ class TokenizerManager:
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
         wants_prompt = logprobs is not None and logprobs.prompt_start < len(ids)
         is_shared = not (self.args.disable_radix_cache or prompt.return_hidden_states or embeds)
+        logged_input = self.request_log.input_of(prompt, ids)
         requests = []
         for j, sample in enumerate(own):
             sample.num_prompt_tokens = len(ids)
-            if self.log_requests_level or self.args.crash_dump_prompts:
-                sample.logged_prompt = _beginning(prompt, ids)
+            sample.logged_input = logged_input
+            if self.args.crash_dump_prompts:
+                sample.dumped_prompt = _beginning(prompt, ids)
             sample.wants_hidden_states = prompt.return_hidden_states
             if logprobs is not None:
                 sample.wants_logprobs = True
@@ -705,31 +707,8 @@ class TokenizerManager:
             metrics.queue_time_s.observe(sample.stats.queue_time_s)
         elif finish.type != "abort":
             self._count_prompt(sample)
-        if self.log_requests:
-            self._log(sample)
+        self.request_log.write(sample)
         self._note_idle()
-
-    def _log(self, sample: ReqState) -> None:
-        assert sample.finish is not None
-        text = ""
-        if self.log_requests_level:
-            text = f" prompt={sample.logged_prompt} text={sample.text[:LOGGED_CHARACTERS]!r}"
-        logger.info(
-            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs "
-            "retractions=%d replays=%d chunks=%d%s",
-            sample.timeline.own_rid,
-            sample.finish.type,
-            sample.num_prompt_tokens,
-            sample.stats.cached_tokens,
-            len(sample.output_ids),
-            sample.stats.queue_time_s,
-            max(0.0, sample.first_token_s - sample.created_s),
-            sample.finished_s - sample.created_s,
-            sample.stats.num_retractions,
-            max(0, sample.num_sends - 1),
-            sum(event.kind == "chunk" for event in sample.stats.events),
-            text,
-        )
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         self._heartbeats[message.process] = self._clock()
@@ -896,18 +875,21 @@ class TokenizerManager:
 
         Raises RequestError for --log-requests-level without --log-requests.
         """
-        requests = self.log_requests if log_requests is None else log_requests
-        requests_level = self.log_requests_level if log_requests_level is None else log_requests_level
-        if requests_level and not requests:
-            raise RequestError("log_requests_level 1 says what log_requests writes: turn both on", "log_requests_level")
-        self.log_requests, self.log_requests_level = requests, requests_level
+        log = self.request_log
+        enabled = log.enabled if log_requests is None else log_requests
+        requests_level = log.level if log_requests_level is None else log_requests_level
+        if requests_level and not enabled:
+            raise RequestError(
+                f"log_requests_level {requests_level} says what log_requests writes: turn both on", "log_requests_level"
+            )
+        log.enabled, log.level = enabled, requests_level
         if level is not None:
             self._log_level = level
             set_level(level)
             for sender in (self._to_scheduler, self._to_detokenizer):
                 if sender is not None:
                     sender.send(ConfigureLoggingReq(level))
-        return {"level": self._log_level, "log_requests": requests, "log_requests_level": requests_level}
+        return {"level": self._log_level, "log_requests": enabled, "log_requests_level": requests_level}
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""

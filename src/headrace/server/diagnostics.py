@@ -25,7 +25,7 @@ class ConfigureLoggingBody(msgspec.Struct, forbid_unknown_fields=True):
 
     level: Literal["debug", "info", "warning", "error"] | None = None
     log_requests: bool | None = None
-    log_requests_level: Literal[0, 1] | None = None
+    log_requests_level: Literal[0, 1, 2, 3] | None = None
 
 
 _START = msgspec.json.Decoder(StartProfileBody)

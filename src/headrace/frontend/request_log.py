@@ -1,0 +1,75 @@
+"""The line that --log-requests writes for each finished request.
+
+Owns what a level shows. Used by the tokenizer manager, in its event loop.
+
+```
+ level 0   counts and times
+       1   and the sampling parameters
+       2   and the first 2,048 characters of input and output each
+       3   and all of input and output
+```
+"""
+
+import msgspec
+
+from headrace.frontend.prompts import Prompt
+from headrace.frontend.request_state import ReqState
+from headrace.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_CHARACTERS = 2048
+"""Of an input, and of an output, at level 2."""
+
+
+class RequestLog:
+    """enabled, level: as --log-requests and --log-requests-level, until they are changed."""
+
+    def __init__(self, enabled: bool, level: int) -> None:
+        self.enabled = enabled
+        self.level = level
+
+    def input_of(self, prompt: Prompt, ids: list[int]) -> str:
+        """What a line will say of a prompt; empty when it will say nothing. Call it once for all samples: it may be long."""
+        if not self.enabled or self.level < 2:
+            return ""
+        if prompt.input_embeds is not None:
+            return f"{len(ids)} embeddings"
+        limit = MAX_CHARACTERS if self.level == 2 else None
+        # An id takes two characters and more.
+        return _cut(prompt.text, limit) if prompt.text is not None else repr(ids[:limit])[:limit]
+
+    def write(self, sample: ReqState) -> None:
+        """One line for a sample that has ended."""
+        assert sample.finish is not None
+        if not self.enabled:
+            return
+        details = ""
+        if self.level >= 1 and sample.request is not None:
+            details += f" sampling={msgspec.json.encode(sample.request.sampling).decode()}"
+        if self.level >= 2:
+            output = _cut(sample.text, MAX_CHARACTERS if self.level == 2 else None)
+            details += f" prompt={sample.logged_input} text={output}"
+        logger.info(
+            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs "
+            "retractions=%d replays=%d chunks=%d%s",
+            sample.timeline.own_rid,
+            sample.finish.type,
+            sample.num_prompt_tokens,
+            sample.stats.cached_tokens,
+            len(sample.output_ids),
+            sample.stats.queue_time_s,
+            max(0.0, sample.first_token_s - sample.created_s),
+            sample.finished_s - sample.created_s,
+            sample.stats.num_retractions,
+            max(0, sample.num_sends - 1),
+            sum(event.kind == "chunk" for event in sample.stats.events),
+            details,
+        )
+
+
+def _cut(text: str, limit: int | None) -> str:
+    """As one line, at most `limit` characters of the text."""
+    if limit is None or len(text) <= limit:
+        return repr(text)
+    return f"{text[:limit]!r}... ({len(text)} characters)"

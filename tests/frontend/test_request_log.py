@@ -1,0 +1,61 @@
+"""Lines of finished requests: what each level shows, and that lower levels show no text."""
+
+import pytest
+
+from headrace.frontend.request_log import MAX_CHARACTERS
+
+ROOMY = {"max_new_tokens": 30, "temperature": 0.5, "stop": ["never"]}
+
+
+async def lines(frontend, caplog, *args, **fields):
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        await frontend.call(*args, **fields)
+    return [r.getMessage() for r in caplog.records if "finished" in r.getMessage()]
+
+
+@pytest.mark.parametrize("level,sampling,text", [(0, False, False), (1, True, False), (2, True, True), (3, True, True)])
+async def test_a_level_adds_to_the_one_below(make_frontend, caplog, level, sampling, text):
+    frontend = make_frontend(log_requests=True, log_requests_level=level)
+
+    [line] = await lines(frontend, caplog, "secret", rid="r", sampling_params=ROOMY)
+
+    assert "rid=r reason=length prompt_tokens=6" in line
+    assert ('"temperature":0.5' in line) == sampling
+    assert ('"max_new_tokens":30' in line) == sampling
+    assert ("prompt='secret' text='secret'" in line) == text
+    assert ("secret" in line) == text
+
+
+@pytest.mark.parametrize("level,is_whole", [(2, False), (3, True)])
+async def test_only_level_3_shows_all_of_a_long_text(make_frontend, caplog, monkeypatch, level, is_whole):
+    monkeypatch.setattr("headrace.frontend.request_log.MAX_CHARACTERS", 8)
+    frontend = make_frontend(log_requests=True, log_requests_level=level)
+
+    [line] = await lines(frontend, caplog, "beginning, end", sampling_params=ROOMY)
+    [ids] = await lines(frontend, caplog, input_ids=[101, 102, 103], sampling_params=ROOMY)
+
+    assert line.count("end") == (2 if is_whole else 0)
+    assert ("beginnin'... (14 characters)" in line) == (not is_whole)
+    assert ("prompt=[101, 102, 103]" in ids) == is_whole
+    assert "prompt=[101, 10" in ids
+
+
+async def test_an_input_of_embeddings_is_counted_only(make_frontend, caplog):
+    frontend = make_frontend(log_requests=True, log_requests_level=3)
+    [line] = await lines(frontend, caplog, input_embeds=[[0.5, 0.25]], sampling_params={"max_new_tokens": 1})
+    assert "prompt=1 embeddings" in line
+
+
+async def test_levels_change_at_run_time_and_without_the_log_nothing_is_kept(make_frontend, caplog):
+    frontend = make_frontend()
+    assert await lines(frontend, caplog, "secret") == []
+    for level in (1, 2, 3, 0):
+        now = frontend.manager.configure_logging(log_requests=True, log_requests_level=level)
+        assert now["log_requests_level"] == level
+        [line] = await lines(frontend, caplog, "secret")
+        assert ("secret" in line) == (level >= 2)
+
+
+def test_a_text_is_cut_at_2048_characters():
+    assert MAX_CHARACTERS == 2048
