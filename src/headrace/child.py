@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
+from headrace.child_environment import child_environment
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, HeadraceError, ModelError
 from headrace.frontend import lifeline
@@ -66,15 +68,21 @@ def process_name(kind: Kind, args: ServerArgs, rank: int) -> str:
     return f"{kind} {rank}" if kind == "scheduler" and args.dp_size > 1 else kind
 
 
-def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, rank: int) -> dict[str, str] | None:
-    """A replica sees one GPU: its own of those that we may use. None: as ours."""
+def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, rank: int) -> dict[str, str]:
+    """Ours without what may be secret. A replica sees one GPU: its own of those that we may use."""
+    given = child_environment(own, args.child_env)
     if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
-        return None
+        return given
     visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not visible:
-        return {**own, "CUDA_VISIBLE_DEVICES": str(rank)}
+        return {**given, "CUDA_VISIBLE_DEVICES": str(rank)}
     # Beyond the last one it sees none, and `of_all_replicas` refuses.
-    return {**own, "CUDA_VISIBLE_DEVICES": visible[rank] if rank < len(visible) else ""}
+    return {**given, "CUDA_VISIBLE_DEVICES": visible[rank] if rank < len(visible) else ""}
+
+
+def without_secrets(args: ServerArgs) -> ServerArgs:
+    """The options of a child: who may call, and where traces go, is the main process's business alone."""
+    return replace(args, api_key=None, admin_api_key=None, api_key_file=None, otlp_traces_endpoint=None)
 
 
 class ChildProcess:
@@ -89,7 +97,7 @@ class ChildProcess:
         self.rank = rank
         self.source = source
         self._reports_fd, report_fd = os.pipe()
-        bootstrap = Bootstrap(args, ports, report_fd, os.getpid(), rank, source)
+        bootstrap = Bootstrap(without_secrets(args), ports, report_fd, os.getpid(), rank, source)
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "headrace.child", kind],
             stdin=subprocess.PIPE,

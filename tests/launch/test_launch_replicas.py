@@ -17,9 +17,10 @@ def test_each_replica_sees_one_gpu(own: dict[str, str], rank: int, seen: str):
 
 
 def test_one_replica_and_the_detokenizer_see_what_we_see():
-    assert environment({"A": "b"}, "scheduler", ServerArgs(), 0) is None
-    assert environment({"A": "b"}, "detokenizer", ServerArgs(dp_size=2), 0) is None
-    assert environment({"A": "b"}, "scheduler", ServerArgs(dp_size=2, device="cpu"), 1) is None
+    own = {"CUDA_VISIBLE_DEVICES": "4,6", "OMP_NUM_THREADS": "2"}
+    assert environment(own, "scheduler", ServerArgs(), 0) == own
+    assert environment(own, "detokenizer", ServerArgs(dp_size=2), 0) == own
+    assert environment(own, "scheduler", ServerArgs(dp_size=2, device="cpu"), 1) == own
 
 
 def test_cores_and_memory_are_divided_and_there_is_a_thread_at_least():

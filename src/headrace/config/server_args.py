@@ -157,6 +157,12 @@ class ServerArgs:
         _S,
         "Processors that requests may name: name=module:callable, comma-separated. Code of the operator, not of clients.",
     )
+    child_env: str = _opt(
+        "",
+        _S,
+        "Names of more environment variables for the engine's processes, comma-separated. They get those of libraries and devices, and none "
+        "that may be a secret: name here what your logit processors read.",
+    )
     disable_openapi: bool = _opt(False, _S, "No /openapi.json and /docs.")
 
     mem_fraction_static: float | None = _opt(

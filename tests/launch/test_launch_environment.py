@@ -1,0 +1,63 @@
+"""What a child process is given: nothing that could be somebody's secret."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace import child
+from headrace.child import ChildProcess, environment
+from headrace.config.server_args import ServerArgs
+from headrace.messages.channel import Ports
+
+SECRETS = (
+    "HEADRACE_API_KEY", "HEADRACE_ADMIN_API_KEY", "HF_TOKEN", "HF_HUB_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY",
+    "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "GITHUB_TOKEN", "DATABASE_URL", "PGPASSWORD", "https_proxy",
+    "HTTP_PROXY", "KUBECONFIG", "SSH_AUTH_SOCK", "NVIDIA_API_KEY", "NCCL_SECRET", "PYTHON_KEYRING_PASSWORD", "OTEL_EXPORTER_OTLP_HEADERS",
+    "PIP_INDEX_URL", "PYTHON_TOKEN", "headrace_api_key",
+)  # fmt: skip
+NEEDED = (
+    "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV",
+    "OMP_NUM_THREADS", "KMP_AFFINITY", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES",
+    "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "TORCH_LOGS", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR", "HEADRACE_CACHE_DIR", "HEADRACE_CPU_ISA", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
+    "TOKENIZERS_PARALLELISM",
+)  # fmt: skip
+
+
+def test_a_child_gets_what_libraries_read_and_no_secret():
+    given = environment({name: name for name in SECRETS + NEEDED}, "scheduler", ServerArgs(), 0)
+    assert given == {name: name for name in NEEDED}
+
+
+def test_what_is_named_by_the_operator_is_passed_on():
+    own = {"BIAS_TABLE": "x", "BIAS_KEY": "y", "OTHER": "z"}
+    assert environment(own, "scheduler", ServerArgs(child_env="BIAS_TABLE, BIAS_KEY, ABSENT"), 0) == {
+        "BIAS_TABLE": "x",
+        "BIAS_KEY": "y",
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_neither_the_environment_nor_the_options_of_a_started_child_hold_a_key(monkeypatch, tmp_path: Path):
+    for name in ("HEADRACE_API_KEY", "OPENAI_API_KEY", "SOMETHING"):
+        monkeypatch.setenv(name, "hush-hush")
+    # Stands in for a child: writes down all that it was given.
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"json.dump([dict(os.environ), sys.stdin.readline()], open({str(tmp_path / 'given')!r}, 'w'))\n"
+    )
+    stand_in.chmod(0o700)
+    monkeypatch.setattr(child.sys, "executable", str(stand_in))
+    args = ServerArgs(api_key="hush-hush", admin_api_key="hush-hush", otlp_traces_endpoint="http://u:hush-hush@h/")
+    started = ChildProcess("detokenizer", args, Ports("ipc://a", "ipc://b", "ipc://c"))
+    started.stop(60.0)
+    os.close(started._reports_fd)
+
+    given_env, bootstrap = json.loads((tmp_path / "given").read_text())
+    assert given_env["PATH"] == os.environ["PATH"]
+    assert "hush-hush" not in json.dumps(given_env) + bootstrap
+    assert json.loads(bootstrap)["args"]["port"] == args.port
