@@ -304,3 +304,22 @@ def test_a_full_pool_refuses_and_the_config_is_read_as_peft_writes_it(small):
         pool.load(number, written)
     with pytest.raises(ModelError, match="max-loras"):
         pool.load(4, written)
+
+
+def test_an_adapter_that_was_given_up_while_it_was_read_does_not_stay(small, monkeypatch):
+    """The load that hung comes back after the front end had it unloaded."""
+    _, pool, model, folder = small
+    path = tiny_adapter(model, seed=3).save(folder / "adapter")
+    read = LoraPool._read
+
+    def slow(pool: LoraPool, checkpoint: Any) -> Any:
+        pool.unload(1)
+        return read(pool, checkpoint)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LoraPool, "_read", slow)
+        with pytest.raises(ModelError, match="unloaded while it was read"):
+            pool.load(1, path)
+    assert len(pool) == 0
+    pool.load(2, path)
+    assert 2 in pool

@@ -1,5 +1,7 @@
 """Adapters come and go beside the scheduler's steps, and requests of one that is not there are refused alone."""
 
+import threading
+
 from fake_worker import Rig
 
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
@@ -46,3 +48,32 @@ def test_an_adapter_stays_until_the_last_request_that_uses_it_has_ended():
     assert rig.finish["r"].length == 20
     assert rig.worker.loras == set()
     assert replies(rig) == [LoraReply(1, 5), LoraReply(2, 5)]
+
+
+def test_an_adapter_that_hangs_is_given_up_and_holds_up_nobody():
+    rig = Rig()
+    reading, comes_back = threading.Event(), threading.Event()
+    load = rig.worker.load_lora
+
+    def read(lora_id: int, path: str) -> None:
+        if path == "/hangs":
+            reading.set()
+            assert comes_back.wait(60)
+        load(lora_id, path)
+
+    rig.worker.load_lora = read
+    rig.inbox.send(LoadLoraReq(1, 5, "/hangs"))
+    rig.inbox.send(LoadLoraReq(2, 6, "/good"))
+    rig.turn()
+    assert reading.wait(60)
+    rig.add("base", PROMPT, 4, ignore_eos=True)
+    rig.drain()
+    assert replies(rig) == []
+    rig.now += rig.scheduler.config.weight_update_timeout_s
+    rig.turn()
+    rig.scheduler._loras.close()  # the second one is finished
+    first, second = replies(rig)
+    assert (first.id, first.status_code) == (1, 500)
+    assert "600 s (--weight-update-timeout-s)" in first.message
+    assert second == LoraReply(2, 6)
+    comes_back.set()

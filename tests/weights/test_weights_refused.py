@@ -1,6 +1,8 @@
 """An update that is wrong in any way changes nothing: the old weights serve on, bit for bit."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,28 @@ def test_bad_checkpoints(kind, engine, want, new, copy_of):
     assert why in message
     assert str(folder.parent) not in message
     assert weights(engine) == before
+    assert tokens(engine) == want
+
+
+def fifo(name):
+    def do(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return do
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.gguf", ""])
+def test_what_is_no_file_is_refused_and_not_waited_for(name, engine, want, new, tmp_path):
+    path = tmp_path / "copy"
+    if name == "model.gguf":
+        path.mkdir()
+    elif name:
+        shutil.copytree(new, path)
+    fifo(name)(path) if name else os.mkfifo(path)
+    for given in (str(path), "/dev/zero"):
+        success, _ = engine.update_weights_from_disk(given)
+        assert not success
     assert tokens(engine) == want
 
 

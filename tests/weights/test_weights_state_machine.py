@@ -4,6 +4,8 @@ worker notices KV of other weights and of other adapters.
 Whatever the order: no step meets an operation, every request ends exactly once, and when all is continued the pool is whole.
 """
 
+import threading
+
 import numpy as np
 import pytest
 from fake_worker import Rig, expected_outputs
@@ -38,10 +40,15 @@ TAGS = st.sampled_from([("kv_cache",), ("weights",), ("kv_cache", "weights")])
 class Inline:
     """What a scheduler reads adapters with, in its own thread."""
 
-    def submit(self, work, *arguments):
-        work(*arguments)
+    task = None
 
-    def shutdown(self, **_options):
+    def __init__(self, do):
+        self.lock, self.abandoned, self.do = threading.Lock(), False, do
+
+    def submit(self, task):
+        self.do(self, task)
+
+    def close(self):
         pass
 
 
@@ -67,7 +74,7 @@ class Operations(RuleBasedStateMachine):
         self.num_loras = 0
         self.loras = {0}  # what a request may name
         self.rig.worker.bad_paths = {"bad"}
-        self.rig.scheduler._loras._thread = Inline()
+        self.rig.scheduler._loras._lane = Inline(self.rig.scheduler._loras._do)
 
     def operate(self, operation):
         self.num_operations += 1

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 
 Bytes = npt.NDArray[np.uint8]
@@ -290,7 +291,7 @@ class GgufFile:
 
 def _map_file(path: Path) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
         raise ModelError(f"{path.name} is empty") from None

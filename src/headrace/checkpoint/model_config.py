@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.checkpoint.regular_file import open_regular
 from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generation_config
 from headrace.errors import ModelError
 
@@ -236,10 +237,13 @@ def load_model_config(path: Path) -> ModelConfig:
 def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises ModelError naming the file when it is absent, broken or not an object."""
     try:
-        value = json.loads(file.read_bytes())
+        with open_regular(file) as opened:
+            value = json.loads(opened.read())
     except FileNotFoundError:
         raise ModelError(f"{file.name} is missing from {file.parent.name or file.parent}") from None
-    except (OSError, ValueError, RecursionError) as err:
+    except OSError as err:
+        raise ModelError(f"{file.name} cannot be read: {err.strerror}") from err
+    except (ValueError, RecursionError) as err:
         raise ModelError(f"{file.name} cannot be read as JSON: {err}") from err
     if not isinstance(value, dict):
         raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")

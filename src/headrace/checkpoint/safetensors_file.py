@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 
 # dtype -> bytes of one element
@@ -55,7 +56,7 @@ class SafetensorsFile:
         """Map and check the file. Raises ModelError naming the file, and the tensor where there is one."""
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:
             raise ModelError(f"{path.name} is empty") from None

@@ -23,6 +23,7 @@ from headrace.checkpoint.model_config import ModelConfig, load_model_config, par
 from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_formats import QuantizedFormat, stored_format
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.regular_file import open_regular
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
 from headrace.checkpoint.sampling_defaults import from_gguf
 from headrace.errors import ModelError
@@ -445,8 +446,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise ModelError(f"{path.name} holds neither config.json nor a .gguf file")
     if not path.exists():
         raise ModelError(f"there is no checkpoint at {path}")
-    with path.open("rb") as file:
-        magic = file.read(4)
+    try:
+        with open_regular(path) as file:
+            magic = file.read(4)
+    except OSError as err:
+        raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
     if magic == b"GGUF" or path.suffix == ".gguf":
         return GgufCheckpoint(path)
     raise ModelError(

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.checkpoint.names import cache_dir
+from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import HeadraceError
 
 Buffer = memoryview | bytes | mmap.mmap
@@ -300,7 +301,7 @@ def _make_room(num_bytes: int) -> None:
 
 def _fingerprint(path: Path) -> Sequence[object]:
     """Size, time of change, and a hash of samples."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         status = os.fstat(file.fileno())
         digest = hashlib.sha256()
         last = max(0, status.st_size - _SAMPLE_BYTES)

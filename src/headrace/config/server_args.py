@@ -272,7 +272,7 @@ class ServerArgs:
     weight_update_timeout_s: float = _opt(
         600.0,
         _S,
-        "Give up a weight update that takes longer than this to read or receive, and serve the old weights on; 0 = never.",
+        "Give up a weight update, or the load of an adapter, that takes longer than this to read or receive; 0 = never.",
         _SECONDS,
     )
     watchdog_timeout_s: float = _opt(

@@ -38,7 +38,8 @@ class _Target:
 class LoraPool:
     """At most `max_loras` adapters on the linear layers of a model.
 
-    rename: the model's name of a tensor as other checkpoints of the family spell it (`ModelSpec.rename`). One adapter is loaded at a time.
+    rename: the model's name of a tensor as other checkpoints of the family spell it (`ModelSpec.rename`). One adapter is loaded at a
+    time, beside those that were given up.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class LoraPool:
         self._placement = placement
         self._rename = rename
         self._loaded: dict[int, list[LinearAdapters]] = {}
+        self._loading: set[int] = set()
         self._lock = threading.Lock()
         self._targets: dict[str, _Target] = {}
         for weight in model.weights():
@@ -67,12 +69,29 @@ class LoraPool:
 
     def load(self, lora_id: int, path: str) -> None:
         """Read the adapter in the folder `path`. Raises ModelError, and then nothing has changed."""
+        assert lora_id > 0, lora_id
         with self._lock:
-            assert lora_id > 0, lora_id
             assert lora_id not in self._loaded, lora_id
-            if len(self._loaded) >= self._max_loras:
-                raise ModelError(f"{len(self._loaded)} adapters are loaded, and no more fit (--max-loras)")
+            self._check_room()
+            self._loading.add(lora_id)
+        try:
+            # Not under the lock: a file system that hangs holds up this adapter alone.
             factors = self._read(LoraCheckpoint(path))
+            self._take(lora_id, factors)
+        finally:
+            with self._lock:
+                self._loading.discard(lora_id)
+
+    def _check_room(self) -> None:
+        if len(self._loaded) >= self._max_loras:
+            raise ModelError(f"{len(self._loaded)} adapters are loaded, and no more fit (--max-loras)")
+
+    def _take(self, lora_id: int, factors: dict[Linear, LoraFactors]) -> None:
+        """All of it or nothing."""
+        with self._lock:
+            if lora_id not in self._loading:
+                raise ModelError("the adapter was unloaded while it was read")
+            self._check_room()
             touched = []
             for layer, of_layer in factors.items():
                 if layer.adapters is None:
@@ -83,8 +102,9 @@ class LoraPool:
             self._loaded[lora_id] = touched
 
     def unload(self, lora_id: int) -> None:
-        """Forget an adapter that no step in flight uses. One that is not loaded is nothing."""
+        """Forget an adapter that no step in flight uses, or that is still read. Unknown ids are ignored."""
         with self._lock:
+            self._loading.discard(lora_id)
             for adapters in self._loaded.pop(lora_id, ()):
                 del adapters.by_id[lora_id]
 

@@ -18,6 +18,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, cast
 
 import jinja2
@@ -27,6 +28,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError, RequestError
 from headrace.frontend.tokenizers import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
 
@@ -246,8 +248,8 @@ def read_template_argument(value: str) -> str:
     if any(mark in value for mark in ("{{", "{%", "\n")):
         return value
     try:
-        with open(value, encoding="utf-8") as file:
-            return file.read()
+        with open_regular(Path(value)) as file:
+            return file.read().decode()
     except (OSError, UnicodeDecodeError) as err:
         raise ModelError(f"chat template {value!r} is neither a template nor a file that can be read: {err}") from err
 

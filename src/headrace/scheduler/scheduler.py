@@ -81,7 +81,7 @@ class Scheduler:
         self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
         self._clock = clock
         self._on_turn = on_turn
-        self._loras = LoraLoader(worker, to_tokenizer)
+        self._loras = LoraLoader(worker, to_tokenizer, config.weight_update_timeout_s, clock)
         self._stopping = False
         self._idle = True
         self._next_stats_s = 0.0
@@ -116,7 +116,7 @@ class Scheduler:
         if state.in_flight:
             self._leave_idle()
             self._commit_oldest()
-        self._loras.unload_idle(state)
+        self._loras.advance(state, self._clock())
         self._report()
 
     def _commit_oldest(self) -> None:

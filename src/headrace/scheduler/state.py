@@ -36,7 +36,7 @@ class SchedulerConfig:
 
     preemption_threshold: a waiting request takes the place of running ones whose priority is lower by this much; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
-    weight_update_timeout_s: the longest that weights may be prepared for; 0 = any time.
+    weight_update_timeout_s: the longest that weights or an adapter may be read for; 0 = any time.
     """
 
     policy: str

@@ -89,6 +89,9 @@ class ApiKeys:
 
     def _read(self) -> list[_Entry]:
         try:
+            if not self._path.is_file() and self._path.exists():
+                # A FIFO would hold the event loop, which reads the file again on SIGHUP.
+                raise self._error("is not a regular file")
             text = self._path.read_text(encoding="utf-8")
             value = tomllib.loads(text) if self._path.suffix == ".toml" else json.loads(text)
             return msgspec.convert(value, _File).keys
