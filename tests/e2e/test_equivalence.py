@@ -215,9 +215,12 @@ def test_retracted_requests_give_the_same_answers(tiny_model: str, kv_cache_dtyp
                 assert len(entries) == len(answer.ids)
 
 
-def test_pages_of_16_give_what_pages_of_1_give(tiny_model: str) -> None:
-    # torch_native is the backend that takes both sizes.
-    options: dict[str, Any] = {"attention_backend": "torch_native"}
+@pytest.mark.parametrize(
+    "options",
+    [{"attention_backend": "torch_native"}, {"attention_backend": "cpu"}, {"kv_cache_dtype": "int8"}],
+    ids=str,
+)
+def test_pages_of_16_give_what_pages_of_1_give(tiny_model: str, options: dict[str, Any]) -> None:
     with running_engine(tiny_model, **PLAIN, **options, page_size=1) as engine:
         want = one_by_one(engine, FEW_CASES)
 

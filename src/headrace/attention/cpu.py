@@ -1,6 +1,7 @@
 """Attention by the native CPU kernels, through the kernel registry.
 
-Owns the paged pool in the kernels' layout (pages of 16) and the page table of a step. Does not own the kernels. Runs in the thread
+Owns the paged pool in the kernels' layout (pages of 16) and the page table of a step. With a page size of 1, slots are anywhere in
+those pages and are collected for each layer (`cpu_slots.py`). Does not own the kernels. Runs in the thread
 that runs the model.
 """
 
@@ -8,6 +9,7 @@ import torch
 
 from headrace import kernels
 from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
+from headrace.attention.cpu_slots import CollectedPages
 
 
 class CpuAttention:
@@ -17,14 +19,15 @@ class CpuAttention:
 
     def __init__(self) -> None:
         self._kv: PagedKv
+        self._collected: CollectedPages | None = None
 
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
-        """Zero-filled pages of 16 tokens in the layout of `kernels.kv_cache_shapes`."""
-        assert page_size == kernels.PAGE_SIZE, page_size
+        """Zero-filled pages of 16 tokens, whatever the page size, in the layout of `kernels.kv_cache_shapes`."""
+        assert page_size in (1, kernels.PAGE_SIZE), page_size
         assert num_slots % page_size == 0, (num_slots, page_size)
-        k_shape, v_shape = kernels.kv_cache_shapes(
-            num_slots // page_size, shape.num_kv_heads, shape.head_dim, shape.dtype
-        )
+        num_pages = -(-num_slots // kernels.PAGE_SIZE)
+        k_shape, v_shape = kernels.kv_cache_shapes(num_pages, shape.num_kv_heads, shape.head_dim, shape.dtype)
+        self._collected = None if page_size == kernels.PAGE_SIZE else CollectedPages(shape)
         pool = KvPool(
             k=[zero_filled(k_shape, shape.dtype, device) for _ in range(shape.num_layers)],
             v=[zero_filled(v_shape, shape.dtype, device) for _ in range(shape.num_layers)],
@@ -35,13 +38,15 @@ class CpuAttention:
         return pool
 
     def paged_kv(self) -> PagedKv | None:
-        """The pool and the step."""
-        return self._kv
+        """The pool and the step; None with pages of 1."""
+        return self._kv if self._collected is None else None
 
     def prepare(self, rows: StepRows) -> None:
         """Page ids of each sequence, int32[num_rows, max_pages]."""
         self._kv.rows = rows
-        if rows.pages is not None:
+        if self._collected is not None:
+            self._collected.prepare(rows)
+        elif rows.pages is not None:
             self._kv.page_table = rows.pages
         else:
             self._kv.page_table = torch.from_numpy(rows.slots.numpy()[:, :: kernels.PAGE_SIZE] // kernels.PAGE_SIZE)
@@ -51,11 +56,15 @@ class CpuAttention:
         rows = self._kv.rows
         k_cache, v_cache = self._kv.pool.k[layer.layer_id], self._kv.pool.v[layer.layer_id]
         kernels.write_kv(k, v, k_cache, v_cache, rows.out_slots)
+        page_table = self._kv.page_table
+        if self._collected is not None:
+            self._collected.collect(k_cache, v_cache)
+            k_cache, v_cache, page_table = self._collected.k, self._collected.v, self._collected.page_table
         out = kernels.paged_attention(
             q,
             k_cache,
             v_cache,
-            self._kv.page_table,
+            page_table,
             rows.seq_lens,
             rows.row_starts,
             layer.scale,

@@ -74,8 +74,6 @@ def _reasons_against_cpu(needs: AttentionNeeds) -> list[str]:
         reasons.append(f"it runs on CPU only, not on {needs.device}")
     elif not needs.native_kernels:
         reasons.append(why_not() or "native kernels are disabled")
-    if needs.page_size not in (None, PAGE_SIZE):
-        reasons.append(f"its pages are of {PAGE_SIZE} tokens, not {needs.page_size}")
     if needs.kv_cache_dtype not in ("bfloat16", "float32", "int8"):
         reasons.append(f"its KV cache is bfloat16, float32 or int8, not {needs.kv_cache_dtype}")
     if needs.head_dim % 16:

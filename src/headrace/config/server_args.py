@@ -206,7 +206,9 @@ class ServerArgs:
     priority_scheduling_preemption_threshold: int = _opt(
         10, _Q, "With --enable-priority-preemption: how much lower a priority must be.", _POSITIVE
     )
-    page_size: int | None = _opt(None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers.")
+    page_size: int | None = _opt(
+        None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers. On CPU 1 is much slower."
+    )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8", "fp8_e4m3"] = _opt(
         "auto",
         _Q,
