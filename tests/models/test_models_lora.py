@@ -15,6 +15,7 @@ from model_harness import BACKENDS, CPU, MAX_POSITIONS, Runner, open_runner, ran
 from safetensors.torch import load_file, save_file
 
 from headrace import kernels
+from headrace.checkpoint.lora import parse_lora_config
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
 from headrace.execution.lora import LoraPool
@@ -182,6 +183,9 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "rank of another kind": ({"r": True}, "r must be"),
     "alpha of another kind": ({"lora_alpha": "x"}, "lora_alpha"),
     "no pattern": ({"rank_pattern": {"(": 4}}, "regular expression"),
+    "a pattern that looks ahead": ({"target_modules": r"(?!.*visual).*_proj"}, "target_modules holds .* RE2 takes"),
+    "a pattern that closes another bracket": ({"rank_pattern": {"a)|(b": 4}}, "RE2 takes"),
+    "too many patterns": ({"alpha_pattern": {f"q{i}": 1.0 for i in range(1025)}}, "1025 patterns, at most 1024"),
     "rank too big": ({"r": 9, "rank_pattern": {}}, "rank 9"),
     "rank that the tensors have not": ({"r": 5}, "the model and the rank make it"),
     "fewer targets than tensors": ({"target_modules": ["q_proj"]}, "belong to no linear layer"),
@@ -203,6 +207,16 @@ def test_what_is_not_served_is_refused_by_name_and_changes_nothing(small, name: 
 
     assert 2 not in pool
     assert torch.equal(logits(runner, pool, [(0, 0, [5, 6, 7])], [1])[0], before)
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_a_pattern_that_would_backtrack_for_ever_is_answered_at_once(key: str):
+    raw = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], key: r"(?:(?:\w|\.)*)*!"}
+    config = parse_lora_config(raw | {"rank_pattern": {r"(a|aa|\w)+!": 2}})
+    module = "model.layers.0.self_attn." + "a" * 200 + ".q_proj"
+
+    assert config.wants(module) == (key == "exclude_modules")
+    assert config.rank_of(module) == 4
 
 
 def _first(tensors: dict[str, torch.Tensor]) -> str:

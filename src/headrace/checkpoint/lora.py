@@ -9,9 +9,12 @@ LoRA: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, 
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import re2
 
 from headrace.checkpoint.model_config import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
@@ -28,6 +31,8 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PATTERN_MEMORY_BYTES = 1 << 20
+_MAX_PATTERNS = 1024
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 # Keys that, when set, make the adapter something else than W + scale * B A on whole linear layers.
@@ -52,27 +57,24 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 class LoraConfig:
     """What adapter_config.json says.
 
-    targets: names of modules, or a regular expression over them. rank_pattern, alpha_pattern: exceptions by pattern of a module's name.
-    layers: indices of the layers it is limited to; empty = all.
+    targets: names of modules, or a regular expression over them; None = every linear layer. rank_pattern, alpha_pattern: exceptions by
+    pattern of a module's name. layers: indices of the layers it is limited to; empty = all.
     """
 
     rank: int
     alpha: float
     rank_stabilized: bool
-    targets: tuple[str, ...] | str
-    exclude: tuple[str, ...] | str
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    targets: "ModuleNames | ModulePattern | None"
+    exclude: "ModuleNames | ModulePattern"
+    rank_pattern: "tuple[tuple[ModulePattern, int], ...]"
+    alpha_pattern: "tuple[tuple[ModulePattern, float], ...]"
     layers: frozenset[int]
 
     def wants(self, module: str) -> bool:
         """Whether peft would put an adapter on the linear layer `module` (not the output projection) of the model."""
-        if self.exclude and _named(self.exclude, module):
+        if self.exclude.has(module):
             return False
-        if isinstance(self.targets, str) and self.targets.lower() == "all-linear":
-            found = True
-        else:
-            found = _named(self.targets, module)
+        found = self.targets is None or self.targets.has(module)
         if not found or not self.layers:
             return found
         layer = _LAYER.search(module)
@@ -86,6 +88,47 @@ class LoraConfig:
         """What B A is multiplied by on `module`."""
         rank, alpha = self.rank_of(module), _exception(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """Last parts of the names of modules."""
+
+    names: frozenset[str]
+
+    def has(self, module: str) -> bool:
+        """Whether the module's name is one of them, or ends in one after a dot."""
+        parts = module.split(".")
+        return any(".".join(parts[at:]) in self.names for at in range(len(parts)))
+
+
+class ModulePattern:
+    """A regular expression of an adapter's config over the names of modules.
+
+    RE2 runs it, whose time is linear: with a backtracking engine one pattern could stop the whole process for ever.
+    """
+
+    __slots__ = ("_compiled",)
+
+    def __init__(self, key: str, pattern: str, any_parent: bool = False) -> None:
+        """any_parent: what comes before a dot in the name may be anything. Raises ModelError for what RE2 does not take."""
+        options = re2.Options()
+        options.log_errors = False
+        options.max_mem = _PATTERN_MEMORY_BYTES
+        options.never_capture = True
+        try:
+            # Alone, so that brackets of its own close.
+            compiled = re2.compile(pattern, options)
+            self._compiled = re2.compile(rf"(?:.*\.)?(?:{pattern})", options) if any_parent else compiled
+        except (re2.error, UnicodeEncodeError):
+            raise ModelError(
+                f"{CONFIG_NAME}: {key} holds {pattern!r:.60}, which is no regular expression that RE2 takes "
+                "(no look-around, no back references); list the names of the modules instead"
+            ) from None
+
+    def has(self, module: str) -> bool:
+        """Whether it matches the whole name."""
+        return self._compiled.fullmatch(module) is not None
 
 
 class LoraCheckpoint:
@@ -149,59 +192,47 @@ def parse_lora_config(raw: dict[str, Any]) -> LoraConfig:
     listed = [] if layers is None else layers if isinstance(layers, list) else [layers]
     if not all(type(layer) is int for layer in listed):
         raise ModelError(f"{CONFIG_NAME}: layers_to_transform must be layer indices")
-    targets = _modules(raw, "target_modules")
+    targets = raw.get("target_modules")
     if not targets:
         raise ModelError(f"{CONFIG_NAME}: target_modules is empty")
+    is_all = isinstance(targets, str) and targets.lower() == "all-linear"
     return LoraConfig(
         rank=_rank("r", raw.get("r")),
         alpha=_alpha("lora_alpha", raw.get("lora_alpha")),
         rank_stabilized=bool(raw.get("use_rslora")),
-        targets=targets,
+        targets=None if is_all else _modules(raw, "target_modules"),
         exclude=_modules(raw, "exclude_modules"),
-        rank_pattern={key: _rank("rank_pattern", value) for key, value in _patterns(raw, "rank_pattern").items()},
-        alpha_pattern={key: _alpha("alpha_pattern", value) for key, value in _patterns(raw, "alpha_pattern").items()},
+        rank_pattern=_patterns(raw, "rank_pattern", _rank),
+        alpha_pattern=_patterns(raw, "alpha_pattern", _alpha),
         layers=frozenset(listed),
     )
 
 
-def _named(names: tuple[str, ...] | str, module: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
-
-
-def _exception(patterns: dict[str, T], module: str, default: T) -> T:
+def _exception(patterns: tuple[tuple[ModulePattern, T], ...], module: str, default: T) -> T:
     """The value of the first pattern that ends the module's name at a dot, as peft looks it up."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for pattern, value in patterns if pattern.has(module)), default)
 
 
-def _modules(raw: dict[str, Any], key: str) -> tuple[str, ...] | str:
-    """A list of names, or a pattern that is checked to be one."""
+def _modules(raw: dict[str, Any], key: str) -> ModuleNames | ModulePattern:
+    """A list of names, or a pattern."""
     value = raw.get(key)
     if value is None:
-        return ()
+        return ModuleNames(frozenset())
     if isinstance(value, str):
-        _check_pattern(key, value)
-        return value
+        return ModulePattern(key, value)
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise ModelError(f"{CONFIG_NAME}: {key} must be a list of names or a pattern")
-    return tuple(value)
+    return ModuleNames(frozenset(value))
 
 
-def _patterns(raw: dict[str, Any], key: str) -> dict[str, Any]:
+def _patterns(raw: dict[str, Any], key: str, read: Callable[[str, object], T]) -> tuple[tuple[ModulePattern, T], ...]:
+    """The patterns of an object, each with its value."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"{CONFIG_NAME}: {key} must be an object")
-    for pattern in value:
-        _check_pattern(key, pattern)
-    return value
-
-
-def _check_pattern(key: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        raise ModelError(f"{CONFIG_NAME}: {key} holds {pattern!r:.60}, which is no regular expression") from None
+    if len(value) > _MAX_PATTERNS:
+        raise ModelError(f"{CONFIG_NAME}: {key} holds {len(value)} patterns, at most {_MAX_PATTERNS}")
+    return tuple((ModulePattern(key, pattern, any_parent=True), read(key, each)) for pattern, each in value.items())
 
 
 def _rank(key: str, value: object) -> int:

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.lora import WEIGHTS_NAME, LoraCheckpoint
+from headrace.checkpoint.lora import WEIGHTS_NAME, LoraCheckpoint, ModuleNames
 from headrace.errors import ModelError
 from headrace.kernels import LoraFactors, LoraPart, LoraRows
 from headrace.kernels.lora import Rows
@@ -165,7 +165,7 @@ class LoraPool:
             if _EXPERTS in module:
                 raise ModelError(f"adapters on experts are not supported, and this one targets {module}")
         for name in (_HEAD, "embed_tokens"):
-            if not isinstance(config.targets, str) and name in config.targets:
+            if isinstance(config.targets, ModuleNames) and name in config.targets.names:
                 raise ModelError(f"adapters on {name} are not supported, and this one targets it")
         if not wanted:
             raise ModelError("target_modules names no linear layer of the model")
