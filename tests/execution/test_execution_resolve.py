@@ -57,6 +57,15 @@ def test_what_the_user_says_is_kept_and_not_reported_as_a_decision():
     assert got.decisions[0].startswith("attention_backend plain: cpu cannot: not here")
 
 
+def test_dynamic_ntk_is_served_up_to_the_trained_length():
+    raw = {"model_type": "llama", "max_position_embeddings": 256, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    model = parse_hf_config(raw)
+
+    assert resolve(ServerArgs(), model, LAPTOP, BACKENDS).context_length == 256
+    with pytest.raises(ConfigError, match=r"257 is longer than the 256 positions .* dynamic NTK"):
+        resolve(ServerArgs(context_length=257), model, LAPTOP, BACKENDS)
+
+
 @pytest.mark.parametrize(
     ("facts", "options", "size"),
     [

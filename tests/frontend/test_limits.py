@@ -166,6 +166,18 @@ async def test_what_waited_too_long_is_an_overload_with_a_time_to_come_back(make
     assert 'reason="queue_timeout"} 1.0' in render(frontend.manager.metrics).decode()
 
 
+async def test_the_servers_own_requests_have_no_time_limits(make_frontend):
+    frontend = make_frontend(queue_timeout_s=1e-3, request_timeout_s=1e-3)
+    probe = asyncio.create_task(frontend.manager.health(generate=True))
+    echo = asyncio.create_task(frontend.engine.echo())
+    assert await probe
+    sent = next(iter(frontend.engine.requests.values()))
+    echo.cancel()
+    await asyncio.gather(echo, return_exceptions=True)
+
+    assert (sent.deadline_s, sent.queue_deadline_s) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 async def test_a_stream_that_nobody_reads_is_aborted_at_its_limit_and_no_other(make_frontend, reads):
     from frontend_fakes import request

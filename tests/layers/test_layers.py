@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig, parse_hf_config
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead
@@ -217,7 +217,7 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("longest", [64, 256])
 def test_frequencies_are_those_of_transformers_for_the_longest_sequence(name: str, longest: int):
     kind = name.split("-")[0]
-    trained = 128
+    trained = 256 if kind == "dynamic" else 128
     parameters = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[name]}
     config = {
         "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16,
@@ -234,3 +234,15 @@ def test_frequencies_are_those_of_transformers_for_the_longest_sequence(name: st
         want, want_factor = ROPE_INIT_FUNCTIONS[kind](theirs, seq_len=longest)
     torch.testing.assert_close(got, want, atol=0, rtol=1e-6)
     assert factor == pytest.approx(want_factor)
+
+
+def test_dynamic_scaling_is_not_served_beyond_the_trained_length():
+    rope = parse_hf_config(
+        {
+            "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 128,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        }
+    ).rope  # fmt: skip
+
+    with pytest.raises(ConfigError, match="beyond 128 tokens; serve at most 128, not 129"):
+        inverse_frequencies(rope, 16, 128, 129)

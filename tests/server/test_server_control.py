@@ -14,6 +14,7 @@ from test_server_openai import events
 import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
+from headrace.frontend.tenants import SERVER
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.control import FlushCacheReply
 from headrace.server.address import bind
@@ -181,6 +182,7 @@ def test_warmups_run_before_the_server_is_ready():
         kept: list[Any] = []
 
         def generate_request(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+            assert kwargs["caller"] is SERVER  # who has no time limits
             self.kept.append(obj)
             return super().generate_request(obj, *args, **kwargs)
 

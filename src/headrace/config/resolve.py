@@ -341,8 +341,10 @@ def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str]) 
     if args.context_length is None:
         decisions.append(f"context_length {trained}: the model's")
         return trained
-    if args.context_length > trained and model.rope.rope_type != "dynamic":
+    if args.context_length > trained:
+        is_dynamic = model.rope.rope_type == "dynamic"
+        why = "; dynamic NTK scaling beyond them would change keys that are in the cache already" if is_dynamic else ""
         raise ConfigError(
-            f"--context-length {args.context_length} is longer than the {trained} positions that the model was trained for"
+            f"--context-length {args.context_length} is longer than the {trained} positions that the model was trained for{why}"
         )
     return args.context_length

@@ -308,6 +308,7 @@ class CallState:
     """The samples of one call, and which of them have something new for the one waiter.
 
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
+    timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
     is_list: chunks carry `index`. tenant: whose limits count. token_text: text of a token for logprob lists.
     """
 
@@ -322,6 +323,8 @@ class CallState:
         self._num_live: dict[str, int] = {}
         self.tenant = Tenant(TenantLimits(name=""))
         self.created_s = 0.0
+        self.timeout_s = 0.0
+        self.queue_timeout_s = 0.0
         self.abandoned = False
         self.error: HeadraceError | None = None
         self._news: dict[int, ReqState] = {}

@@ -146,12 +146,14 @@ class Tenant:
 class Caller:
     """Who sent a request. tenant None: no key of the key file. traceparent: W3C trace context of the caller's span, as sent.
 
-    is_admin: sees, aborts and closes what belongs to others.
+    is_admin: sees, aborts and closes what belongs to others. is_server: the server itself, to see whether it works; limits on a request's
+    time are for clients.
     """
 
     tenant: Tenant | None = None
     traceparent: str = ""
     is_admin: bool = False
+    is_server: bool = False
 
     @property
     def scope(self) -> str:
@@ -165,6 +167,9 @@ class Caller:
 
 NOBODY = Caller()
 """A call from within, or one without a key of its own."""
+
+SERVER = Caller(is_server=True)
+"""Warm-up and health probes."""
 
 
 @dataclass(slots=True)

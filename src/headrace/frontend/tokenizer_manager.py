@@ -37,7 +37,7 @@ from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.tenants import NOBODY, Caller, Tenant, TenantLimits
+from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.timeline import Note, Timeline, Timelines
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger, set_level
@@ -305,6 +305,8 @@ class TokenizerManager:
             stream=obj.stream, is_list=call.is_list, incremental=incremental and obj.stream, token_text=token_text
         )
         state.tenant = caller.tenant or self._anybody
+        if not caller.is_server:
+            state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         scope = state.tenant.scope
         now = self._clock()
         for prompt in call.prompts:
@@ -465,7 +467,7 @@ class TokenizerManager:
         packed = pack_int32(ids)
         lora_id = own[0].adapter.lora_id if own[0].adapter is not None else 0
         embeds = prompt.input_embeds or b""
-        timeout_s, queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
+        timeout_s, queue_timeout_s = own[0].call.timeout_s, own[0].call.queue_timeout_s
         tenant = own[0].call.tenant
         limits = tenant.limits
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
@@ -922,7 +924,7 @@ class TokenizerManager:
             rid=f"{HEALTH_RID_PREFIX}{next(self._health_ids)}",
             sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         )
-        async for answer in self.generate_request(probe):
+        async for answer in self.generate_request(probe, caller=SERVER):
             return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
         return False
 

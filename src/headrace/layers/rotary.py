@@ -13,6 +13,7 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.model_config import RopeConfig
+from headrace.errors import ConfigError
 from headrace.layers.weight import Placement
 
 
@@ -40,15 +41,17 @@ def inverse_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """float32[rotary_dim / 2] radians per position, and the factor on cos and sin.
 
-    `dynamic` and `longrope` depend on the length of a sequence in their papers; here on `max_positions`, the longest one served, so
-    that a key does not depend on what follows it. Up to the trained length both are the plain frequencies.
+    `dynamic` and `longrope` depend on the length of a sequence in their papers, and a key in the cache must not. `dynamic` changes nothing
+    up to the trained length, which is the longest that is served. `longrope` has its long factors when `max_positions`, the longest
+    sequence served, is beyond the original length.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     scaling = rope.scaling
-    if rope.rope_type == "dynamic":
-        stretch = max(max_positions, trained_positions) / trained_positions
-        base = rope.theta * (scaling["factor"] * stretch - (scaling["factor"] - 1)) ** (rotary_dim / (rotary_dim - 2))
-        return 1.0 / base**exponents, 1.0
+    if rope.rope_type == "dynamic" and max_positions > trained_positions:
+        raise ConfigError(
+            f"dynamic NTK scaling changes the keys of a sequence that grows beyond {trained_positions} tokens; "
+            f"serve at most {trained_positions}, not {max_positions}"
+        )
     plain = 1.0 / rope.theta**exponents
     if rope.rope_type == "linear":
         return plain / scaling["factor"], 1.0

@@ -17,6 +17,7 @@ import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.config.web import parse_origins
 from headrace.errors import ConfigError
+from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
 from headrace.messages.requests import GenerateReqInput
 from headrace.metrics.catalog import Metrics
@@ -192,7 +193,7 @@ async def _warm_chat(context: ServingContext) -> None:
 
 
 async def _one_token(context: ServingContext, request: GenerateReqInput) -> None:
-    async with aclosing(context.frontend.generate_request(request)) as outputs:
+    async with aclosing(context.frontend.generate_request(request, caller=SERVER)) as outputs:
         await anext(outputs)
 
 
