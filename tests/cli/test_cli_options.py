@@ -12,7 +12,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
 FIELDS = {f.name: f for f in fields(ServerArgs)}
-NEEDED_WITH = {"log_requests_level": ["--log-requests"], "crash_dump_prompts": ["--crash-dump-dir", "dumps"]}
+NEEDED_WITH = {"log_requests_level": ["--log-requests"], "crash_dump_prompts": ["--dump-requests-dir", "dumps"]}
 """Options without which another is refused."""
 
 

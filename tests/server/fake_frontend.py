@@ -20,6 +20,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import HeadraceError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
 from headrace.frontend.prompts import CallLimits, split_call
+from headrace.frontend.runtime_settings import LimitChanges, Limits
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
@@ -111,6 +112,9 @@ class FakeFrontend:
         self.flush = FlushCacheReply(1, True, "flushed")
         self.num_active = 0
         self.weights = FakeWeights()
+        self.dumps: int | None = 3
+        self.num_frozen = 0
+        self.changes: list[LimitChanges] = []
         self.own_counters = {"num_unknown_outputs": 0}
 
     async def generate_request(
@@ -295,6 +299,21 @@ class FakeFrontend:
     def configure_logging(self, level, log_requests, log_requests_level):
         self.logging = (level, log_requests, log_requests_level)
         return {"level": level}
+
+    async def dump_requests(self):
+        if self.dumps is None:
+            raise RequestError("there is no folder to write to")
+        return "requests-1.json", self.dumps
+
+    def freeze_gc(self):
+        self.num_frozen += 1
+
+    def set_internal_state(self, changes):
+        self.changes.append(changes)
+        return Limits(4, changes.max_queued_requests or 16, 128, 1.0)
+
+    def changed_options(self):
+        return {"max_queued_requests": self.changes[-1].max_queued_requests} if self.changes else {}
 
     def counters(self):
         return self.own_counters

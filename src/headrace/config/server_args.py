@@ -267,7 +267,15 @@ class ServerArgs:
     crash_dump_dir: str | None = _opt(
         None, _O, "When a part of the engine dies, write what the last requests were to this folder.", _FILLED
     )
-    crash_dump_prompts: bool = _opt(False, _O, "Prompts in crash dumps, too. Off by default: they are private.")
+    dump_requests_dir: str | None = _opt(
+        None,
+        _O,
+        "/dump_requests writes what the last requests were to this folder; without it there are no such dumps.",
+        _FILLED,
+    )
+    crash_dump_prompts: bool = _opt(
+        False, _O, "The beginnings of prompts in crash and request dumps, too. Off by default: they are private."
+    )
     otlp_traces_endpoint: str | None = _opt(
         None, _O, "Send a span per request to this OTLP/HTTP URL; needs the extra `otel`.", _FILLED
     )
@@ -310,8 +318,8 @@ class ServerArgs:
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
         if self.enable_priority_preemption and self.schedule_policy != "priority":
             raise ConfigError("--enable-priority-preemption needs --schedule-policy priority")
-        if self.crash_dump_prompts and self.crash_dump_dir is None:
-            raise ConfigError("--crash-dump-prompts says what --crash-dump-dir holds: give both")
+        if self.crash_dump_prompts and self.crash_dump_dir is None and self.dump_requests_dir is None:
+            raise ConfigError("--crash-dump-prompts says what --crash-dump-dir or --dump-requests-dir holds: give both")
         if self.log_requests_level and not self.log_requests:
             raise ConfigError(
                 f"--log-requests-level {self.log_requests_level} says what --log-requests writes: give both"

@@ -1,6 +1,6 @@
-"""What the last requests were when a part of the engine died, as a file for whoever looks into it.
+"""What the last requests were, as a file for whoever looks into it: when a part of the engine died, and when an operator asks.
 
-Owns the file. Prompts are in it only when the operator asked for them. Called by the tokenizer manager, in its event loop, for each death.
+Owns the files. Prompts are in them only when the operator asked for that at start. Called by the tokenizer manager.
 """
 
 import json
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import headrace
 from headrace.frontend.timeline import Timeline
@@ -17,21 +18,29 @@ from headrace.log import get_logger
 logger = get_logger(__name__)
 
 
-def write_crash_dump(folder: str, message: str, requests: Iterable[Timeline], prompts: bool) -> Path | None:
-    """Write `crash-<time>-<pid>.json`, readable by the owner only. A folder that cannot be written is logged: None.
+def described(requests: Iterable[Timeline], prompts: bool) -> list[dict[str, Any]]:
+    """Each request as it is written. Live requests have the state "running"."""
+    return [each.describe() | ({"prompt": each.prompt} if prompts else {}) for each in requests]
 
-    message: what died. Live requests have the state "running".
-    """
-    described = [each.describe() | ({"prompt": each.prompt} if prompts else {}) for each in requests]
-    content = {"version": headrace.__version__, "time": time.time(), "message": message, "requests": described}
+
+def write_dump(folder: str, kind: str, message: str, requests: list[dict[str, Any]]) -> Path:
+    """Write `<kind>-<time>-<pid>.json`, readable by the owner only. message: why. Raises OSError."""
+    content = {"version": headrace.__version__, "time": time.time(), "message": message, "requests": requests}
     now = datetime.now()
-    path = Path(folder) / f"crash-{now:%Y%m%d-%H%M%S-%f}-{os.getpid()}.json"
+    path = Path(folder) / f"{kind}-{now:%Y%m%d-%H%M%S-%f}-{os.getpid()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(content, file, indent=1)
+    return path
+
+
+def write_crash_dump(folder: str, message: str, requests: Iterable[Timeline], prompts: bool) -> Path | None:
+    """Write `crash-<time>-<pid>.json`. A folder that cannot be written is logged: None. message: what died."""
+    found = described(requests, prompts)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(content, file, indent=1)
+        path = write_dump(folder, "crash", message, found)
     except OSError as error:
         logger.error("no crash dump could be written: %s", error.strerror)
         return None
-    logger.error("the last %d requests are in %s", len(described), path)
+    logger.error("the last %d requests are in %s", len(found), path)
     return path

@@ -12,9 +12,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
-from headrace.messages.control import AbortReq, ConfigureLoggingReq, FaultReq, Heartbeat, ShutdownReq, SourceGone
+from headrace.messages.control import (
+    AbortReq,
+    ConfigureLoggingReq,
+    FaultReq,
+    FreezeGCReq,
+    Heartbeat,
+    ShutdownReq,
+    SourceGone,
+)
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, DecodeOptions, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import unpack_int32
 from headrace.metrics.watchdog import Watchdog
@@ -90,6 +99,8 @@ class DetokenizerManager:
                         self.add_fault(message)
                     case ConfigureLoggingReq():
                         set_level(message.level)
+                    case FreezeGCReq():
+                        freeze()
                     case ShutdownReq():
                         return
                     case _:

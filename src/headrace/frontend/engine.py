@@ -196,7 +196,7 @@ class Engine(WeightOperations):
         """Options (keys masked), what the scheduler said of the model, and the state of each replica; see `describe_server`."""
         args, manager = self._manager.args, self._manager
         states = self._wait(self._submit(manager.internal_states()))
-        return describe_server(args, self._running.ready, manager.lora_adapters(), states)
+        return describe_server(args, self._running.ready, manager.lora_adapters(), states) | manager.changed_options()
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine lives; with `generate`, whether it makes a token."""

@@ -6,6 +6,7 @@ method says that it may be called from any thread. No torch.
 """
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import random
@@ -29,22 +30,22 @@ from headrace.errors import (
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
-from headrace.frontend.crash_dump import write_crash_dump
+from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
 from headrace.frontend.replay import EngineLink
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.runtime_settings import LimitChanges, Limits, RuntimeSettings
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.timeline import Note, Timeline, Timelines
 from headrace.frontend.weight_control import WeightControl
-from headrace.log import get_logger, set_level
-from headrace.messages.channel import Receiver, Sender
+from headrace.log import get_logger
+from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
-    ConfigureLoggingReq,
     FaultReq,
     FlushCacheReply,
     FlushCacheReq,
@@ -162,7 +163,6 @@ class TokenizerManager:
         self._anybody = Tenant(TenantLimits(name=""))
         self._timelines = Timelines(args.timeline_requests)
         self.spans = spans
-        self._log_level = args.log_level
         self.request_log = RequestLog(args.log_requests, args.log_requests_level)
         self._accepting = True
         self._idle = asyncio.Event()
@@ -191,6 +191,7 @@ class TokenizerManager:
         )
         self._to_scheduler: Sender = self.link
         self._to_detokenizer = to_detokenizer
+        self.settings = RuntimeSettings(args, ready, self.link.send, self._tell_detokenizer, self._take_limits)
         self._from_engine = from_engine
         self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
         self._clock = clock
@@ -886,12 +887,40 @@ class TokenizerManager:
             )
         log.enabled, log.level = enabled, requests_level
         if level is not None:
-            self._log_level = level
-            set_level(level)
-            for sender in (self._to_scheduler, self._to_detokenizer):
-                if sender is not None:
-                    sender.send(ConfigureLoggingReq(level))
-        return {"level": self._log_level, "log_requests": enabled, "log_requests_level": requests_level}
+            self.settings.set_log_level(level)
+        return {"level": self.settings.log_level, "log_requests": enabled, "log_requests_level": requests_level}
+
+    def freeze_gc(self) -> None:
+        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+        self._check_control()
+        self.settings.freeze_gc()
+
+    def set_internal_state(self, changes: LimitChanges) -> Limits:
+        """Other limits, in every replica and in those that are started later; what now holds. Raises RequestError, CapacityError."""
+        self._check_control()
+        return self.settings.change_limits(changes)
+
+    def changed_options(self) -> dict[str, Any]:
+        """Options that were changed since the start, with their values of now."""
+        return self.settings.shown()
+
+    def _take_limits(self, limits: Limits) -> None:
+        self.queue.num_slots = limits.max_running_requests * self.args.dp_size
+        self.queue.max_waiting = limits.max_queued_requests
+        self._limits = dataclasses.replace(self._limits, max_samples=self.queue.most_at_once)
+
+    async def dump_requests(self) -> tuple[str, int]:
+        """Write what the last requests were to --dump-requests-dir: the file's name and how many. Raises RequestError, ExecutionError."""
+        folder = self.args.dump_requests_dir
+        if folder is None:
+            raise RequestError("there is no folder to write to: start the server with --dump-requests-dir")
+        self._write_timelines()
+        requests = described(self._timelines, self.args.crash_dump_prompts)
+        try:
+            path = await asyncio.to_thread(write_dump, folder, "requests", "asked for", requests)
+        except OSError as error:
+            raise ExecutionError(f"the requests could not be written: {error.strerror}") from None
+        return path.name, len(requests)
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
@@ -971,6 +1000,10 @@ class TokenizerManager:
             raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
         self.start()
 
+    def _tell_detokenizer(self, message: Message) -> None:
+        if self._to_detokenizer is not None:
+            self._to_detokenizer.send(message)
+
     # -- deaths of the engine's processes, and their new lives; from any thread
 
     def part_down(self, name: str, rank: int | None = None) -> None:
@@ -1003,12 +1036,11 @@ class TokenizerManager:
         self._heartbeats.pop(name, None)
         self.num_restarts += 1
         self.metrics.count_restart(name)
-        started = sender if rank is not None else self._to_detokenizer
-        if started is not None and self._log_level != self.args.log_level:
-            started.send(ConfigureLoggingReq(self._log_level))
         if rank is None or sender is None:
+            self.settings.tell_detokenizer()
             self.link.detokenizer_up()
         else:
+            self.settings.tell_scheduler(sender)
             # A load under way has not been sent to this one: it is taken back.
             self._lora_replies.fail_all(CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S))
             self._adapters.restore(sender)
@@ -1017,9 +1049,12 @@ class TokenizerManager:
     def _dump(self, message: str) -> None:
         """Write what the requests were, if that was asked for."""
         if self.args.crash_dump_dir is not None:
-            for sample in self.rid_to_state.values():
-                sample.write_timeline()
+            self._write_timelines()
             write_crash_dump(self.args.crash_dump_dir, message, self._timelines, self.args.crash_dump_prompts)
+
+    def _write_timelines(self) -> None:
+        for sample in self.rid_to_state.values():
+            sample.write_timeline()
 
     def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:
         """True here, in the loop's thread (or before there is one). Else `method` will be called there."""

@@ -29,6 +29,7 @@ from headrace.messages.control import (
     FaultReq,
     FlushCacheReply,
     FlushCacheReq,
+    FreezeGCReq,
     HealthCheckReply,
     HealthCheckReq,
     Heartbeat,
@@ -38,6 +39,7 @@ from headrace.messages.control import (
     ProfileReq,
     ResetReq,
     SchedulerStats,
+    SetLimitsReq,
     ShutdownReq,
     SourceGone,
 )
@@ -66,6 +68,8 @@ Message = (
     | ProfileReq
     | ProfileReply
     | ConfigureLoggingReq
+    | FreezeGCReq
+    | SetLimitsReq
     | SchedulerStats
     | Heartbeat
     | ShutdownReq

@@ -148,6 +148,22 @@ class ConfigureLoggingReq(_Control, frozen=True, tag=True, array_like=True, gc=F
     level: Literal["debug", "info", "warning", "error"]
 
 
+class FreezeGCReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """Leave what lives now out of garbage collection. No reply."""
+
+
+class SetLimitsReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
+    """To a scheduler: other limits from the next step on. No reply; see `SchedulerConfig`.
+
+    max_running: at most that of the start. conservativeness: > 0.
+    """
+
+    max_running: int
+    max_queued: int
+    chunk_tokens: int
+    conservativeness: float
+
+
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     """Leave the loop now. Running requests have been drained or given up by the sender."""
 

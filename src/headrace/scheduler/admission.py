@@ -66,13 +66,17 @@ class NewTokenRatio:
     """
 
     def __init__(self, conservativeness: float, clip_tokens: int = DEFAULT_CLIP_TOKENS) -> None:
-        self._conservativeness = conservativeness
         self._clip_tokens = clip_tokens
+        self.usual = UsualLength()
+        self.value = self._decay = 0.0
+        self.scale(conservativeness)
+
+    def scale(self, conservativeness: float) -> None:
+        """Begin anew with another factor. What is usual is still known."""
+        self._conservativeness = conservativeness
         self._initial = min(1.0, INITIAL_RATIO * conservativeness)
         self._minimum = min(self._initial, MINIMUM_RATIO * conservativeness)
-        self.value = self._initial
-        self._decay = (self._initial - self._minimum) / DECAY_STEPS
-        self.usual = UsualLength()
+        self._set(self._initial)
 
     def step(self) -> None:
         """A step went well."""

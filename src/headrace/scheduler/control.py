@@ -1,6 +1,7 @@
 """Handlers of messages other than work: abort, flush, state, health, faults. One function each; `Scheduler` dispatches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from headrace.errors import HeadraceError
 from headrace.messages.control import (
@@ -12,6 +13,7 @@ from headrace.messages.control import (
     InternalState,
     ProfileReply,
     ProfileReq,
+    SetLimitsReq,
 )
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason, TokenIDOut
 from headrace.messages.step import Worker
@@ -55,6 +57,18 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
         return FlushCacheReply(request.id, False, f"the cache cannot be flushed now: {busy}")
     state.kv.flush()
     return FlushCacheReply(request.id, True, "the cache has been flushed")
+
+
+def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
+    """Other limits from the next step on. What runs goes on, also when it is more than may run now."""
+    state.config = replace(
+        state.config,
+        max_running=min(request.max_running, state.kv.max_seqs),
+        max_queued=request.max_queued,
+        chunk_tokens=request.chunk_tokens,
+        conservativeness=request.conservativeness,
+    )
+    state.ratio.scale(request.conservativeness)
 
 
 def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:

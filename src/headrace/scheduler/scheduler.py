@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
+from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
@@ -17,6 +18,7 @@ from headrace.messages.control import (
     ConfigureLoggingReq,
     FaultReq,
     FlushCacheReq,
+    FreezeGCReq,
     HealthCheckReq,
     InternalState,
     InternalStateReply,
@@ -24,6 +26,7 @@ from headrace.messages.control import (
     ProfileReq,
     ResetReq,
     SchedulerStats,
+    SetLimitsReq,
     ShutdownReq,
 )
 from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
@@ -69,7 +72,6 @@ class Scheduler:
         on_turn: Callable[[], None] = lambda: None,
         source: int = 0,
     ) -> None:
-        self.config = config
         self.worker = worker
         self.state = SchedulerState(
             config, kv, NewTokenRatio(config.conservativeness, config.clip_estimate_tokens), source=source
@@ -97,6 +99,11 @@ class Scheduler:
             self.run_once()
         self._loras.close()
         self.worker.close()
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The limits that hold now."""
+        return self.state.config
 
     def run_once(self) -> None:
         """One turn."""
@@ -195,6 +202,10 @@ class Scheduler:
                 self._to_tokenizer.send(control.profile(self.worker, message))
             case ConfigureLoggingReq():
                 set_level(message.level)
+            case FreezeGCReq():
+                freeze()
+            case SetLimitsReq():
+                control.set_limits(state, message)
             case ResetReq():
                 commit.reset(state)
                 state.source = message.source

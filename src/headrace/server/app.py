@@ -41,6 +41,7 @@ from headrace.server.origin_gate import HostList, OriginGate
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
+from headrace.server.settings import SetInternalStateBody, SettingsAPI
 from headrace.server.weights import WeightsAPI
 
 log = get_logger(__name__)
@@ -52,7 +53,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     chat, completions = ChatServing(context), CompletionServing(context)
     loras = LoraAPI(context)
     models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
-    diagnostics = DiagnosticsAPI(context)
+    diagnostics, settings = DiagnosticsAPI(context), SettingsAPI(context)
     get, post = ("GET",), ("POST",)
     # fmt: off
     table = [
@@ -86,6 +87,11 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/stop_profile", post, "admin", diagnostics.stop_profile, "Write the recorded steps"),
         RouteSpec(
             "/configure_logging", post, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody
+        ),
+        RouteSpec("/dump_requests", post, "admin", diagnostics.dump_requests, "Write what the last requests were"),
+        RouteSpec("/freeze_gc", post, "admin", settings.freeze_gc, "Leave what lives now out of garbage collection"),
+        RouteSpec(
+            "/set_internal_state", post, "admin", settings.set_internal_state, "Change limits", SetInternalStateBody
         ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
         *WeightsAPI(context).routes(),

@@ -14,6 +14,7 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
+from headrace.frontend.runtime_settings import LimitChanges, Limits
 from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
@@ -140,6 +141,22 @@ class RequestFrontend(Protocol):
         log_requests_level: int | None,
     ) -> dict[str, Any]:
         """Change what is logged; what now holds. Raises RequestError."""
+        ...
+
+    async def dump_requests(self) -> tuple[str, int]:
+        """Write what the last requests were; the file's name and how many. Raises RequestError, ExecutionError."""
+        ...
+
+    def freeze_gc(self) -> None:
+        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+        ...
+
+    def set_internal_state(self, changes: LimitChanges) -> Limits:
+        """Change limits in every replica; what now holds. Raises RequestError, CapacityError."""
+        ...
+
+    def changed_options(self) -> dict[str, Any]:
+        """Options that were changed since the start, with their values of now."""
         ...
 
     @property

@@ -95,7 +95,7 @@ class ControlAPI:
         info = describe_server(context.args, context.model.ready, frontend.lora_adapters(), states)
         info["served_model_name"] = context.model.name
         info["weight_version"] = frontend.weights.version
-        await exchange.reply_json(info | {"frontend": frontend.counters()})
+        await exchange.reply_json(info | frontend.changed_options() | {"frontend": frontend.counters()})
 
     async def loads(self, exchange: Exchange) -> None:
         """Load of each replica, for routers: requests, tokens, throughput."""

@@ -62,3 +62,10 @@ class DiagnosticsAPI:
         body = await exchange.read_json(_LOGGING)
         now = self.context.frontend.configure_logging(body.level, body.log_requests, body.log_requests_level)
         await exchange.reply_json({"success": True, **now})
+
+    async def dump_requests(self, exchange: Exchange) -> None:
+        """Write what the last requests were to the operator's folder; the file's name, and how many they are."""
+        name, count = await self.context.frontend.dump_requests()
+        await exchange.reply_json(
+            {"success": True, "message": f"{count} requests are in {name}", "num_requests": count}
+        )

@@ -1,0 +1,38 @@
+"""Routes that change how a running server works: its limits, and its garbage collection.
+
+Runs in the event loop of the main process. Who may call them is declared in app.py.
+"""
+
+import msgspec
+
+from headrace.frontend.runtime_settings import LimitChanges
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+
+
+class SetInternalStateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options by their names, and the values they get."""
+
+    server_args: LimitChanges
+
+
+_SET_STATE = msgspec.json.Decoder(SetInternalStateBody)
+
+
+class SettingsAPI:
+    """Handlers that steer the server itself."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def set_internal_state(self, exchange: Exchange) -> None:
+        """Change limits in every replica; answers with all of them as they are now."""
+        body = await exchange.read_json(_SET_STATE)
+        now = self.context.frontend.set_internal_state(body.server_args)
+        await exchange.reply_json({"success": True, "updated": True, "server_args": now})
+
+    async def freeze_gc(self, exchange: Exchange) -> None:
+        """Leave what lives now out of garbage collection, in every process."""
+        self.context.frontend.freeze_gc()
+        message = "what lives now is left out of garbage collection, in every process"
+        await exchange.reply_json({"success": True, "message": message})
