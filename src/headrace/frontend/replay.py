@@ -37,6 +37,7 @@ NOWHERE = -1
 """Rank of a sample that no replica has."""
 
 GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been given up"
+NOT_SENT = "the request could not be sent to the engine"
 TOO_LATE = "the request took longer than the server allows"
 
 
@@ -123,6 +124,24 @@ class EngineLink:
     def submit(self, samples: Sequence[ReqState]) -> None:
         """Send samples (`request` is set), those of one replica in one message; what cannot be sent now is held."""
         messages: dict[int, list[TokenizedGenerateReqInput]] = {}
+        num_sent = 0
+        try:
+            self._assign(samples, messages)
+            for rank in list(messages):
+                requests = messages[rank]
+                sender = self._replicas[rank].sender
+                sender.send(requests[0] if len(requests) == 1 else BatchTokenizedGenerateReqInput(tuple(requests)))
+                num_sent += len(messages.pop(rank))
+        finally:
+            # No scheduler will end what could not be put on its way.
+            for sample in samples if messages else ():
+                if sample.rank in messages:
+                    self._end(sample, FinishReason("abort", message=NOT_SENT, status_code=500))
+        if num_sent < len(samples) or self._probation is not None:
+            self._watch()
+
+    def _assign(self, samples: Sequence[ReqState], messages: dict[int, list[TokenizedGenerateReqInput]]) -> None:
+        """Say which replica gets what; fills `messages`. What cannot be sent now is left out."""
         ranks_of_groups: dict[str, int] = {}
         for sample in samples:
             assert sample.request is not None, sample.rid
@@ -138,11 +157,6 @@ class EngineLink:
             if self._balancer is not None:
                 self._balancer.sent(rank, sample.request)
             messages.setdefault(rank, []).append(request)
-        for rank, requests in messages.items():
-            sender = self._replicas[rank].sender
-            sender.send(requests[0] if len(requests) == 1 else BatchTokenizedGenerateReqInput(tuple(requests)))
-        if sum(map(len, messages.values())) < len(samples) or self._probation is not None:
-            self._watch()
 
     def send(self, message: Message) -> None:
         """A control message to all replicas that live. An abort also ends what is held here."""

@@ -33,12 +33,13 @@ from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
-from headrace.frontend.replay import EngineLink
+from headrace.frontend.replay import NOWHERE, EngineLink
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import LimitChanges, Limits, RuntimeSettings
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sessions import Sessions
+from headrace.frontend.shared_probe import SharedProbe
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.timeline import Note, Timeline, Timelines
 from headrace.frontend.weight_control import WeightControl
@@ -204,6 +205,7 @@ class TokenizerManager:
         self._loop_thread = -1
         self._handle_task: asyncio.Task[None] | None = None
         self._health_ids = itertools.count()
+        self._probe = SharedProbe(self._can_generate, clock)
         self._heartbeats: dict[str, float] = {}
         self._weights = WeightControl(
             self.link,
@@ -267,6 +269,7 @@ class TokenizerManager:
             call, obj, self.args.incremental_streaming_output if incremental is None else incremental, caller
         )
         try:
+            self._begin_timelines(state, caller.traceparent)
             requests = await self._prepare(call, obj, state, default_max_new_tokens)
             self._send(state, requests)
             if not obj.stream:
@@ -340,23 +343,25 @@ class TokenizerManager:
         state.created_s = now
         self.queue.enter(len(rids))
         self.rid_to_state.update(zip(rids, state.samples, strict=True))
+        self._names.update(dict.fromkeys(state.names, state))
+        self._calls.add(state)
+        self._idle.clear()
+        return state
+
+    def _begin_timelines(self, state: CallState, traceparent: str) -> None:
         arrived_unix_s = time.time()
         for sample in state.samples:
             sample.timeline = Timeline(
                 sample.rid,
                 sample.shown_id,
                 state.tenant.name,
-                now,
+                state.created_s,
                 arrived_unix_s,
-                traceparent=caller.traceparent,
-                stream=obj.stream,
-                scope=scope,
+                traceparent=traceparent,
+                stream=state.stream,
+                scope=state.tenant.scope,
             )
             self._timelines.add(sample.timeline)
-        self._names.update(dict.fromkeys(state.names, state))
-        self._calls.add(state)
-        self._idle.clear()
-        return state
 
     async def _prepare(
         self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
@@ -526,7 +531,20 @@ class TokenizerManager:
                 sample.sent_s = now
                 sample.request = request
                 wanted.append(sample)
-        self.link.submit(wanted)
+        is_sent = False
+        try:
+            self.link.submit(wanted)
+            is_sent = True
+        finally:
+            if not is_sent:
+                self._take_back(wanted)
+
+    @staticmethod
+    def _take_back(samples: Iterable[ReqState]) -> None:
+        """Submitting broke: what no replica has is not held to be sent later, and has no end to wait for."""
+        for sample in samples:
+            if sample.rank == NOWHERE:
+                sample.request, sample.sent_s = None, 0.0
 
     async def _gather(
         self, state: CallState, is_disconnected: IsDisconnected | None
@@ -574,18 +592,18 @@ class TokenizerManager:
         if self.rid_to_state.get(sample.rid) is not sample:
             return
         del self.rid_to_state[sample.rid]
-        sample.write_timeline()
-        self._timelines.finish(sample.rid)
-        self.link.left(sample)
+        for name in sample.call.forget_names(sample):
+            del self._names[name]
         self.queue.leave(sample.queued, self._clock())
         if sample.queued:
             sample.call.tenant.leave_queue()
+        self.link.left(sample)
+        sample.write_timeline()
+        self._timelines.finish(sample.rid)
         if sample.turn is not None:
             self.sessions.give_up(sample.turn)
         if sample.adapter is not None:
             self._adapters.release(sample.adapter)
-        for name in sample.call.forget_names(sample):
-            del self._names[name]
 
     def _begin(self, sample: ReqState) -> None:
         """It has its first token."""
@@ -923,14 +941,16 @@ class TokenizerManager:
         return path.name, len(requests)
 
     async def health(self, generate: bool = False) -> bool:
-        """Whether the engine lives. With `generate`: whether it makes a token, or is seen to be making some."""
+        """Whether the engine lives. With `generate`: whether it makes a token, or did within the last second; see `SharedProbe`."""
         if self.failure is not None or not self.link.is_serving:
             return False
         self.start()
         if self._is_silent():
             return False
-        if not generate:
-            return True
+        return await self._probe.result() if generate else True
+
+    async def _can_generate(self) -> bool:
+        """Whether the engine makes a token now, or is seen to be making some."""
         try:
             replies = await self._healths.call(lambda i: self._to_scheduler.send(HealthCheckReq(i)), HEALTH_TIMEOUT_S)
             # An engine that was told to wait cannot make a token; that its loop turns is all there is to see.

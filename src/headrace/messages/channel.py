@@ -21,7 +21,7 @@ from typing import Literal, Protocol, Self
 import msgspec
 import zmq
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RequestError
 from headrace.log import get_logger
 from headrace.messages.control import (
     AbortReq,
@@ -157,8 +157,11 @@ class MessageCodec:
         self._decoder = msgspec.msgpack.Decoder(Message)
 
     def encode(self, message: Message) -> bytes:
-        """One frame."""
-        return self._encoder.encode(message)
+        """One frame. Raises RequestError for what no frame can hold: an integer beyond 64 bits, a lone surrogate."""
+        try:
+            return self._encoder.encode(message)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise RequestError(f"a value cannot be sent to the engine: {error}") from None
 
     def decode(self, frame: bytes) -> Message | None:
         """The message of `frame`, or None when it is none."""

@@ -1,0 +1,88 @@
+"""Whatever breaks between a call's entry and its being sent: nothing of the call is left, and the next one is served."""
+
+import dataclasses
+
+import pytest
+from frontend_fakes import request
+
+from headrace.errors import RequestError
+from headrace.frontend.tenants import Caller, Tenant, TenantLimits
+from headrace.messages.channel import MessageCodec
+from headrace.messages.control import ProfileReq
+
+POINTS = {
+    "timelines": ("headrace.frontend.tokenizer_manager.Timeline", None),
+    "number of adapters": ("headrace.frontend.adapters.Adapters.check_number", None),
+    "tokenizing": ("headrace.frontend.batch_tokenizer.AsyncDynamicBatchTokenizer.encode", None),
+    "bad words": ("headrace.frontend.batch_tokenizer.AsyncDynamicBatchTokenizer.encode_words", None),
+    "session": ("headrace.frontend.sessions.Sessions.begin", None),
+    "parameters": ("headrace.sampling.params.SamplingParams.resolve", None),
+    "packing": ("headrace.frontend.tokenizer_manager.pack_int32", None),
+    "adapter": ("headrace.frontend.adapters.Adapters.acquire", None),
+    "choosing a replica": ("headrace.frontend.replay.EngineLink._choose", None),
+    "submitting": ("headrace.frontend.replay.EngineLink.submit", None),
+    "sending": ("headrace.messages.channel.LocalQueue.send", None),
+}
+
+
+class Fault(Exception):
+    """Nobody expects it."""
+
+
+def caller():
+    return Caller(Tenant(TenantLimits(name="t", max_concurrent=4)))
+
+
+@pytest.mark.parametrize("where", POINTS)
+@pytest.mark.parametrize("many", [False, True], ids=["one", "several"])
+async def test_a_fault_before_a_call_is_sent_leaves_nothing_of_it(make_frontend, monkeypatch, where, many):
+    frontend = make_frontend(max_loras=1, lora_paths="a=/nowhere")
+    manager, who = frontend.manager, caller()
+    manager.start()
+    session = manager.open_session()
+    fields = {"text": "ab", "rid": "r", "sampling_params": {"bad_words": ["x"]}}
+    if where in ("session", "adapter") or not many:
+        fields |= {"session_params": {"id": session}} if where == "session" else {}
+        fields |= {"lora_path": "a"} if where == "adapter" else {}
+    else:
+        fields |= {"text": ["ab", "cd"], "sampling_params": {"bad_words": ["x"], "n": 2}}
+
+    def broken(*args, **kwargs):
+        raise Fault(where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(POINTS[where][0], broken)
+        with pytest.raises(Fault):
+            await anext(manager.generate_request(request(**fields), caller=who))
+
+    assert frontend.is_clean
+    assert (who.tenant.num_live, who.tenant.num_queued) == (0, 0)
+    assert manager._idle.is_set()
+    assert not manager._timelines._live
+    fields.pop("lora_path", None)
+    assert (await frontend.call(**fields))[0]
+
+
+async def test_what_no_frame_can_hold_is_the_caller_s_error_and_leaves_nothing(make_frontend, monkeypatch):
+    """As over ZMQ: the channel of this test has no frames of its own."""
+    frontend = make_frontend()
+    send = frontend.channels.sender("to_scheduler").send
+    codec = MessageCodec()
+    monkeypatch.setattr(
+        "headrace.messages.channel.LocalQueue.send", lambda self, message: (codec.encode(message), send(message))
+    )
+    monkeypatch.setattr("headrace.frontend.prompts.MAX_PRIORITY", 2**80)
+    frontend.manager._limits = dataclasses.replace(frontend.manager._limits, uses_priority=True)
+
+    with pytest.raises(RequestError, match="cannot be sent"):
+        await frontend.start("a", priority=2**70)
+    with pytest.raises(RequestError, match="cannot be sent"):
+        await frontend.manager.start_profile(num_steps=2**70)
+
+    assert frontend.is_clean
+
+
+@pytest.mark.parametrize("message", [ProfileReq(1, True, "", 2**64), ProfileReq(1, True, "\ud800")])
+def test_a_message_that_cannot_be_encoded_is_a_request_error(message):
+    with pytest.raises(RequestError, match="cannot be sent"):
+        MessageCodec().encode(message)
