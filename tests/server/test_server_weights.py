@@ -96,7 +96,7 @@ def test_tensors_come_as_a_file_or_in_base64(client: httpx.Client, server: Runni
         ("/update_weights_from_distributed", DISTRIBUTED | {"shapes": [[2], [-1]]}),
         ("/init_weights_update_group", {"master_address": "h", "master_port": "x", "rank_offset": 1, "world_size": 2}),
         ("/init_weights_update_group", {"master_address": "h", "master_port": 1, "rank_offset": 0, "world_size": 2}),
-        ("/release_memory_occupation", {"tags": ["cuda_graph"]}),
+        ("/release_memory_occupation", {"tags": ["heap"]}),
         ("/get_weights_by_name", {"name": "a", "truncate_size": -1}),
     ],
 )  # fmt: skip

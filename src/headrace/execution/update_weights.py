@@ -43,6 +43,7 @@ from headrace.messages.weights import (
     WorkerOperation,
 )
 from headrace.models.spec import CausalLM
+from headrace.weight_sync import bucket
 from headrace.weight_sync.group import WeightGroup
 
 LoadFormat = Literal["auto", "safetensors", "gguf"]
@@ -63,6 +64,7 @@ _UNRELATED = frozenset(
     }
 )
 """Fields of a config that do not change what is computed."""
+_FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 _DTYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored in DTYPE_NAMES.items()}
 
 
@@ -199,7 +201,7 @@ class ModelWeights:
             case UpdateFromDisk():
                 return self._from_disk(operation)
             case UpdateFromTensors():
-                return self._updated(_file_tensors(Path(operation.file)))
+                return self._updated(_file_tensors(Path(operation.file), operation.bucketed))
             case UpdateFromDistributed():
                 return self._updated(self._receive(operation, abandoned))
             case InitGroup():
@@ -387,16 +389,18 @@ def _check_tensors(
         raise ModelError(f"the tensors do not fit the model: {'; '.join(faults[:_NAMES_IN_A_MESSAGE])}{more}")
 
 
-def _file_tensors(path: Path) -> list[tuple[str, torch.Tensor]]:
+def _file_tensors(path: Path, bucketed: bool) -> list[tuple[str, torch.Tensor]]:
     """Views of the mapped file. Raises ModelError for anything but a whole safetensors file."""
     try:
         file = SafetensorsFile(path)
     except ModelError as error:
         reason = error.message.replace(path.name, "the body", 1)
         raise ModelError(
-            f"{reason}. Tensors are sent as a safetensors file; pickled objects are not accepted"
+            f"{reason}. Tensors are sent as a safetensors file (safetensors.torch.save), its bytes as the body or in base64 in "
+            "serialized_named_tensors; pickled objects are not accepted, because reading them runs code"
         ) from None
-    return [(name, _view(file, entry)) for name, entry in file.entries.items()]
+    named = [(name, _view(file, entry)) for name, entry in file.entries.items()]
+    return bucket.unpack(dict(named), file.metadata, _FLOATS) if bucketed else named
 
 
 def _view(file: SafetensorsFile, entry: SafetensorsEntry) -> torch.Tensor:

@@ -206,11 +206,15 @@ class Engine(WeightOperations):
         return self._wait(self._submit(self._manager.weights.operate(operation)))
 
     def _update_from_tensors(
-        self, parts: Iterable[bytes | memoryview], abort_all_requests: bool, weight_version: str | None
+        self,
+        parts: Iterable[bytes | memoryview],
+        abort_all_requests: bool,
+        weight_version: str | None,
+        bucketed: bool = False,
     ) -> WeightOpReply:
         with TensorFile() as file:
             file.write(parts)
-            return self._operate(UpdateFromTensors(file.path, abort_all_requests, weight_version))
+            return self._operate(UpdateFromTensors(file.path, abort_all_requests, weight_version, bucketed))
 
     # -- the end
 

@@ -197,9 +197,15 @@ class Runtime(WeightOperations):
         return _operation_reply(self._post(OPERATION_PATHS[type(operation)], body))
 
     def _update_from_tensors(
-        self, parts: Iterable[bytes | memoryview], abort_all_requests: bool, weight_version: str | None
+        self,
+        parts: Iterable[bytes | memoryview],
+        abort_all_requests: bool,
+        weight_version: str | None,
+        bucketed: bool = False,
     ) -> WeightOpReply:
         asked = {"abort_all_requests": "true" if abort_all_requests else "false"}
+        if bucketed:
+            asked["load_format"] = "flattened_bucket"
         if weight_version is not None:
             asked["weight_version"] = weight_version
         path = f"/update_weights_from_tensor?{urllib.parse.urlencode(asked)}"

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.errors import RequestError
 from headrace.messages.safetensors_bytes import safetensors_parts
 from headrace.messages.weights import (
+    FOREIGN_TAGS,
     MEMORY_TAGS,
     CancelUpdate,
     ContinueGeneration,
@@ -46,9 +47,13 @@ class WeightOperations(ABC):
 
     @abstractmethod
     def _update_from_tensors(
-        self, parts: Iterable[bytes | memoryview], abort_all_requests: bool, weight_version: str | None
+        self,
+        parts: Iterable[bytes | memoryview],
+        abort_all_requests: bool,
+        weight_version: str | None,
+        bucketed: bool = False,
     ) -> WeightOpReply:
-        """Update from the bytes of a safetensors file."""
+        """Update from the bytes of a safetensors file. bucketed: it holds a flattened bucket."""
 
     # -- generation
 
@@ -88,6 +93,18 @@ class WeightOperations(ABC):
         """Replace the named weights, all or some, by these tensors (torch or numpy). Names and shapes are Hugging Face's."""
         parts = safetensors_parts(named_tensors)
         return _result(self._update_from_tensors(parts, abort_all_requests, weight_version))
+
+    def update_weights_from_bucket(
+        self,
+        flattened_tensor: Any,
+        metadata: str,
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> Result:
+        """As `update_weights_from_tensor`, of what `headrace.weight_sync.bucket.pack` gives: all tensors as one, and what is where in it."""
+        parts = safetensors_parts([("flattened_tensor", flattened_tensor)], {"metadata": metadata})
+        return _result(self._update_from_tensors(parts, abort_all_requests, weight_version, bucketed=True))
 
     def cancel_weight_update(self) -> Result:
         """Give up every update, and every joining of a group, that has not taken effect: those calls fail, and nothing has changed."""
@@ -145,12 +162,22 @@ class WeightOperations(ABC):
     # -- memory
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> Result:
-        """Give the memory of "kv_cache", "weights" or both (None) back to the system. Requests wait until all is resumed."""
-        return _result(self._operate(ReleaseMemory(checked_tags(tags))))
+        """Give the memory of "kv_cache", "weights" or both (None) back to the system. Requests wait until all is resumed.
+
+        "cuda_graph", which other servers release too, is accepted, and nothing is done for it.
+        """
+        return self._on_memory(ReleaseMemory(checked_tags(tags)), tags)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> Result:
         """Take it again."""
-        return _result(self._operate(ResumeMemory(checked_tags(tags))))
+        return self._on_memory(ResumeMemory(checked_tags(tags)), tags)
+
+    def _on_memory(self, operation: ReleaseMemory | ResumeMemory, tags: Sequence[str] | None) -> Result:
+        note = note_on_tags(tags)
+        if not operation.tags:
+            return True, note
+        success, message = _result(self._operate(operation))
+        return success, f"{message}; {note}" if note else message
 
 
 # -- checks that every way in shares
@@ -215,12 +242,22 @@ def checked_truncate_size(truncate_size: int) -> int:
 
 
 def checked_tags(tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
-    """Raises RequestError for a tag that is not known. None: all of them."""
-    wanted = MEMORY_TAGS if tags is None else tags
-    unknown = [tag for tag in wanted if tag not in MEMORY_TAGS]
-    if unknown or not wanted:
-        raise RequestError(f"tags: known are {', '.join(MEMORY_TAGS)}, got {', '.join(unknown) or 'none'}", "tags")
+    """Those that name memory of this server. None or an empty list: all of them. Raises RequestError for a tag that is not known."""
+    wanted = tags or MEMORY_TAGS
+    unknown = [tag for tag in wanted if tag not in (*MEMORY_TAGS, *FOREIGN_TAGS)]
+    if unknown:
+        raise RequestError(
+            f"tags: known are {', '.join((*MEMORY_TAGS, *FOREIGN_TAGS))}, got {', '.join(unknown)[:200]}", "tags"
+        )
     return tuple(tag for tag in MEMORY_TAGS if tag in wanted)
+
+
+def note_on_tags(tags: Sequence[str] | None) -> str:
+    """What the answer says of tags for which nothing is done."""
+    foreign = [tag for tag in FOREIGN_TAGS if tag in (tags or ())]
+    return (
+        f"{', '.join(foreign)}: this server has no memory of that name, so nothing was done for it" if foreign else ""
+    )
 
 
 def nested_values(reply: WeightOpReply) -> list[Any]:

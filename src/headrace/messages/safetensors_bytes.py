@@ -7,7 +7,7 @@ torch tensors and numpy arrays by their shape; imports neither. Runs in whicheve
 import ctypes
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.errors import RequestError
@@ -27,11 +27,13 @@ DTYPE_NAMES = {
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
-def safetensors_parts(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[bytes | memoryview]:
+def safetensors_parts(
+    named_tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """The file's bytes, part by part: its header, then each tensor's own memory (a copy only where it is not contiguous or not on the
     CPU). The tensors are looked at again as their part is asked for: keep them as they are until the parts have been used.
 
-    Raises RequestError for a name given twice and for what is no tensor of a known dtype.
+    metadata: of the file. Raises RequestError for a name given twice and for what is no tensor of a known dtype.
     """
     tensors = list(named_tensors)
     header: dict[str, Any] = {}
@@ -43,7 +45,7 @@ def safetensors_parts(named_tensors: Iterable[tuple[str, Any]]) -> Iterator[byte
         size = math.prod(shape) * _DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
-    text = json.dumps(header).encode()
+    text = json.dumps({"__metadata__": dict(metadata), **header} if metadata else header).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned for the largest dtype
     yield len(text).to_bytes(8, "little") + text
     for name, tensor in tensors:

@@ -13,6 +13,8 @@ import msgspec
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["kv_cache", "weights"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+FOREIGN_TAGS = ("cuda_graph",)
+"""Memory that other servers release apart, and this one has not: such tags are accepted, and nothing is done for them."""
 
 
 class _Operation(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -39,11 +41,12 @@ class UpdateFromDisk(_Operation, frozen=True, tag=True, array_like=True, gc=Fals
 
 
 class UpdateFromTensors(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Some or all weights from `file`, a safetensors file; Hugging Face names."""
+    """Some or all weights from `file`, a safetensors file; Hugging Face names. bucketed: it is a bucket (`weight_sync.bucket`)."""
 
     file: str
     abort_all_requests: bool = False
     weight_version: str | None = None
+    bucketed: bool = False
 
 
 class UpdateFromDistributed(_Operation, frozen=True, tag=True, array_like=True, gc=False):

@@ -25,7 +25,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
-from headrace.server.control import AbortBody, ControlAPI, FaultBody
+from headrace.server.control import AbortBody, ControlAPI, FaultBody, Liveness, Outcome
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
 from headrace.server.keys import ApiKeys
@@ -60,10 +60,10 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/v1/chat/completions", post, "user", chat.handle_request, "Chat completion", ChatCompletionRequest),
         RouteSpec("/v1/completions", post, "user", completions.handle_request, "Text completion", CompletionRequest),
         RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput),
-        RouteSpec("/health", get, "public", control.health, "Liveness"),
-        RouteSpec("/ready", get, "public", control.ready, "New requests are welcome"),
+        RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
+        RouteSpec("/ready", get, "public", control.ready, "New requests are welcome", failure=Liveness),
         RouteSpec("/ping", get, "public", control.ping, "The HTTP loop turns"),
-        RouteSpec("/health_generate", get, "public", control.health_generate, "A token can be made"),
+        RouteSpec("/health_generate", get, "public", control.health_generate, "A token can be made", failure=Liveness),
         RouteSpec("/tokenize", post, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody),
         RouteSpec("/detokenize", post, "user", tokens.detokenize, "Token ids to text", DetokenizeBody),
         RouteSpec("/v1/tokenize", post, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody),
@@ -80,7 +80,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
         RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
-        RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache"),
+        RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome),
         RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
         RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
         RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),

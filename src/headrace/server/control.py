@@ -23,6 +23,19 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """Whether it was done. With another status than 200 it was not, and the message says why."""
+
+    success: bool
+    message: str
+
+
+class Liveness(msgspec.Struct, frozen=True):
+    """ok, or unavailable with status 503."""
+
+    status: Literal["ok", "unavailable"]
+
+
 class FaultBody(msgspec.Struct, forbid_unknown_fields=True):
     """A fault to inject, see `FaultReq`."""
 

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headrace.errors import RequestError
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 
@@ -46,9 +45,7 @@ class DiagnosticsAPI:
     async def start_profile(self, exchange: Exchange) -> None:
         """Begin to record the worker's steps."""
         body = await exchange.read_json(_START)
-        if not body.activities:
-            raise RequestError("activities: name CPU, GPU or both", "activities")
-        names = tuple(dict.fromkeys(body.activities))
+        names = tuple(dict.fromkeys(body.activities)) or ("CPU",)
         message = await self.context.frontend.start_profile(body.output_dir or "", body.num_steps or 0, names)
         await exchange.reply_json({"success": True, "message": message})
 

@@ -32,16 +32,19 @@ class OpenApi:
         return self._document
 
     def _build(self) -> dict[str, Any]:
-        bodies = [route.body for route in self.routes if route.body is not None]
+        kinds = {kind for route in self.routes for kind in (route.body, route.failure) if kind is not None}
+        in_order = sorted(kinds, key=lambda kind: kind.__name__)
         schemas, components = msgspec.json.schema_components(
-            [*bodies, ErrorReply], schema_hook=_any_value, ref_template="#/components/schemas/{name}"
+            [*in_order, ErrorReply], schema_hook=_any_value, ref_template="#/components/schemas/{name}"
         )
-        by_body = dict(zip(bodies, schemas, strict=False))
-        error = {"description": "error", "content": {"application/json": {"schema": schemas[-1]}}}
+        schema_of = dict(zip([*in_order, ErrorReply], schemas, strict=True))
         paths: dict[str, Any] = {}
         for route in self.routes:
             path = route.path.replace(":path}", "}")
             for method in route.methods:
+                failures = [schema_of[kind] for kind in (route.failure, ErrorReply) if kind is not None]
+                schema = {"anyOf": failures} if len(failures) > 1 else failures[0]
+                error = {"description": "error", "content": {"application/json": {"schema": schema}}}
                 operation: dict[str, Any] = {
                     "summary": route.summary,
                     "operationId": method.lower() + "".join(c if c.isalnum() else "_" for c in path),
@@ -49,12 +52,20 @@ class OpenApi:
                     "security": [] if route.access == "public" else [{"bearer": []}],
                 }
                 if route.body is not None:
-                    content = {"application/json": {"schema": by_body[route.body]}}
+                    content = {"application/json": {"schema": schema_of[route.body]}}
+                    if route.octets is not None:
+                        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
                     operation["requestBody"] = {"required": True, "content": content}
                 names = re.findall(r"{(\w+)}", path)
                 operation["parameters"] = [
                     {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
                 ]
+                if route.octets is not None:
+                    options = msgspec.json.schema_components([route.octets])[1][route.octets.__name__]
+                    operation["parameters"] += [
+                        {"name": name, "in": "query", "schema": schema}
+                        for name, schema in options["properties"].items()
+                    ]
                 paths.setdefault(path, {})[method.lower()] = operation
         return {
             "openapi": "3.1.0",

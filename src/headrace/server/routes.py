@@ -8,7 +8,11 @@ from headrace.server.http import Handler
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
-    """One route: where, who may, what it does. body: type of the JSON body, for the OpenAPI document."""
+    """One route: where, who may, what it does.
+
+    For the OpenAPI document: body: type of the JSON body. failure: what it may answer besides the error object when the status is not
+    200. octets: type of the options in the query when the body is a file (application/octet-stream) instead.
+    """
 
     path: str
     methods: tuple[str, ...]
@@ -17,3 +21,5 @@ class RouteSpec:
     summary: str
     body: type | None = None
     in_schema: bool = True
+    failure: type | None = None
+    octets: type | None = None

@@ -4,7 +4,7 @@ Runs in the event loop of the main process. All of it needs the admin key, but f
 begun goes on when its client leaves; /cancel_weight_update ends it.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import parse_qs
 
 import msgspec
@@ -21,6 +21,7 @@ from headrace.frontend.weight_operations import (
     checked_tensors,
     checked_truncate_size,
     nested_values,
+    note_on_tags,
 )
 from headrace.messages.weights import (
     CancelUpdate,
@@ -45,6 +46,11 @@ BODY_BYTES_PER_WEIGHT_BYTE = 16
 """A body with tensors may be so many times as large as the weights are in memory: float32 in base64 for a model in 4 bits."""
 
 
+_PORT = r"^([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])$"
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_FilledText = Annotated[str, msgspec.Meta(min_length=1)]
+
+
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
     """How to pause."""
 
@@ -56,20 +62,25 @@ class EmptyBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DiskBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which checkpoint. flush_cache: old KV is never used with new weights, so the cache is emptied also when this is false."""
+    """Which checkpoint. flush_cache: old KV is never used with new weights, so the cache is emptied also when this is false.
+
+    keep_pause, recapture_cuda_graph: what is done anyway: a pause outlasts an update, and graphs that hold weights are made anew.
+    """
 
     model_path: str
-    load_format: str | None = None
+    load_format: Literal["auto", "safetensors", "gguf"] | None = None
     abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
 
 
 class TensorBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Safetensors files in base64, which together hold the tensors. flush_cache: as in `DiskBody`."""
+    """A safetensors file in base64, in a list of one. load_format flattened_bucket: it is a bucket. flush_cache: as in `DiskBody`."""
 
-    serialized_named_tensors: list[bytes]
-    load_format: Literal["safetensors"] | None = None
+    serialized_named_tensors: Annotated[list[bytes], msgspec.Meta(extra_json_schema={"minItems": 1, "maxItems": 1})]
+    load_format: Literal["safetensors", "flattened_bucket"] | None = None
     abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
@@ -79,20 +90,20 @@ class GroupBody(msgspec.Struct, forbid_unknown_fields=True):
     """The process group to join. timeout_s: for joining and for every broadcast."""
 
     master_address: str
-    master_port: int | str
-    rank_offset: int
-    world_size: int
-    group_name: str = GROUP_NAME
-    backend: str = "nccl"
-    timeout_s: float = GROUP_TIMEOUT_S
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | Annotated[str, msgspec.Meta(pattern=_PORT)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)]
+    group_name: _FilledText = GROUP_NAME
+    backend: Literal["nccl", "gloo"] = "nccl"
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=24 * 3600)] = GROUP_TIMEOUT_S
 
 
 class DistributedBody(msgspec.Struct, forbid_unknown_fields=True):
     """What rank 0 will broadcast. bucketed, or load_format flattened_bucket: one uint8 tensor. flush_cache: as in `DiskBody`."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    names: Annotated[list[str], msgspec.Meta(min_length=1)]
+    dtypes: Annotated[list[str], msgspec.Meta(min_length=1)]
+    shapes: Annotated[list[list[_Size]], msgspec.Meta(min_length=1)]
     group_name: str = GROUP_NAME
     bucketed: bool = False
     load_format: Literal["flattened_bucket"] | None = None
@@ -111,7 +122,7 @@ class GetWeightBody(msgspec.Struct, forbid_unknown_fields=True):
     """Which weight, and how many of its rows."""
 
     name: str
-    truncate_size: int = TRUNCATE_SIZE
+    truncate_size: _Size = TRUNCATE_SIZE
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -122,9 +133,18 @@ class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MemoryBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to release or resume; null: everything."""
+    """What to release or resume; null or empty: everything. cuda_graph: there is nothing of it here, and nothing is done for it."""
 
-    tags: list[str] | None = None
+    tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
+
+
+class OperationReply(msgspec.Struct, frozen=True):
+    """What became of an operation. With status 400 it failed, and nothing has changed."""
+
+    success: bool
+    message: str
+    num_paused_requests: int
+    weight_version: str
 
 
 _PAUSE = msgspec.json.Decoder(PauseBody)
@@ -147,23 +167,23 @@ class WeightsAPI:
 
     def routes(self) -> list[RouteSpec]:
         """Their rows of the route table."""
-        get, post = ("GET",), ("POST",)
+        get, post, failed = ("GET",), ("POST",), OperationReply
         # fmt: off
         return [
-            RouteSpec("/pause_generation", post, "admin", self.pause, "Plan no more steps", PauseBody),
-            RouteSpec("/continue_generation", post, "admin", self.continue_, "Plan steps again", EmptyBody),
-            RouteSpec("/update_weights_from_disk", post, "admin", self.from_disk, "Weights from a checkpoint", DiskBody),
-            RouteSpec("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody),
-            RouteSpec("/cancel_weight_update", post, "admin", self.cancel, "Give up updates under way", EmptyBody),
-            RouteSpec("/init_weights_update_group", post, "admin", self.init_group, "Join a trainer's process group", GroupBody),
-            RouteSpec("/update_weights_from_distributed", post, "admin", self.from_distributed, "Weights from the group", DistributedBody),
-            RouteSpec("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a process group", DestroyBody),
-            RouteSpec("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody),
-            RouteSpec("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody),
+            RouteSpec("/pause_generation", post, "admin", self.pause, "Plan no more steps", PauseBody, True, failed),
+            RouteSpec("/continue_generation", post, "admin", self.continue_, "Plan steps again", EmptyBody, True, failed),
+            RouteSpec("/update_weights_from_disk", post, "admin", self.from_disk, "Weights from a checkpoint", DiskBody, True, failed),
+            RouteSpec("/update_weights_from_tensor", post, "admin", self.from_tensor, "Weights from the body", TensorBody, True, failed, TensorQuery),
+            RouteSpec("/cancel_weight_update", post, "admin", self.cancel, "Give up updates under way", EmptyBody, True, failed),
+            RouteSpec("/init_weights_update_group", post, "admin", self.init_group, "Join a trainer's group", GroupBody, True, failed),
+            RouteSpec("/update_weights_from_distributed", post, "admin", self.from_distributed, "From the group", DistributedBody, True, failed),
+            RouteSpec("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a group", DestroyBody, True, failed),
+            RouteSpec("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody, True, failed),
+            RouteSpec("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody, True, failed),
             RouteSpec("/weight_version", get, "user", self.version, "What the weights are called"),
             RouteSpec("/get_weight_version", get, "user", self.version, "Alias of /weight_version"),
-            RouteSpec("/release_memory_occupation", post, "admin", self.release_memory, "Give memory back", MemoryBody),
-            RouteSpec("/resume_memory_occupation", post, "admin", self.resume_memory, "Take memory again", MemoryBody),
+            RouteSpec("/release_memory_occupation", post, "admin", self.release_memory, "Give memory back", MemoryBody, True, failed),
+            RouteSpec("/resume_memory_occupation", post, "admin", self.resume_memory, "Take memory again", MemoryBody, True, failed),
         ]
         # fmt: on
 
@@ -190,13 +210,13 @@ class WeightsAPI:
         limit = BODY_BYTES_PER_WEIGHT_BYTE * self.context.model.ready.weight_bytes
         exchange.max_body_bytes = max(exchange.max_body_bytes, limit)
         content_type = (exchange.header(b"content-type") or b"").split(b";")[0].strip().lower()
+        options: TensorQuery | TensorBody
         if content_type == b"application/octet-stream":
             options = _query(exchange)
             files = [await exchange.read_body()]
-            abort, version = options.abort_all_requests, options.weight_version
         else:
-            body = await exchange.read_json(_TENSOR)
-            files, abort, version = body.serialized_named_tensors, body.abort_all_requests, body.weight_version
+            options = body = await exchange.read_json(_TENSOR)
+            files = body.serialized_named_tensors
         if len(files) != 1:
             raise RequestError(
                 f"serialized_named_tensors holds {len(files)} files; there is one rank, so send one",
@@ -205,7 +225,9 @@ class WeightsAPI:
         with TensorFile() as file:
             file.write(files)
             files.clear()
-            await self._operate(exchange, UpdateFromTensors(file.path, abort, version))
+            bucketed = options.load_format == "flattened_bucket"
+            update = UpdateFromTensors(file.path, options.abort_all_requests, options.weight_version, bucketed)
+            await self._operate(exchange, update)
 
     async def cancel(self, exchange: Exchange) -> None:
         """Updates, and joinings of groups, that have not taken effect fail."""
@@ -261,38 +283,43 @@ class WeightsAPI:
     async def release_memory(self, exchange: Exchange) -> None:
         """Refused while requests run, unless generation is paused."""
         body = await exchange.read_json(_MEMORY)
-        await self._operate(exchange, ReleaseMemory(checked_tags(body.tags)))
+        await self._on_memory(exchange, ReleaseMemory(checked_tags(body.tags)), note_on_tags(body.tags))
 
     async def resume_memory(self, exchange: Exchange) -> None:
         """Everything is as it was, but the prefix cache is empty."""
         body = await exchange.read_json(_MEMORY)
-        await self._operate(exchange, ResumeMemory(checked_tags(body.tags)))
+        await self._on_memory(exchange, ResumeMemory(checked_tags(body.tags)), note_on_tags(body.tags))
+
+    async def _on_memory(self, exchange: Exchange, operation: ReleaseMemory | ResumeMemory, note: str) -> None:
+        weights = self.context.frontend.weights
+        if operation.tags:
+            reply = await weights.operate(operation)
+        else:
+            reply = WeightOpReply(0, True, "", weights.version)
+        message = "; ".join(filter(None, (reply.message, note)))
+        await self._answer(exchange, msgspec.structs.replace(reply, message=message))
 
     async def _operate(self, exchange: Exchange, operation: WeightOperation) -> None:
         await self._answer(exchange, await self.context.frontend.weights.operate(operation))
 
     async def _answer(self, exchange: Exchange, reply: WeightOpReply) -> None:
-        answer: dict[str, Any] = {
-            "success": reply.success,
-            "message": reply.message,
-            "num_paused_requests": reply.num_paused_requests,
-            "weight_version": reply.weight_version,
-        }
+        answer = OperationReply(reply.success, reply.message, reply.num_paused_requests, reply.weight_version)
         await exchange.reply_json(answer, 200 if reply.success else 400)
 
 
-class _TensorQuery(msgspec.Struct, forbid_unknown_fields=True):
+class TensorQuery(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a body that is a file."""
 
+    load_format: Literal["safetensors", "flattened_bucket"] | None = None
     abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
 
 
-def _query(exchange: Exchange) -> _TensorQuery:
+def _query(exchange: Exchange) -> TensorQuery:
     """Raises RequestError for an option that is not known or not what it should be."""
     given = parse_qs(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     try:
-        return msgspec.convert({name: values[-1] for name, values in given.items()}, _TensorQuery, strict=False)
+        return msgspec.convert({name: values[-1] for name, values in given.items()}, TensorQuery, strict=False)
     except msgspec.ValidationError as error:
         raise RequestError(f"query: {error}") from None
