@@ -184,6 +184,34 @@ def test_control_operations(engine):
     assert "secret" not in str(info)
 
 
+def test_what_a_server_does_by_routes_an_engine_does_by_methods(engine, monkeypatch):
+    frozen = []
+    monkeypatch.setattr("headrace.frontend.runtime_settings.freeze", lambda: len(frozen) or frozen.append(1) or 1)
+    engine.generate("hello", rid="r")
+
+    assert engine.get_model_info()["context_length"] == READY.context_length
+    assert engine.get_loads()[0]["max_total_tokens"] == 4096
+    assert "headrace:requests_total" in engine.metrics()
+    assert engine.tokenize("ab") == [97, 98]
+    assert engine.tokenize(["a", "b"]) == [[97], [98]]
+    assert engine.detokenize([97, 98]) == "ab"
+    assert engine.detokenize([[97], [98]]) == ["a", "b"]
+    for bad in ([97, [98]], [-1], [True]):
+        with pytest.raises(RequestError):
+            engine.detokenize(bad)
+    assert engine.explain_request("r")[0]["state"] == "finished"
+    with pytest.raises(RequestError, match="--dump-requests-dir"):
+        engine.dump_requests()
+    engine.freeze_gc()
+    assert frozen
+    assert engine.set_internal_state(max_queued_requests=5)["max_queued_requests"] == 5
+    assert engine.get_server_info()["max_queued_requests"] == 5
+    for bad in ({"max_queued_requests": 0}, {"model_path": 1}, {}):
+        with pytest.raises(RequestError):
+            engine.set_internal_state(**bad)
+    assert engine.configure_logging(log_requests=True, log_requests_level=2)["log_requests_level"] == 2
+
+
 @pytest.mark.parametrize("name", ["encode", "score", "rerank"])
 def test_what_is_not_there_yet_says_so(engine, name):
     with pytest.raises(RequestError, match="not supported yet"):

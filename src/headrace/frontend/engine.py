@@ -7,24 +7,28 @@ put together: the composition root does. Its methods may be called from any thre
 import asyncio
 import atexit
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
-from headrace.frontend.server_info import describe_server
+from headrace.frontend.prompts import check_token_ids
+from headrace.frontend.runtime_settings import LimitChanges, LogLevel
+from headrace.frontend.server_info import describe_load, describe_server
+from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import TensorFile
 from headrace.frontend.weight_operations import WeightOperations
-from headrace.messages.control import FlushCacheReply, InternalState, ReadyInfo
+from headrace.messages.control import InternalState, ReadyInfo
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
+from headrace.metrics.export import render
 
 T = TypeVar("T")
 
@@ -140,29 +144,17 @@ class Engine(WeightOperations):
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Abort the samples of `rid`, or all. An unknown rid is harmless."""
-
-        async def abort() -> None:
-            self._manager.abort_request(rid, abort_all)
-
-        self._wait(self._submit(abort()))
+        self._call(lambda: self._manager.abort_request(rid, abort_all))
 
     def open_session(
         self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
     ) -> str:
         """Open a session; its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
-
-        async def open_session() -> str:
-            return self._manager.open_session(capacity_of_str_len, session_id, timeout_s)
-
-        return self._wait(self._submit(open_session()))
+        return self._call(lambda: self._manager.open_session(capacity_of_str_len, session_id, timeout_s))
 
     def close_session(self, session_id: str) -> None:
         """Forget a session. Its running requests go on. Raises NotFoundError."""
-
-        async def close_session() -> None:
-            self._manager.close_session(session_id)
-
-        self._wait(self._submit(close_session()))
+        self._call(lambda: self._manager.close_session(session_id))
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
         """Load an adapter in peft's format; `generate(..., lora_path=lora_name)` uses it. Raises RequestError, CapacityError."""
@@ -174,33 +166,102 @@ class Engine(WeightOperations):
 
     def lora_adapters(self) -> list[str]:
         """Names of the adapters that there are."""
-
-        async def names() -> list[str]:
-            return self._manager.lora_adapters()
-
-        return self._wait(self._submit(names()))
+        return self._call(self._manager.lora_adapters)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache. False when it cannot be now: requests run."""
-
-        async def flush() -> FlushCacheReply:
-            return await self._manager.flush_cache()
-
-        return self._wait(self._submit(flush())).success
+        return self._wait(self._submit(self._manager.flush_cache())).success
 
     def internal_state(self) -> InternalState:
         """Counters and pool accounting of the scheduler."""
         return self._wait(self._submit(self._manager.internal_state()))
 
+    def get_loads(self) -> list[dict[str, Any]]:
+        """Load of each replica: requests, tokens, throughput."""
+        return [describe_load(state) for state in self._wait(self._submit(self._manager.internal_states()))]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """The served model: name, kind, sizes."""
+        args, ready = self._manager.args, self._running.ready
+        return {
+            "model_path": args.model_path,
+            "served_model_name": args.served_name,
+            "model_class": ready.model_class,
+            "is_generation": True,
+            "context_length": ready.context_length,
+            "vocab_size": ready.vocab_size,
+            "hidden_size": ready.hidden_size,
+            "dtype": ready.dtype,
+            "weight_version": self._call(lambda: self._manager.weights.version),
+        }
+
     def get_server_info(self) -> dict[str, Any]:
         """Options (keys masked), what the scheduler said of the model, and the state of each replica; see `describe_server`."""
-        args, manager = self._manager.args, self._manager
+        manager = self._manager
         states = self._wait(self._submit(manager.internal_states()))
-        return describe_server(args, self._running.ready, manager.lora_adapters(), states) | manager.changed_options()
+        info = describe_server(manager.args, self._running.ready, manager.lora_adapters(), states)
+        return info | manager.changed_options()
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine lives; with `generate`, whether it makes a token."""
         return self._wait(self._submit(self._manager.health(generate)))
+
+    def metrics(self) -> str:
+        """What /metrics would show."""
+        return self._call(lambda: render(self._manager.metrics, self._manager.args.metrics_compat)).decode()
+
+    def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
+        """Token ids of a text, or of each of several."""
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        rows = self._manager.tokenizer.encode_batch(texts, add_special_tokens, True) if texts else []
+        return rows[0] if isinstance(prompt, str) else rows
+
+    def detokenize(self, tokens: list[int] | list[list[int]], skip_special_tokens: bool = True) -> str | list[str]:
+        """The text of token ids, or of each of several lists of them. Raises RequestError."""
+        rows, is_list = _token_rows(tokens)
+        for ids in rows:
+            check_token_ids("tokens", ids, self._manager.ready.vocab_size)
+        texts = [self._manager.tokenizer.decode(ids, skip_special_tokens) for ids in rows]
+        return texts if is_list else texts[0]
+
+    def explain_request(self, rid: str) -> list[dict[str, Any]]:
+        """What happened to the samples of one of the last requests. Raises NotFoundError."""
+        return self._call(lambda: self._manager.timelines(rid, Caller(is_admin=True)))
+
+    def dump_requests(self) -> str:
+        """Write what the last requests were to `dump_requests_dir`; the file's name. Raises RequestError, ExecutionError."""
+        return self._wait(self._submit(self._manager.dump_requests()))[0]
+
+    def start_profile(
+        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+    ) -> str:
+        """Record the worker's steps to a file below `profile_dir`; a line for the operator.
+
+        num_steps: stop by itself after so many; 0 = at `stop_profile`. Raises RequestError.
+        """
+        return self._wait(self._submit(self._manager.start_profile(output_name, num_steps, activities)))
+
+    def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        return self._wait(self._submit(self._manager.stop_profile()))
+
+    def configure_logging(
+        self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
+    ) -> dict[str, Any]:
+        """Change what is logged, in every process; None = as it is. What now holds. Raises RequestError."""
+        return self._call(lambda: self._manager.configure_logging(level, log_requests, log_requests_level))
+
+    def freeze_gc(self) -> None:
+        """Leave what lives now out of garbage collection, in every process."""
+        self._call(self._manager.freeze_gc)
+
+    def set_internal_state(self, **limits: float) -> dict[str, Any]:
+        """Change limits (fields of `LimitChanges`) in every replica; what now holds. Raises RequestError."""
+        try:
+            changes = msgspec.convert(limits, LimitChanges)
+        except msgspec.ValidationError as error:
+            raise RequestError(str(error), "limits") from None
+        return msgspec.structs.asdict(self._call(lambda: self._manager.set_internal_state(changes)))
 
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
         return self._wait(self._submit(self._manager.weights.operate(operation)))
@@ -249,6 +310,14 @@ class Engine(WeightOperations):
 
     # -- between the caller's thread and the engine's
 
+    def _call(self, work: Callable[[], T]) -> T:
+        """Run `work` in the engine's loop, which alone may touch the manager."""
+
+        async def run() -> T:
+            return work()
+
+        return self._wait(self._submit(run()))
+
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         if self._is_shut_down:
             coroutine.close()
@@ -285,6 +354,16 @@ class Engine(WeightOperations):
         """Close a generator in its loop without waiting: this may run in any thread, also by garbage collection."""
         if not self._is_shut_down:
             asyncio.run_coroutine_threadsafe(_close(outputs), self._loop)
+
+
+def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], bool]:
+    """Lists of ids, and whether there may be several. Raises RequestError when both kinds are mixed."""
+    rows = [item for item in tokens if isinstance(item, list)]
+    if not rows:
+        return [[item for item in tokens if not isinstance(item, list)]], False
+    if len(rows) != len(tokens):
+        raise RequestError("tokens mixes ids and lists of ids", "tokens")
+    return rows, True
 
 
 async def _next(outputs: AsyncGenerator[Any, None]) -> Any:

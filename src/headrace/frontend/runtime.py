@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import aiohttp
 import msgspec
@@ -37,7 +37,9 @@ from headrace.errors import (
     RequestError,
 )
 from headrace.frontend import lifeline
+from headrace.frontend.runtime_settings import LogLevel
 from headrace.frontend.weight_operations import TRUNCATE_SIZE, WeightOperations
+from headrace.messages.control import InternalState
 from headrace.messages.weights import (
     CancelUpdate,
     ContinueGeneration,
@@ -185,6 +187,91 @@ class Runtime(WeightOperations):
         with self._open("/unload_lora_adapter", json.dumps(given).encode()) as reply, _faults_mapped():
             reply.read()
 
+    def lora_adapters(self) -> list[str]:
+        """Names of the adapters that there are."""
+        return [card["id"] for card in self._get("/v1/models")["data"] if card["parent"] is not None]
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Abort the samples of `rid`, or all. An unknown rid is harmless."""
+        if rid or abort_all:
+            self._ask("/abort_request", rid=rid or None, abort_all=abort_all)
+
+    def internal_state(self) -> InternalState:
+        """Counters and pool accounting of the schedulers, together."""
+        return msgspec.convert(self._get("/internal_state"), InternalState)
+
+    def get_loads(self) -> list[dict[str, Any]]:
+        """Load of each replica: requests, tokens, throughput."""
+        return list(self._get("/v1/loads")["loads"])
+
+    def get_model_info(self) -> dict[str, Any]:
+        """The served model: name, kind, sizes."""
+        return dict(self._get("/model_info"))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Options (keys masked), what the scheduler said of the model, and the state of each replica."""
+        return dict(self._get("/server_info"))
+
+    def health(self, generate: bool = False) -> bool:
+        """Whether the server lives; with `generate`, whether it makes a token."""
+        try:
+            self._get("/health_generate" if generate else "/health")
+        except (CapacityError, ExecutionError):
+            return False
+        return True
+
+    def metrics(self) -> str:
+        """What /metrics shows."""
+        with self._open("/metrics") as reply, _faults_mapped():
+            return str(reply.read().decode())
+
+    def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
+        """Token ids of a text, or of each of several. Raises RequestError."""
+        found = self._ask("/tokenize", prompt=prompt, add_special_tokens=add_special_tokens)["tokens"]
+        return list(found)
+
+    def detokenize(self, tokens: list[int] | list[list[int]], skip_special_tokens: bool = True) -> str | list[str]:
+        """The text of token ids, or of each of several lists of them. Raises RequestError."""
+        found: str | list[str] = self._ask("/detokenize", tokens=tokens, skip_special_tokens=skip_special_tokens)[
+            "text"
+        ]
+        return found
+
+    def explain_request(self, rid: str) -> list[dict[str, Any]]:
+        """What happened to the samples of one of the last requests. Raises NotFoundError."""
+        return list(self._get(f"/v1/requests/{urllib.parse.quote(rid, safe='')}")["data"])
+
+    def dump_requests(self) -> str:
+        """Write what the last requests were to `dump_requests_dir`; the file's name. Raises RequestError, ExecutionError."""
+        return str(self._ask("/dump_requests")["file"])
+
+    def start_profile(
+        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+    ) -> str:
+        """As `Engine.start_profile`. Raises RequestError."""
+        asked = {"output_dir": output_name or None, "num_steps": num_steps or None, "activities": activities}
+        return str(self._ask("/start_profile", **asked)["message"])
+
+    def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        return str(self._ask("/stop_profile")["message"])
+
+    def configure_logging(
+        self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
+    ) -> dict[str, Any]:
+        """Change what is logged, in every process; None = as it is. What now holds. Raises RequestError."""
+        asked = {"level": level, "log_requests": log_requests, "log_requests_level": log_requests_level}
+        now = self._ask("/configure_logging", **asked)
+        return {name: now[name] for name in asked}
+
+    def freeze_gc(self) -> None:
+        """Leave what lives now out of garbage collection, in every process."""
+        self._ask("/freeze_gc")
+
+    def set_internal_state(self, **limits: float) -> dict[str, Any]:
+        """Change limits (fields of `LimitChanges`) in every replica; what now holds. Raises RequestError."""
+        return dict(self._ask("/set_internal_state", server_args=limits)["server_args"])
+
     def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
         """See `WeightOperations.get_weights_by_name`."""
         answer = self._post("/get_weights_by_name", json.dumps({"name": name, "truncate_size": truncate_size}).encode())
@@ -230,6 +317,14 @@ class Runtime(WeightOperations):
         """Embeddings. Raises RequestError."""
         raise RequestError("encode is not supported yet: embedding models cannot be served")
 
+    def score(self, *_args: object, **_kwargs: object) -> Any:
+        """Scores of labels. Raises RequestError."""
+        raise RequestError("score is not supported yet")
+
+    def rerank(self, *_args: object, **_kwargs: object) -> Any:
+        """Order of documents. Raises RequestError."""
+        raise RequestError("rerank is not supported yet: cross-encoders cannot be served")
+
     def shutdown(self) -> None:
         """End the server: gently, then by force. Idempotent."""
         with self._lock:
@@ -270,8 +365,19 @@ class Runtime(WeightOperations):
             time.sleep(READY_POLL_S)
         raise ExecutionError(f"the server was not ready within {timeout_s:g} s")
 
-    def _open(self, path: str, body: bytes) -> Any:
-        request = urllib.request.Request(self.url + path, data=body, headers=self._headers, method="POST")
+    def _get(self, path: str) -> Any:
+        with self._open(path) as reply, _faults_mapped():
+            return json.load(reply)
+
+    def _ask(self, path: str, **fields: object) -> Any:
+        """The answer to a control request."""
+        with self._open(path, json.dumps(fields).encode()) as reply, _faults_mapped():
+            return json.load(reply)
+
+    def _open(self, path: str, body: bytes | None = None) -> Any:
+        """The reply to a POST, or without a body to a GET. Raises what `_error` makes of a refusal."""
+        method = "GET" if body is None else "POST"
+        request = urllib.request.Request(self.url + path, data=body, headers=self._headers, method=method)
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
@@ -356,13 +462,13 @@ def _error(status: int, body: bytes, retry_after: str | None) -> HeadraceError:
     """The error a reply stands for."""
     try:
         error = json.loads(body)["error"]
-        message, param = error["message"], error.get("param")
-    except (ValueError, KeyError, TypeError):
-        message, param = f"the server answered {status}", None
+        message, param, code = error["message"], error.get("param"), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, param, code = f"the server answered {status}", None, None
     if status in (429, 503):
         return CapacityError(message, float(retry_after or 1.0), status)
     if status == 401:
-        return AuthError(message, param)
+        return AuthError(message, param, code)
     if status == 404:
-        return NotFoundError(message, param)
-    return RequestError(message, param) if status < 500 else ExecutionError(message)
+        return NotFoundError(message, param, code)
+    return RequestError(message, param, code) if status < 500 else ExecutionError(message)

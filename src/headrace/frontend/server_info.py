@@ -64,3 +64,20 @@ def _shown(name: str, value: Any) -> Any:
         return MASK
     # Where files lie is nobody's business.
     return PurePath(value).name if os.sep in value and name not in _NOT_PATHS else value
+
+
+def describe_load(state: InternalState) -> dict[str, Any]:
+    """A replica's load, for routers: requests, tokens, throughput."""
+    pool = state.pool
+    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
+    return {
+        "dp_rank": state.dp_rank,
+        "num_running_reqs": state.num_running,
+        "num_waiting_reqs": state.num_waiting,
+        "num_waiting_tokens": state.waiting_tokens,
+        "num_used_tokens": used,
+        "max_total_tokens": pool.total_tokens,
+        "token_usage": used / pool.total_tokens if pool.total_tokens else 0.0,
+        "cache_hit_rate": state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0,
+        "gen_throughput": state.gen_throughput,
+    }

@@ -9,8 +9,8 @@ import msgspec
 
 from headrace.errors import AuthError, RequestError
 from headrace.frontend.data_parallel_controller import sum_of_states
-from headrace.frontend.server_info import describe_server
-from headrace.messages.control import FaultReq, InternalState
+from headrace.frontend.server_info import describe_load, describe_server
+from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE, render
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
@@ -113,7 +113,7 @@ class ControlAPI:
     async def loads(self, exchange: Exchange) -> None:
         """Load of each replica, for routers: requests, tokens, throughput."""
         states = await self.context.frontend.internal_states()
-        await exchange.reply_json({"loads": [_load(state) for state in states]})
+        await exchange.reply_json({"loads": [describe_load(state) for state in states]})
 
     async def internal_state(self, exchange: Exchange) -> None:
         """Counters and pool accounting of the scheduler, as they are, and the counters of this process under `frontend`."""
@@ -157,19 +157,3 @@ class ControlAPI:
         body = await exchange.read_json(_FAULT)
         await self.context.frontend.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
         await exchange.reply_json({"success": True, "message": "injected"})
-
-
-def _load(state: InternalState) -> dict[str, object]:
-    pool = state.pool
-    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
-    return {
-        "dp_rank": state.dp_rank,
-        "num_running_reqs": state.num_running,
-        "num_waiting_reqs": state.num_waiting,
-        "num_waiting_tokens": state.waiting_tokens,
-        "num_used_tokens": used,
-        "max_total_tokens": pool.total_tokens,
-        "token_usage": used / pool.total_tokens if pool.total_tokens else 0.0,
-        "cache_hit_rate": state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0,
-        "gen_throughput": state.gen_throughput,
-    }

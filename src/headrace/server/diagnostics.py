@@ -63,6 +63,5 @@ class DiagnosticsAPI:
     async def dump_requests(self, exchange: Exchange) -> None:
         """Write what the last requests were to the operator's folder; the file's name, and how many they are."""
         name, count = await self.context.frontend.dump_requests()
-        await exchange.reply_json(
-            {"success": True, "message": f"{count} requests are in {name}", "num_requests": count}
-        )
+        message = f"{count} requests are in {name}"
+        await exchange.reply_json({"success": True, "message": message, "file": name, "num_requests": count})

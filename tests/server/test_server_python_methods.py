@@ -1,0 +1,146 @@
+"""`Engine` and `Runtime` have a method for whatever has a route, with the same parameters; those of a Runtime reach the server."""
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+from fake_frontend import MODEL, Running, running_server
+
+from headrace.errors import ExecutionError, NotFoundError, RequestError
+from headrace.frontend.engine import Engine
+from headrace.frontend.runtime import Runtime
+from headrace.frontend.runtime_settings import LimitChanges
+from headrace.messages.control import InternalState
+from headrace.server.app import route_table
+
+METHODS = {
+    "/generate": ("generate", "async_generate"),
+    "/health": ("health",),
+    "/health_generate": ("health",),
+    "/tokenize": ("tokenize",),
+    "/v1/tokenize": ("tokenize",),
+    "/detokenize": ("detokenize",),
+    "/v1/detokenize": ("detokenize",),
+    "/open_session": ("open_session",),
+    "/close_session": ("close_session",),
+    "/v1/models": ("lora_adapters", "get_model_info"),
+    "/v1/models/{id:path}": ("get_model_info",),
+    "/model_info": ("get_model_info",),
+    "/get_model_info": ("get_model_info",),
+    "/server_info": ("get_server_info",),
+    "/get_server_info": ("get_server_info",),
+    "/v1/loads": ("get_loads",),
+    "/get_load": ("get_loads",),
+    "/v1/requests/{id:path}": ("explain_request",),
+    "/abort_request": ("abort_request",),
+    "/flush_cache": ("flush_cache",),
+    "/load_lora_adapter": ("load_lora_adapter",),
+    "/unload_lora_adapter": ("unload_lora_adapter",),
+    "/start_profile": ("start_profile",),
+    "/stop_profile": ("stop_profile",),
+    "/configure_logging": ("configure_logging",),
+    "/dump_requests": ("dump_requests",),
+    "/freeze_gc": ("freeze_gc",),
+    "/set_internal_state": ("set_internal_state",),
+    "/internal_state": ("internal_state",),
+    "/metrics": ("metrics",),
+    "/pause_generation": ("pause_generation",),
+    "/continue_generation": ("continue_generation",),
+    "/cancel_weight_update": ("cancel_weight_update",),
+    "/update_weights_from_disk": ("update_weights_from_disk",),
+    "/update_weights_from_tensor": ("update_weights_from_tensor",),
+    "/update_weights_from_distributed": ("update_weights_from_distributed",),
+    "/init_weights_update_group": ("init_weights_update_group",),
+    "/destroy_weights_update_group": ("destroy_weights_update_group",),
+    "/get_weights_by_name": ("get_weights_by_name",),
+    "/update_weight_version": ("update_weight_version",),
+    "/weight_version": ("get_model_info",),
+    "/get_weight_version": ("get_model_info",),
+    "/release_memory_occupation": ("release_memory_occupation",),
+    "/resume_memory_occupation": ("resume_memory_occupation",),
+}
+HTTP_ONLY = {
+    "/v1/chat/completions": "OpenAI's shapes are for OpenAI's clients",
+    "/v1/completions": "OpenAI's shapes are for OpenAI's clients",
+    "/ready": "for who watches a server; both are ready once they are made",
+    "/ping": "for who watches a server",
+    "/openapi.json": "describes the routes",
+    "/docs": "describes the routes",
+    "/inject_fault": "a test hook",
+}
+
+
+def test_every_route_has_its_methods(server: Running):
+    context = server.app.state.context
+    paths = {spec.path for spec in route_table(context)}
+    assert paths - METHODS.keys() - HTTP_ONLY.keys() == set(), "say which methods do what a new route does"
+    assert (METHODS.keys() | HTTP_ONLY.keys()) - paths == {"/inject_fault"}
+    assert not METHODS.keys() & HTTP_ONLY.keys()
+
+
+@pytest.mark.parametrize("name", sorted({name for names in METHODS.values() for name in names}))
+def test_an_engine_and_a_runtime_have_it_with_the_same_parameters(name: str):
+    ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (Engine, Runtime))
+    if name not in ("generate", "async_generate"):  # these take any field of /generate
+        assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+@pytest.fixture(scope="module")
+def fake_server() -> Iterator[Running]:
+    with running_server() as running:
+        yield running
+
+
+@pytest.fixture
+def runtime(fake_server: Running) -> Runtime:
+    """A Runtime that talks to the fake server instead of one of its own."""
+    fake_server.frontend.reset()
+    client = Runtime.__new__(Runtime)
+    client.url = fake_server.url
+    client._headers = {"Content-Type": "application/json"}
+    return client
+
+
+def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Running):
+    frontend = fake_server.frontend
+    frontend.adapters = ["poet"]
+    assert runtime.lora_adapters() == ["poet"]
+    assert runtime.get_model_info()["served_model_name"] == MODEL
+    assert runtime.get_server_info()["max_total_num_tokens"] == 1024
+    assert runtime.get_loads()[0]["num_running_reqs"] == 1
+    state = runtime.internal_state()
+    assert isinstance(state, InternalState)
+    assert (state.num_running, state.pool.consistent) == (1, True)
+    assert "headrace:" in runtime.metrics()
+    assert runtime.detokenize(runtime.tokenize("héllo")) == "héllo"
+    assert runtime.detokenize(runtime.tokenize(["a", "b"])) == ["a", "b"]
+    runtime.abort_request("r1")
+    runtime.abort_request()
+    runtime.abort_request(abort_all=True)
+    assert frontend.aborted == ["r1", "*"]
+    assert runtime.start_profile("run-1", 3) == "profiling"
+    assert frontend.profiled == [("run-1", 3, ("CPU",))]
+    with pytest.raises(RequestError, match="no profile"):
+        runtime.stop_profile()
+    runtime.freeze_gc()
+    assert frontend.num_frozen == 1
+    assert runtime.set_internal_state(max_queued_requests=5)["max_queued_requests"] == 5
+    assert frontend.changes == [LimitChanges(max_queued_requests=5)]
+    assert runtime.dump_requests() == "requests-1.json"
+    assert runtime.explain_request("known")[0]["rid"] == "known"
+    with pytest.raises(NotFoundError):
+        runtime.explain_request("a/b")
+    runtime.configure_logging(level="warning")
+    assert frontend.logging == ("warning", None, None)
+
+
+def test_a_runtime_knows_whether_its_server_is_well(runtime: Runtime, fake_server: Running):
+    assert runtime.health()
+    assert runtime.health(generate=True)
+    fake_server.frontend.alive = False
+    assert not runtime.health()
+    assert not runtime.health(generate=True)
+    runtime.url = "http://127.0.0.1:9"
+    assert not runtime.health()
+    with pytest.raises(ExecutionError):
+        runtime.get_loads()
