@@ -88,7 +88,7 @@ def without_secrets(args: ServerArgs) -> ServerArgs:
 class ChildProcess:
     """A started child. `name` is its kind, with its number when there are several, for messages to people.
 
-    rank, source: of a scheduler, see `run_scheduler`.
+    rank, source: of a scheduler, see `run_scheduler`. info: what a scheduler said when it was ready.
     """
 
     def __init__(self, kind: Kind, args: ServerArgs, ports: Ports, rank: int = 0, source: int = 0) -> None:
@@ -96,6 +96,7 @@ class ChildProcess:
         self.kind = kind
         self.rank = rank
         self.source = source
+        self.info: ReadyInfo | None = None
         self._reports_fd, report_fd = os.pipe()
         bootstrap = Bootstrap(without_secrets(args), ports, report_fd, os.getpid(), rank, source)
         self._popen = subprocess.Popen(
@@ -133,6 +134,7 @@ class ChildProcess:
                 case Progress():
                     on_progress(report.done_bytes, report.total_bytes)
                 case Ready():
+                    self.info = report.info
                     return report.info
                 case Failed(kind="config"):
                     raise ConfigError(report.message)
@@ -166,6 +168,10 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self._popen.kill()
         self._reap()
+
+    def end(self) -> None:
+        """End it now, and leave it to whoever watches it to see that."""
+        self._popen.kill()
 
     def kill(self) -> None:
         """End it now."""

@@ -321,28 +321,60 @@ class ChildParts(Parts):
 
         def on_up(child: ChildProcess) -> None:
             if child.kind == "scheduler":
+                assert child.info is not None, child.name
                 sender = self.channels.sender("to_scheduler", child.rank)
                 try:
-                    manager.restore(sender)
+                    manager.rejoin(child.name, child.rank, child.source, sender, child.info.fingerprint)
                 except BaseException:
                     sender.close()  # what is unread is not for the life after this one
                     raise
-                manager.part_up(child.name, child.rank, child.source, sender)
             else:
                 manager.part_up(child.name)
 
         def recover(dead: ChildProcess) -> bool:
-            if dead.kind == "scheduler" and not manager.weights.can_restore:
-                logger.error("its weights had been updated from tensors, which only it had: it is not started again")
+            if dead.kind != "scheduler" or manager.weights.can_restore:
+                return recovery.recover(dead)
+            logger.error(
+                "the weights were pushed, and only the schedulers that got them have them: it is not started again"
+            )
+            if not self._others_serve(dead):
                 return False
-            return recovery.recover(dead)
+            recovery.retire(dead)
+            manager.part_gone(dead.name, dead.rank)
+            return True
 
+        def on_refused(dead: ChildProcess, message: str) -> None:
+            if self._others_serve(dead):
+                manager.part_gone(dead.name, dead.rank)
+            else:
+                on_death(message)
+
+        manager.link.on_dismissed = self._kill_scheduler
         budget = RestartBudget(0 if self._args.disable_recovery else self._args.max_restarts)
         self._recovery = recovery = Recovery(
-            self.children, budget, respawn, on_down, on_up, on_death, self._args.watchdog_timeout_s
+            self.children,
+            budget,
+            respawn,
+            on_down,
+            on_up,
+            lambda _, message: on_death(message),
+            on_refused,
+            self._args.watchdog_timeout_s,
         )
         self._supervisor = Supervisor(self.children, on_death, manager.heartbeat_age_s, recover)
         self._supervisor.start()
+
+    def _others_serve(self, dead: ChildProcess) -> bool:
+        """Whether the requests of a scheduler that does not come back can go to another one."""
+        return dead.kind == "scheduler" and any(
+            child.kind == "scheduler" and child is not dead and child.exit_code is None
+            for child in tuple(self.children)
+        )
+
+    def _kill_scheduler(self, rank: int) -> None:
+        for child in tuple(self.children):
+            if child.kind == "scheduler" and child.rank == rank:
+                child.end()
 
     def stop(self) -> None:
         """End the children: asked first, killed after a few seconds. Idempotent."""

@@ -8,7 +8,7 @@ import pytest
 from frontend_fakes import READY, STATE, ByteTokenizer, request, turns
 
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import CapacityError, ConfigError, RequestError
 from headrace.frontend import data_parallel_controller as dp
 from headrace.frontend.replay import Balancer
 from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -215,10 +215,31 @@ async def test_control_messages_reach_all_that_live():
     assert [type(message) for message in seen] == [InternalStateReq, type(None), InternalStateReq]
     for rank in (2, 0):
         state = msgspec.structs.replace(STATE, dp_rank=rank)
-        house.from_engine.send(InternalStateReply(seen[0].id, state))
+        house.from_engine.send(InternalStateReply(seen[rank].id, state))
     assert [state.dp_rank for state in await asking] == [0, 2]
     house.manager.abort_request(abort_all=True)
     assert house.inboxes[0].recv_nowait() == AbortReq(abort_all=True)
+    await house.manager.close()
+
+
+async def test_a_replica_that_dies_before_it_answers_is_not_waited_for_unless_all_do():
+    house = House()
+    asking = asyncio.create_task(house.manager.internal_states())
+    await turns()
+    seen = [inbox.recv_nowait() for inbox in house.inboxes]
+    house.from_engine.send(InternalStateReply(seen[0].id, STATE))
+    await turns()
+    house.manager.part_down("scheduler 1", 1)
+    assert not asking.done(), "one that lives has not answered"
+    house.manager.part_down("scheduler 2", 2)
+    assert await asking == [STATE]
+    # What a dead one still has to say is of no interest.
+    house.from_engine.send(InternalStateReply(seen[1].id, STATE))
+    asking = asyncio.create_task(house.manager.flush_cache())
+    await turns()
+    house.manager.part_down("scheduler 0", 0)
+    with pytest.raises(CapacityError):
+        await asking
     await house.manager.close()
 
 
@@ -232,14 +253,13 @@ async def test_every_replica_is_profiled_and_one_that_had_ended_by_itself_is_no_
         await turns()
         seen = [inbox.recv_nowait() for inbox in house.inboxes]
         assert [message.start for message in seen] == [start] * 3
-        for success, message in replies:
-            house.from_engine.send(ProfileReply(seen[0].id, success, message))
+        for one, (success, message) in zip(seen, replies, strict=True):
+            house.from_engine.send(ProfileReply(one.id, success, message))
         assert await asking == ("profiling" if start else "wrote 0; no profile; wrote 2")
     asking = asyncio.create_task(house.manager.stop_profile())
     await turns()
-    asked_id = house.inboxes[0].recv_nowait().id
-    for _ in range(3):
-        house.from_engine.send(ProfileReply(asked_id, False, "none"))
+    for inbox in house.inboxes:
+        house.from_engine.send(ProfileReply(inbox.recv_nowait().id, False, "none"))
     with pytest.raises(RequestError, match="none"):
         await asking
     await house.manager.close()

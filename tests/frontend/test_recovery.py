@@ -2,7 +2,7 @@
 
 import threading
 
-from headrace.errors import ConfigError, ExecutionError
+from headrace.errors import ConfigError, ExecutionError, ModelError
 from headrace.frontend import recovery
 from headrace.frontend.recovery import Recovery, RestartBudget
 
@@ -32,8 +32,9 @@ class Child:
 
 
 class Rig:
-    def __init__(self, max_restarts=3, start_limit_s=0.0, child=None):
+    def __init__(self, max_restarts=3, start_limit_s=0.0, child=None, on_up=lambda process: None):
         self.now = 0.0
+        self.on_up = on_up
         self.heard = []
         self.changed = threading.Event()
         self.first = child or Child()
@@ -44,14 +45,19 @@ class Rig:
             RestartBudget(max_restarts, lambda: self.now),
             self.spawn,
             lambda dead: self.heard.append("down"),
-            lambda process: self.say("up"),
-            lambda message: self.say("failed"),
+            self.put_into_service,
+            lambda process, message: self.say("failed"),
+            lambda process, message: self.say("refused"),
             start_limit_s,
         )
 
     def say(self, what):
         self.heard.append(what)
         self.changed.set()
+
+    def put_into_service(self, process):
+        self.on_up(process)
+        self.say("up")
 
     def spawn(self, dead):
         process = Child(dead.name, holds=dead.holds)
@@ -106,8 +112,39 @@ def test_a_model_that_is_gone_is_not_tried_again():
     rig = Rig(child=Child(errors=[ConfigError("no such model")]))
     rig.die()
 
-    assert rig.heard == ["down", "failed"]
+    assert rig.heard == ["down", "refused"]
     assert len(rig.spawned) == 1
+
+
+def test_weights_that_are_gone_are_not_tried_again():
+    def gone(process):
+        raise ModelError("the weights that serve could not be loaded again")
+
+    rig = Rig(on_up=gone)
+    rig.die()
+
+    assert rig.heard == ["down", "refused"]
+    assert [process.killed for process in rig.spawned] == [True]
+    assert rig.children == []
+
+
+def test_one_that_dies_while_it_is_put_into_service_is_one_death_and_one_line(caplog):
+    rig = None
+
+    def die_at_once(process):
+        if len(rig.spawned) == 1:
+            assert rig.recovery.recover(process), "the supervisor has seen it"
+            raise ExecutionError("nobody answers")
+
+    rig = Rig(on_up=die_at_once)
+    rig.die()
+
+    assert rig.heard == ["down", "down", "up"]
+    assert len(rig.spawned) == 2
+    assert rig.children == rig.spawned[1:]
+    rig.recovery.stop()
+    (line,) = [record for record in caplog.records if "nobody answers" in record.getMessage()]
+    assert line.exc_info is None
 
 
 def test_the_end_ends_what_is_only_just_starting():

@@ -10,8 +10,8 @@ from headrace.messages.weights import (
     GetWeight,
     HoldForUpdate,
     PrepareUpdate,
+    SchedulerOperation,
     UpdateFromDisk,
-    WeightOperation,
     WeightOpReply,
     WeightOpReq,
 )
@@ -27,7 +27,7 @@ class Phases:
         self.rig = Rig(eos_every=ENDLESS)
         self.num_asked = 0
 
-    def ask(self, operation: WeightOperation) -> int:
+    def ask(self, operation: SchedulerOperation) -> int:
         self.num_asked += 1
         self.rig.inbox.send(WeightOpReq(self.num_asked, operation))
         self.rig.turn()

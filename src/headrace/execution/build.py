@@ -16,6 +16,7 @@ from headrace.attention import select
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
+from headrace.checkpoint.weight_cache import identity
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
@@ -65,6 +66,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
     """
     begin = time.perf_counter()
     checkpoint = open_model(args)
+    fingerprint = fingerprint_of(checkpoint)
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     spec = model_class_for(model_config, args.model_impl)
     config = resolve(args, model_config, device_facts(), BACKENDS)
@@ -93,6 +95,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             progress=progress,
             cache=cache,
         )
+        check_unchanged(checkpoint, fingerprint)
         checkpoint.release()
         give_back_free_memory()
         if cache is not None and cache.needs_writing:
@@ -132,10 +135,13 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors, penalties)
         rename = partial(spec.rename, model_config)
 
-        def load(model_path: str, load_format: LoadFormat) -> CausalLM:
+        def load(model_path: str, load_format: LoadFormat) -> tuple[CausalLM, str]:
             other = open_model(replace(args, model_path=model_path, load_format=load_format))
+            before = fingerprint_of(other)
             check_same_model(model_config, override_model(other.config, args.json_model_override_args))
-            return load_model(other, spec, placement, config=model_config)
+            model = load_model(other, spec, placement, config=model_config)
+            check_unchanged(other, before)
+            return model, before
 
         weights = ModelWeights(model, attention, pool, rename, spec.ignored, load)
         # transformers builds a model under a default dtype of its own, which is the whole process's. On a CPU it is the usual one.
@@ -175,6 +181,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         quantization=config.quantization,
         chunked_prefill_size=config.chunked_prefill_size,
         decisions=tuple(decisions),
+        fingerprint=fingerprint,
     )
 
 
@@ -211,6 +218,22 @@ def open_model(args: ServerArgs) -> Checkpoint:
     if checkpoint.kind != wanted:
         raise ModelError(f"--load-format {args.load_format}: {path.name} is a {checkpoint.kind} checkpoint")
     return checkpoint
+
+
+def fingerprint_of(checkpoint: Checkpoint) -> str:
+    """Of the files that hold the weights (see `identity`) and of what the config says; empty for random weights. Raises ModelError."""
+    if checkpoint.kind == "dummy":
+        return ""
+    try:
+        return identity(checkpoint.files(), {"config": checkpoint.config.raw})
+    except OSError as error:
+        raise ModelError(f"{checkpoint.path.name} cannot be read: {error.strerror}") from error
+
+
+def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
+    """Raises ModelError when its files are not those that were opened: some tensors may be old and some new."""
+    if fingerprint_of(checkpoint) != fingerprint:
+        raise ModelError(f"{checkpoint.path.name} was changed while it was read; load it again once it is written")
 
 
 def model_bytes(model: CausalLM) -> int:

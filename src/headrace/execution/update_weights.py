@@ -177,8 +177,8 @@ class ModelWeights:
     """The `WeightExecutor` of a model.
 
     pool: the KV cache. rename: the model's name of a tensor. ignored: parts of names that may be sent and the model does not need.
-    load: another checkpoint of the same model, as a model of its own. Raises ModelError. moved: called when the weights lie elsewhere.
-    holds_steps: see `WeightExecutor`.
+    load: another checkpoint of the same model, as a model of its own, and the fingerprint of its files. Raises ModelError.
+    moved: called when the weights lie elsewhere. holds_steps: see `WeightExecutor`.
     """
 
     model: CausalLM
@@ -186,7 +186,7 @@ class ModelWeights:
     pool: KvPool
     rename: Callable[[str], str]
     ignored: tuple[str, ...]
-    load: Callable[[str, LoadFormat], CausalLM]
+    load: Callable[[str, LoadFormat], tuple[CausalLM, str]]
     moved: Callable[[], None] = lambda: None
     holds_steps: bool = False
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
@@ -218,11 +218,10 @@ class ModelWeights:
     # -- updates
 
     def _from_disk(self, operation: UpdateFromDisk) -> Prepared:
-        other = self.load(operation.model_path, operation.load_format)
+        other, fingerprint = self.load(operation.model_path, operation.load_format)
         new = [(ours, theirs.kept()) for ours, theirs in zip(_keepers(self.model), _keepers(other), strict=True)]
-        return Prepared(
-            f"{len(new)} layers were loaded", _Switch(self.model, self.attention, new, self.moved), changes_weights=True
-        )
+        switch = _Switch(self.model, self.attention, new, self.moved)
+        return Prepared(f"{len(new)} layers were loaded", switch, changes_weights=True, fingerprint=fingerprint)
 
     def _updated(self, tensors: list[tuple[str, torch.Tensor]]) -> Prepared:
         """Stage named tensors. Consumes the list, so that each is freed once it is packed. Raises ModelError."""

@@ -1,15 +1,18 @@
-"""Control operations as awaitable calls: a request with an id goes out, replies with that id come back.
+"""Control operations as awaitable calls: a request goes out to some replicas, and the replies come back.
 
-Owns the ids and the waiters. Used by the tokenizer manager, in its event loop only.
+Owns the ids and the waiters. Every replica is asked under an id of its own, so that a reply says who gave it, and what a dead one had
+still to say is dropped. Used by the tokenizer manager, in its event loop only.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from headrace.errors import ExecutionError, HeadraceError
+from headrace.frontend.replica import Replica, nobody_lives
+from headrace.messages.channel import Message
 
 
 class Reply(Protocol):
@@ -23,49 +26,80 @@ class Reply(Protocol):
 R = TypeVar("R", bound=Reply)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting(Generic[R]):
-    """Replies to one request so far."""
+    """Replies to one request so far. missing: whose are still to come, by id."""
 
-    done: "asyncio.Future[list[R]]"
-    num_wanted: int
-    replies: list[R] = field(default_factory=list)
+    done: "asyncio.Future[None]"
+    missing: dict[int, Replica] = field(default_factory=dict)
+    replies: dict[Replica, R] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Wake the caller when there is nobody left to wait for."""
+        if not self.missing and not self.done.done():
+            self.done.set_result(None)
 
 
 class Communicator(Generic[R]):
-    """Asks `fan_out()` processes (the send function reaches them all) and gathers their replies."""
+    """Asks replicas and gathers their replies. Those that die meanwhile are not waited for."""
 
-    def __init__(self, name: str, fan_out: Callable[[], int] = lambda: 1) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._fan_out = fan_out
         self._ids = itertools.count(1)
         self._waiting: dict[int, _Waiting[R]] = {}
 
-    async def call(self, send: Callable[[int], None], timeout_s: float, num_wanted: int | None = None) -> list[R]:
-        """Send a request with a fresh id and wait for all replies, in the order of their arrival.
+    async def call(
+        self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float
+    ) -> dict[Replica, R]:
+        """Send each of `replicas` what `make(id)` gives and wait for the replies of those that live on; at least one does.
 
-        num_wanted: how many, when `send` does not reach all.
-        Raises ExecutionError when they do not all come within `timeout_s` seconds, or `fail_all`'s error.
+        Raises CapacityError when none does, ExecutionError when the replies do not come within `timeout_s` seconds, or `fail_all`'s error.
         """
-        request_id = next(self._ids)
-        waiting = _Waiting[R](asyncio.get_running_loop().create_future(), num_wanted or self._fan_out())
-        self._waiting[request_id] = waiting
+        waiting = _Waiting[R](asyncio.get_running_loop().create_future())
+        asked = {next(self._ids): replica for replica in replicas if not replica.is_lost}
+        waiting.missing.update(asked)
+        self._waiting.update(dict.fromkeys(asked, waiting))
         try:
-            send(request_id)
-            return await asyncio.wait_for(waiting.done, timeout_s)
+            # All at once: two calls reach every replica in the same order.
+            for request_id, replica in asked.items():
+                replica.sender.send(make(request_id))
+            waiting.check()
+            await asyncio.wait_for(waiting.done, timeout_s)
         except TimeoutError:
             raise ExecutionError(f"{self._name}: no answer from the engine within {timeout_s:g} s") from None
         finally:
-            del self._waiting[request_id]
+            for request_id in asked:
+                self._waiting.pop(request_id, None)
+        if not waiting.replies:
+            raise nobody_lives()
+        return waiting.replies
+
+    async def call_every(
+        self, living: Callable[[], Sequence[Replica]], make: Callable[[int], Message], timeout_s: float
+    ) -> dict[Replica, R]:
+        """As `call`, of all replicas that live when it returns: one that comes back meanwhile is asked too."""
+        replies: dict[Replica, R] = {}
+        while missing := [replica for replica in living() if replica not in replies]:
+            replies |= await self.call(missing, make, timeout_s)
+        found = {replica: replies[replica] for replica in living()}
+        if not found:
+            raise nobody_lives()
+        return found
 
     def handle(self, reply: R) -> None:
         """Take a reply. One that nobody waits for any more is dropped."""
         waiting = self._waiting.get(reply.id)
-        if waiting is None or waiting.done.done():
+        if waiting is None or reply.id not in waiting.missing:
             return
-        waiting.replies.append(reply)
-        if len(waiting.replies) == waiting.num_wanted:
-            waiting.done.set_result(waiting.replies)
+        waiting.replies[waiting.missing.pop(reply.id)] = reply
+        waiting.check()
+
+    def lost(self, replica: Replica) -> None:
+        """It has died: its replies are not waited for."""
+        for request_id, waiting in self._waiting.items():
+            if waiting.missing.get(request_id) is replica:
+                del waiting.missing[request_id]
+                waiting.check()
 
     def fail_all(self, error: HeadraceError) -> None:
         """Every waiter gets `error`."""

@@ -179,6 +179,8 @@ def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
     first = infos[0]
     if len({info.device for info in infos}) > 1:
         raise ConfigError("--dp-size: there is not a GPU for each replica; say --device cpu, or fewer replicas")
+    if len({info.fingerprint for info in infos}) > 1:
+        raise ConfigError("the checkpoint changed while the replicas read it, so that they would differ; start again")
     return msgspec.structs.replace(
         first,
         max_total_tokens=min(info.max_total_tokens for info in infos),

@@ -44,6 +44,10 @@ class RestartableProcess(Protocol):
 P = TypeVar("P", bound=RestartableProcess)
 
 
+class _DiedAgain(HeadraceError):
+    """It was seen to be dead before it served, and another is being started already."""
+
+
 class RestartBudget:
     """At most `max_restarts` within any `WINDOW_S` seconds."""
 
@@ -69,7 +73,8 @@ class Recovery(Generic[P]):
     children: the live processes, shared with the supervisor; a dead one is taken out, its replacement put in when it can serve.
     respawn: starts a process for a dead one. on_down, on_up: a process is out of service; its replacement can serve, or raises
     HeadraceError why it cannot be put into service.
-    on_failure: no more restarts, with a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
+    on_failure: no more restarts. on_refused: another start would fail as this one did, for the options or the model. Both with the dead
+    process and a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
     """
 
     def __init__(
@@ -79,7 +84,8 @@ class Recovery(Generic[P]):
         respawn: Callable[[P], P],
         on_down: Callable[[P], None],
         on_up: Callable[[P], None],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[P, str], None],
+        on_refused: Callable[[P, str], None],
         start_limit_s: float,
     ) -> None:
         self._children = children
@@ -88,6 +94,7 @@ class Recovery(Generic[P]):
         self._on_down = on_down
         self._on_up = on_up
         self._on_failure = on_failure
+        self._on_refused = on_refused
         self._start_limit_s = start_limit_s
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -96,13 +103,17 @@ class Recovery(Generic[P]):
         """Take a death in hand. False: there have been too many, or the end has begun."""
         if self._stopping.is_set() or not self._budget.take():
             return False
-        self._children.remove(dead)
-        dead.kill()
-        self._on_down(dead)
+        self.retire(dead)
         thread = threading.Thread(target=self._restart, args=(dead,), name=f"restart {dead.name}", daemon=True)
         self._threads = [other for other in self._threads if other.is_alive()] + [thread]
         thread.start()
         return True
+
+    def retire(self, dead: P) -> None:
+        """Take a dead process out of service, without another in its place."""
+        self._children.remove(dead)
+        dead.kill()
+        self._on_down(dead)
 
     def stop(self) -> None:
         """Start nothing any more, and end what is only just starting. Idempotent; from any thread."""
@@ -124,19 +135,30 @@ class Recovery(Generic[P]):
             if error is None:
                 logger.warning("the %s process is back after %.1f s", process.name, time.monotonic() - begin)
                 return
+            if isinstance(error, _DiedAgain):
+                logger.warning("%s", error.message)
+                return
             process.kill()
             logger.error("the %s process could not be started again: %s", process.name, error.message)
+            message = f"the {process.name} process has died and could not be started again"
             # What is wrong with the options or the model will be wrong the next time.
-            if isinstance(error, ConfigError | ModelError) or not self._budget.take():
-                self._on_failure(f"the {process.name} process has died and could not be started again")
+            if isinstance(error, ConfigError | ModelError):
+                self._on_refused(process, message)
+                return
+            if not self._budget.take():
+                self._on_failure(process, message)
                 return
 
     def _put_into_service(self, process: P) -> HeadraceError | None:
+        # Watched from now on: should it die meanwhile, `recover` takes it in hand.
         self._children.append(process)
         try:
             self._on_up(process)
         except HeadraceError as error:
-            self._children.remove(process)
+            try:
+                self._children.remove(process)
+            except ValueError:
+                return _DiedAgain(f"the {process.name} process died while it was put into service: {error.message}")
             return error
         return None
 

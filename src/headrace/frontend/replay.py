@@ -14,11 +14,11 @@ next death comes, or a suspect that was alone in flight, is given up.
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from headrace.frontend.replica import Replica
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Sender
@@ -35,9 +35,12 @@ PROBATION_TOKENS = 64
 WATCH_INTERVAL_S = 0.05
 NOWHERE = -1
 """Rank of a sample that no replica has."""
+NO_MORE = -2
+"""Rank of a sample that was to go to a replica which has left for good."""
 
 GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been given up"
 NOT_SENT = "the request could not be sent to the engine"
+LEFT_FOR_GOOD = "the replica that the request names has died and cannot be started again; leave out routed_dp_rank"
 TOO_LATE = "the request took longer than the server allows"
 
 
@@ -57,20 +60,11 @@ class Balancer(Protocol):
         """`rank` has begun a new life: its cache is empty."""
 
 
-@dataclass(slots=True)
-class _Replica:
-    """One scheduler through its lives. source: signs the outputs of this life."""
-
-    sender: Sender
-    source: int
-    is_up: bool = True
-
-
 class EngineLink:
     """Sends samples to the schedulers and control messages to all of them; a `Sender`.
 
     samples: the table of live samples. end: ends one here, as an output with this finish reason would. to_detokenizer: where it can be
-    told that a source is gone. balancer: None for one replica.
+    told that a source is gone. balancer: None for one replica. on_dismissed: ends the process of a replica, which is then started again.
     """
 
     def __init__(
@@ -87,7 +81,9 @@ class EngineLink:
         self.gone: set[int] = set()
         self.num_replayed = 0
         self.num_given_up = 0
-        self._replicas = [_Replica(sender, rank) for rank, sender in enumerate(schedulers)]
+        self.on_dismissed: Callable[[int], None] = lambda rank: None
+        self._replicas = [Replica(rank, sender, source=rank) for rank, sender in enumerate(schedulers)]
+        self._left_for_good: set[int] = set()
         self._sources = itertools.count(len(schedulers))
         self._samples = samples
         self._end = end
@@ -105,16 +101,28 @@ class EngineLink:
     @property
     def is_serving(self) -> bool:
         """Some scheduler and the detokenizer are up."""
-        return self._detokenizer_is_up and any(replica.is_up for replica in self._replicas)
+        return self._detokenizer_is_up and bool(self.replicas_up())
+
+    def replicas_up(self) -> list[Replica]:
+        """Those that live, by rank."""
+        return [replica for replica in self._replicas if not replica.is_lost]
 
     @property
-    def ranks_up(self) -> list[int]:
-        """Replicas that live."""
-        return [rank for rank, replica in enumerate(self._replicas) if replica.is_up]
+    def num_restarting(self) -> int:
+        """Replicas that have died and are being started again."""
+        return sum(replica.is_lost and replica.rank not in self._left_for_good for replica in self._replicas)
 
-    def num_up(self) -> int:
-        """How many replicas live: so many answer a control message."""
-        return len(self.ranks_up)
+    def has_begun(self) -> bool:
+        """Some request that somebody waits for has outputs, or another sample of its prompt has, and goes on."""
+        waiting = [s for s in self._samples.values() if s.finish is None and not s.call.abandoned]
+        calls = {id(sample.call): sample.call for sample in waiting}.values()
+        begun = {other.shown_id for call in calls for other in call.samples if other.output_ids or other.finish}
+        return any(sample.shown_id in begun for sample in waiting)
+
+    def dismiss(self, replica: Replica) -> None:
+        """End a replica that is not what the others are. It is seen to be dead, and started again, as any other."""
+        if not replica.is_lost:
+            self.on_dismissed(replica.rank)
 
     @property
     def num_held(self) -> int:
@@ -147,6 +155,9 @@ class EngineLink:
             assert sample.request is not None, sample.rid
             group = sample.request.group
             rank = ranks_of_groups[group] if group in ranks_of_groups else self._choose(sample)
+            if rank == NO_MORE:
+                self._end(sample, FinishReason("abort", message=LEFT_FOR_GOOD, status_code=500))
+                continue
             if rank == NOWHERE or not self._may_go(sample):
                 continue
             if group:
@@ -167,9 +178,8 @@ class EngineLink:
         if isinstance(message, FaultReq) and message.kind == "crash":
             # Test hook: a request that kills, kills every scheduler that gets it.
             self._crashes.append(message)
-        for replica in self._replicas:
-            if replica.is_up:
-                replica.sender.send(message)
+        for replica in self.replicas_up():
+            replica.sender.send(message)
 
     def close(self) -> None:
         """Watch no longer. The senders are their owner's."""
@@ -189,10 +199,12 @@ class EngineLink:
         """A number for a life that begins. From any thread."""
         return next(self._sources)
 
-    def scheduler_down(self, rank: int) -> None:
-        """A replica has died: others take its samples, or they are held until it is up again."""
+    def scheduler_down(self, rank: int) -> Replica:
+        """A replica has died: others take its samples, or they are held until it is up again. Which life it was."""
         replica = self._replicas[rank]
-        replica.is_up = False
+        if replica.is_lost:
+            return replica
+        replica.is_lost = True
         # Its next life binds the same address: what this one has not read is not for that one.
         replica.sender.close()
         self._forget_source(replica.source)
@@ -200,10 +212,16 @@ class EngineLink:
             self._balancer.forget(rank)
         self._take_back({rank})
         self._release()
+        return replica
+
+    def scheduler_gone(self, rank: int) -> None:
+        """A replica that has died does not come back. What was to go to it alone ends."""
+        self._left_for_good.add(rank)
+        self._release()
 
     def scheduler_up(self, rank: int, source: int, sender: Sender) -> None:
         """A replica's new life can be sent to."""
-        self._replicas[rank] = _Replica(sender, source)
+        self._replicas[rank] = Replica(rank, sender, source)
         for crash in self._crashes:
             sender.send(crash)
         self._release()
@@ -211,11 +229,10 @@ class EngineLink:
     def detokenizer_down(self) -> None:
         """It has died, and with it the state of every sample's text: the schedulers begin every sample again when it is back."""
         self._detokenizer_is_up = False
-        for replica in self._replicas:
-            if replica.is_up:
-                self._forget_source(replica.source)
-                replica.source = self.new_source()
-                replica.sender.send(ResetReq(replica.source))
+        for replica in self.replicas_up():
+            self._forget_source(replica.source)
+            replica.source = self.new_source()
+            replica.sender.send(ResetReq(replica.source))
         self._take_back(set(range(len(self._replicas))))
         self._release()
 
@@ -272,9 +289,11 @@ class EngineLink:
         if self._balancer is None:
             return 0
         assert sample.request is not None, sample.rid
-        if sample.routed_rank is not None:
-            return sample.routed_rank if self._replicas[sample.routed_rank].is_up else NOWHERE
-        return self._balancer.choose(sample.request, self.ranks_up)
+        if (named := sample.routed_rank) is not None:
+            if named in self._left_for_good:
+                return NO_MORE
+            return NOWHERE if self._replicas[named].is_lost else named
+        return self._balancer.choose(sample.request, [replica.rank for replica in self.replicas_up()])
 
     def _may_go(self, sample: ReqState) -> bool:
         """False for a suspect while another one is on probation."""

@@ -33,7 +33,9 @@ from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
+from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
+from headrace.frontend.replica import nobody_lives
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import LimitChanges, Limits, RuntimeSettings
@@ -111,8 +113,6 @@ HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
 LOGGED_CHARACTERS = 200
 LOGGED_IDS = 50
-RESTARTING = "a part of the engine has died and is being started again"
-RESTART_RETRY_S = 2.0
 DEADLINE_STATUS = 408
 """Status of the scheduler's aborts of requests that ran out of time."""
 NO_ROOM_STATUS = 503
@@ -209,17 +209,18 @@ class TokenizerManager:
         self._heartbeats: dict[str, float] = {}
         self._weights = WeightControl(
             self.link,
-            self.link.num_up,
             self._check_control,
             lambda: self.abort_request(abort_all=True),
+            ready.fingerprint,
             self._note_operation,
         )
-        self._flushes = Communicator[FlushCacheReply]("flush_cache", self.link.num_up)
-        self._states = Communicator[InternalStateReply]("internal_state", self.link.num_up)
-        self._healths = Communicator[HealthCheckReply]("health", self.link.num_up)
-        self._lora_replies = Communicator[LoraReply]("adapters", self.link.num_up)
+        self._rejoin = Rejoin(self._weights, self.part_up)
+        self._flushes = Communicator[FlushCacheReply]("flush_cache")
+        self._states = Communicator[InternalStateReply]("internal_state")
+        self._healths = Communicator[HealthCheckReply]("health")
+        self._lora_replies = Communicator[LoraReply]("adapters")
         self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora)
-        self._profiles = Communicator[ProfileReply]("profile", self.link.num_up)
+        self._profiles = Communicator[ProfileReply]("profile")
         self._communicators = (
             self._flushes,
             self._states,
@@ -840,9 +841,8 @@ class TokenizerManager:
         if self.failure is not None:
             raise ExecutionError(self.failure)
         # The detokenizer has no part in it.
-        if not self.link.num_up():
-            raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
-        return await self._lora_replies.call(lambda i: self._to_scheduler.send(make(i)), LORA_TIMEOUT_S)
+        replies = await self._lora_replies.call_every(self.link.replicas_up, make, LORA_TIMEOUT_S)
+        return list(replies.values())
 
     def _on_lora_reply(self, reply: LoraReply) -> None:
         if reply.id != RESTORED:
@@ -853,14 +853,15 @@ class TokenizerManager:
     async def flush_cache(self) -> FlushCacheReply:
         """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""
         self._check_control()
-        replies = await self._flushes.call(lambda i: self._to_scheduler.send(FlushCacheReq(i)), CONTROL_TIMEOUT_S)
+        asked = await self._flushes.call(self.link.replicas_up(), FlushCacheReq, CONTROL_TIMEOUT_S)
+        replies = list(asked.values())
         return next((reply for reply in replies if not reply.success), replies[0])
 
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each replica that lives. Raises CapacityError, ExecutionError."""
         self._check_control()
-        replies = await self._states.call(lambda i: self._to_scheduler.send(InternalStateReq(i)), CONTROL_TIMEOUT_S)
-        return sorted((reply.state for reply in replies), key=lambda state: state.dp_rank)
+        replies = await self._states.call(self.link.replicas_up(), InternalStateReq, CONTROL_TIMEOUT_S)
+        return sorted((reply.state for reply in replies.values()), key=lambda state: state.dp_rank)
 
     async def internal_state(self) -> InternalState:
         """As `internal_states`, of all together."""
@@ -881,7 +882,7 @@ class TokenizerManager:
 
     async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
         self._check_control()
-        replies = await self._profiles.call(lambda i: self._to_scheduler.send(make(i)), PROFILE_TIMEOUT_S)
+        replies = list((await self._profiles.call(self.link.replicas_up(), make, PROFILE_TIMEOUT_S)).values())
         if not any(reply.success for reply in replies):
             raise RequestError(replies[0].message)
         return "; ".join(dict.fromkeys(reply.message for reply in replies))
@@ -952,9 +953,9 @@ class TokenizerManager:
     async def _can_generate(self) -> bool:
         """Whether the engine makes a token now, or is seen to be making some."""
         try:
-            replies = await self._healths.call(lambda i: self._to_scheduler.send(HealthCheckReq(i)), HEALTH_TIMEOUT_S)
+            replies = await self._healths.call(self.link.replicas_up(), HealthCheckReq, HEALTH_TIMEOUT_S)
             # An engine that was told to wait cannot make a token; that its loop turns is all there is to see.
-            return all(reply.busy or reply.held for reply in replies) or await asyncio.wait_for(
+            return all(reply.busy or reply.held for reply in replies.values()) or await asyncio.wait_for(
                 self._generate_one(), HEALTH_TIMEOUT_S
             )
         except (HeadraceError, TimeoutError):
@@ -1017,7 +1018,7 @@ class TokenizerManager:
         if self.failure is not None:
             raise ExecutionError(self.failure)
         if not self.link.is_serving:
-            raise CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+            raise nobody_lives()
         self.start()
 
     def _tell_detokenizer(self, message: Message) -> None:
@@ -1035,19 +1036,26 @@ class TokenizerManager:
         if rank is None:
             self.link.detokenizer_down()
             return
-        self.link.scheduler_down(rank)
-        error = CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+        self._rejoin.lost(rank)
+        replica = self.link.scheduler_down(rank)
         for communicator in self._communicators:
-            communicator.fail_all(error)
+            communicator.lost(replica)
 
-    def restore(self, sender: Sender) -> None:
-        """Tell a scheduler's new life what the old one had been told. From any thread but the loop's; returns when it has done it.
+    def part_gone(self, name: str, rank: int) -> None:
+        """A replica that has died does not come back; the others serve on."""
+        if not self._is_in_loop(self.part_gone, name, rank):
+            return
+        logger.error("the %s process is not started again; the other replicas serve on", name)
+        self.link.scheduler_gone(rank)
 
-        Raises ExecutionError when it cannot.
-        """
+    def rejoin(self, name: str, rank: int, source: int, sender: Sender, started_from: str) -> None:
+        """A scheduler's new life is told what the others know, and put into service. From any thread but the loop's; see `Rejoin.run`."""
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._weights.restore(sender), loop).result()
+        if loop is None:
+            self._weights.check_start(started_from)
+            self.part_up(name, rank, source, sender)
+        else:
+            self._rejoin.run(loop, name, rank, source, sender, started_from)
 
     def part_up(self, name: str, rank: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
         """It is back. rank, source, sender: of a scheduler's new life."""
@@ -1061,8 +1069,6 @@ class TokenizerManager:
             self.link.detokenizer_up()
         else:
             self.settings.tell_scheduler(sender)
-            # A load under way has not been sent to this one: it is taken back.
-            self._lora_replies.fail_all(CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S))
             self._adapters.restore(sender)
             self.link.scheduler_up(rank, source, sender)
 

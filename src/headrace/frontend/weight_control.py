@@ -1,28 +1,42 @@
 """Operations on weights, generation and memory, as awaitable calls of the main process.
 
-Owns the waiting for their replies, the label of the weights as last heard, what a scheduler that begins a new life has to be told of
-earlier operations, and the files that tensors cross in. Does not carry operations out: the scheduler and the worker do. Everything runs
-in the event loop of the tokenizer manager, except `TensorFile`, which its maker owns, and where it is said.
+Owns who may do what at once, the waiting for replies, what a replica that begins a new life is told before it serves, and the files that
+tensors cross in. What holds is in the log (`operation_log`), an update in phases is `update_phases`. Does not carry operations out: the
+scheduler and the worker do. Everything runs in the event loop of the tokenizer manager, except `TensorFile`, which its maker owns, and
+where it is said.
+
+    pause, continue     at once, also while others wait; the last one counts. Entered before they are sent.
+    cancel              at once: updates, and joinings of groups, that have not taken effect fail
+    everything else     one at a time, so that all replicas see the same order
 """
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
-from headrace.errors import ExecutionError, HeadraceError, RequestError
+from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelError, RequestError
 from headrace.frontend.communicator import Communicator
-from headrace.messages.channel import Sender
+from headrace.frontend.operation_log import OperationLog, Standing, Weights
+from headrace.frontend.replica import RESTART_RETRY_S, Replica, nobody_lives
+from headrace.frontend.update_phases import NOBODY, REPLY_TIMEOUT_S, Fleet, Refused, Undecided, UpdatePhases
+from headrace.log import get_logger
 from headrace.messages.weights import (
+    CancelUpdate,
     ContinueGeneration,
+    DestroyGroup,
+    GetWeight,
     InitGroup,
-    MemoryTag,
     PauseGeneration,
     ReleaseMemory,
     ResumeMemory,
+    SchedulerOperation,
     SetWeightVersion,
+    Update,
     UpdateFromDisk,
     UpdateFromDistributed,
     UpdateFromTensors,
@@ -31,111 +45,323 @@ from headrace.messages.weights import (
     WeightOpReq,
 )
 
-REPLY_TIMEOUT_S = 24 * 3600.0
-"""The scheduler answers every operation, and its death ends the wait: this only bounds it."""
+logger = get_logger(__name__)
+
+Replies = Mapping[Replica, WeightOpReply]
 
 
 class WeightControl:
     """See the module's text.
 
-    to_schedulers: reaches all of them. num_schedulers: how many answer. check: raises when the engine is gone. abort_all: ends every
-    request, also those that have not reached a scheduler. on_done: told of every operation that succeeded on all.
+    fleet: the replicas. check: raises when the engine is gone. abort_all: ends every request, also those that have not reached a
+    scheduler. started_from: fingerprint of the checkpoint that the schedulers began with. on_done: told of every operation that
+    succeeded on all.
     """
 
     def __init__(
         self,
-        to_schedulers: Sender,
-        num_schedulers: Callable[[], int],
+        fleet: Fleet,
         check: Callable[[], None],
         abort_all: Callable[[], None],
+        started_from: str = "",
         on_done: Callable[[WeightOperation], None] = lambda operation: None,
     ) -> None:
-        self.version = "default"
-        self._to_schedulers = to_schedulers
-        self._num_schedulers = num_schedulers
+        self.log = OperationLog()
+        self._fleet = fleet
         self._check = check
         self._abort_all = abort_all
+        self._started_from = started_from
         self._on_done = on_done
-        self._replies = Communicator[WeightOpReply]("weights", num_schedulers)
-        self._pushed = False
-        self._loaded: UpdateFromDisk | None = None
-        self._pause: PauseGeneration | None = None
-        self._released: frozenset[MemoryTag] = frozenset()
+        self._replies = Communicator[WeightOpReply]("weights")
+        self._phases = UpdatePhases(fleet, self._replies, self.log)
+        self._turn = asyncio.Lock()
+        self._undecided: set[Undecided] = set()
+        self._groups: dict[str, frozenset[Replica]] = {}
+
+    @property
+    def version(self) -> str:
+        """What the weights are called."""
+        return self.log.standing.version
 
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
-        """Carry out one operation on every replica; the reply says whether it succeeded, on all.
+        """Carry out one operation on every replica; the reply says whether it succeeded, on all. After a failure all is as it was.
 
-        Raises ExecutionError when the engine is gone, RequestError for what replicas cannot do.
+        Cancelling this drops an update that is not decided yet; everything else goes on.
+        Raises ExecutionError when the engine is gone, CapacityError while it is being started again, RequestError for what makes no sense.
         """
         self._check()
-        if isinstance(operation, InitGroup) and self._num_schedulers() > 1:
-            raise RequestError("replicas (--dp-size) cannot join a process group; update from disk or from tensors")
-        if _aborts(operation):
-            self._abort_all()
-        replies = await self._ask(self._to_schedulers, operation)
-        self.version = replies[0].weight_version
-        failed = [reply for reply in replies if not reply.success]
-        if not failed:
-            self._note(operation)
+        match operation:
+            case PauseGeneration() | ContinueGeneration():
+                reply = await self._tell(operation)
+            case GetWeight():
+                reply = _sum_of(await self._ask(self._up()[:1], operation))
+            case CancelUpdate():
+                reply = await self._cancel()
+            case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
+                with self._cancellable() as undecided:
+                    async with self._turn:
+                        reply = await self._update(operation, undecided)
+            case InitGroup():
+                reply = await _to_its_end(self._join_group(operation))
+            case _:
+                reply = await _to_its_end(self._in_turn(operation))
+        reply = msgspec.structs.replace(reply, weight_version=self.version)
+        if reply.success:
             self._on_done(operation)
-        elif len(failed) < len(replies):
-            return msgspec.structs.replace(failed[0], message=f"replicas differ, do it again: {failed[0].message}")
-        num_paused = sum(reply.num_paused_requests for reply in replies)
-        return msgspec.structs.replace((failed or replies)[0], num_paused_requests=num_paused)
+        return reply
 
     def handle(self, reply: WeightOpReply) -> None:
         """Take a reply."""
         self._replies.handle(reply)
 
-    # -- a scheduler's new life
-
-    @property
-    def can_restore(self) -> bool:
-        """False once tensors were pushed: they are nowhere but in the scheduler. From any thread."""
-        return not self._pushed
-
-    async def restore(self, to_scheduler: Sender) -> None:
-        """Bring a scheduler that has just begun to where the others are, before it gets requests. Raises ExecutionError."""
-        for operation in self._history():
-            (reply,) = await self._ask(to_scheduler, operation, 1)
-            if not reply.success:
-                raise ExecutionError(f"{type(operation).__name__} could not be repeated: {reply.message}")
-
-    def _history(self) -> list[WeightOperation]:
-        history: list[WeightOperation] = []
-        if self._loaded is not None:
-            history.append(self._loaded)
-        if self.version != "default":
-            history.append(SetWeightVersion(self.version))
-        if self._pause is not None:
-            history.append(self._pause)
-        if self._released:
-            history.append(ReleaseMemory(tuple(sorted(self._released))))
-        return history
-
-    def _note(self, operation: WeightOperation) -> None:
-        match operation:
-            case UpdateFromDisk():
-                self._loaded, self._pushed = operation, False
-            case UpdateFromTensors() | UpdateFromDistributed():
-                self._pushed = True
-            case PauseGeneration():
-                self._pause = operation
-            case ContinueGeneration():
-                self._pause = None
-            case ReleaseMemory():
-                self._released |= set(operation.tags)
-            case ResumeMemory():
-                self._released -= set(operation.tags)
-
-    async def _ask(
-        self, sender: Sender, operation: WeightOperation, num_asked: int | None = None
-    ) -> list[WeightOpReply]:
-        return await self._replies.call(lambda i: sender.send(WeightOpReq(i, operation)), REPLY_TIMEOUT_S, num_asked)
+    def lost(self, replica: Replica) -> None:
+        """A replica has died."""
+        self._replies.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
         """Every waiter gets `error`."""
         self._replies.fail_all(error)
+
+    # -- what holds at once
+
+    async def _tell(self, operation: WeightOperation) -> WeightOpReply:
+        """An order that no replica refuses. It holds from now on: whoever dies is told in its next life."""
+        self.log.enter(operation)
+        if _aborts(operation):
+            self._abort_all()
+        try:
+            return _sum_of(await self._ask(self._up(), operation))
+        except CapacityError:
+            return WeightOpReply(NOBODY, True, "it holds once the engine has been started again", self.version)
+
+    # -- one at a time
+
+    async def _in_turn(self, operation: WeightOperation) -> WeightOpReply:
+        async with self._turn:
+            self._check()
+            match operation:
+                case ReleaseMemory():
+                    return await self._release(operation)
+                case ResumeMemory():
+                    return await self._resume(operation)
+                case DestroyGroup():
+                    return await self._destroy_group(operation)
+                case SetWeightVersion():
+                    return await self._tell(operation)
+                case _:
+                    raise AssertionError(operation)
+
+    @contextlib.contextmanager
+    def _cancellable(self) -> Iterator[Undecided]:
+        undecided = Undecided()
+        self._undecided.add(undecided)
+        try:
+            yield undecided
+        finally:
+            self._undecided.discard(undecided)
+
+    async def _cancel(self) -> WeightOpReply:
+        """Not what is decided. Replicas are told too, for what they wait for."""
+        number = len(self._undecided)
+        for undecided in self._undecided:
+            undecided.is_cancelled = True
+        await self._ask(self._up(), CancelUpdate())
+        text = f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
+        return WeightOpReply(NOBODY, True, text, self.version)
+
+    async def _update(self, update: Update, undecided: Undecided) -> WeightOpReply:
+        self._check()
+        if isinstance(update, UpdateFromDistributed):
+            self._check_group(update.group_name)
+        try:
+            return await self._phases.carry_out(update, undecided, lambda: self._undecided.discard(undecided))
+        except Refused as refused:
+            if isinstance(update, UpdateFromDistributed) and refused.num_refused < refused.num_asked:
+                # Some have left the group, and without them nothing arrives any more.
+                return await self._leave_group(update.group_name, refused.reply)
+            return refused.reply
+
+    async def _release(self, operation: ReleaseMemory) -> WeightOpReply:
+        replies = await self._ask_every(operation)
+        if all(reply.success for reply in replies.values()):
+            self.log.enter(operation)
+            return _sum_of(replies)
+        # Some were idle and others not: those that did it take it back.
+        taken = tuple(tag for tag in operation.tags if tag not in self.log.standing.released)
+        done = [replica for replica, reply in replies.items() if reply.success]
+        if done and taken:
+            await self._ask_or_dismiss(done, ResumeMemory(taken))
+        return _sum_of(replies)
+
+    async def _resume(self, operation: ResumeMemory) -> WeightOpReply:
+        replies = await self._ask_every(operation)
+        if not any(reply.success for reply in replies.values()):
+            return _sum_of(replies)
+        self.log.enter(operation)
+        # Requests run on some already: the others begin again, with their memory.
+        self._dismiss_failed(replies)
+        return _sum_of({replica: reply for replica, reply in replies.items() if reply.success})
+
+    # -- process groups
+
+    async def _join_group(self, operation: InitGroup) -> WeightOpReply:
+        with self._cancellable() as undecided:
+            async with self._turn:
+                self._check()
+                if undecided.is_cancelled:
+                    return undecided.refused(self.version).reply
+                return await self._init_group(operation)
+
+    async def _init_group(self, operation: InitGroup) -> WeightOpReply:
+        """Every replica joins, at ranks that follow each other. Raises RequestError when the group has no room for all."""
+        replicas = self._up()
+        last = operation.rank_offset + len(replicas) - 1
+        if last >= operation.world_size:
+            raise RequestError(
+                f"{len(replicas)} replicas take the ranks {operation.rank_offset} to {last}, so world_size must be at least {last + 1}, "
+                f"got {operation.world_size}",
+                "world_size",
+            )
+        if self._fleet.num_restarting:
+            raise CapacityError("a replica has died and is being started again; join once it is back", RESTART_RETRY_S)
+        ranks = {replica: operation.rank_offset + i for i, replica in enumerate(replicas)}
+        calls = [
+            self._ask([replica], msgspec.structs.replace(operation, rank_offset=rank))
+            for replica, rank in ranks.items()
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        replies: dict[Replica, WeightOpReply] = {}
+        for answer in answers:
+            if isinstance(answer, dict):
+                replies |= answer
+            elif not isinstance(answer, CapacityError):
+                raise answer
+        self._groups[operation.group_name] = frozenset(replies)
+        failed = [reply for reply in replies.values() if not reply.success]
+        if len(replies) < len(replicas) and not failed:
+            failed = [WeightOpReply(NOBODY, False, "a replica died while the group was joined", self.version)]
+        if not failed:
+            return _sum_of(replies)
+        if any(reply.success for reply in replies.values()):
+            await self._leave_group(operation.group_name, failed[0])
+        return failed[0]
+
+    async def _destroy_group(self, operation: DestroyGroup) -> WeightOpReply:
+        joined = self._groups.pop(operation.group_name, frozenset())
+        members = [replica for replica in self._up() if replica in joined]
+        return _sum_of(await self._ask(members or self._up(), operation))
+
+    async def _leave_group(self, name: str, why: WeightOpReply) -> WeightOpReply:
+        joined = self._groups.pop(name, frozenset())
+        members = [replica for replica in self._fleet.replicas_up() if replica in joined]
+        if members:
+            await self._ask(members, DestroyGroup(name))
+        left = f"the group {name!r} was left; join it again"
+        message = why.message if left in why.message else f"{why.message}. {left[0].upper()}{left[1:]}"
+        return msgspec.structs.replace(why, success=False, message=message)
+
+    def _check_group(self, name: str) -> None:
+        """Raises RequestError when a replica has begun another life since it joined."""
+        members = self._groups.get(name)
+        if members is not None and (strangers := [r.rank for r in self._up() if r not in members]):
+            raise RequestError(
+                f"replica {strangers[0]} was started again since the group {name!r} was joined; destroy the group and join it again",
+                "group_name",
+            )
+
+    # -- a scheduler's new life
+
+    @property
+    def can_restore(self) -> bool:
+        """False once tensors were pushed: only the replicas that got them have them. From any thread."""
+        return self.log.can_be_told
+
+    async def catch_up(self, replica: Replica, started_from: str) -> None:
+        """Tell a life that has just begun, with the checkpoint of this fingerprint, what the others know.
+
+        When this returns there is nothing left to tell, until something is awaited. Raises ModelError when the weights that serve are not
+        where they were, ExecutionError when it dies or cannot follow.
+        """
+        told = Standing()
+        while orders := self.log.standing.orders_after(told):
+            aim = self.log.standing
+            for order in orders:
+                await self._repeat(replica, order, aim.weights)
+            told = aim
+        self.check_start(started_from)
+
+    def check_start(self, started_from: str) -> None:
+        """Raises ModelError when a new life began with another checkpoint than the server, and nothing has replaced its weights since."""
+        if self.log.standing.weights is None and started_from != self._started_from:
+            raise ModelError(
+                "the files of the checkpoint are not those that the server was started with, so it would serve other weights under "
+                "their name. Put the old files back, or restart the server to serve the new ones"
+            )
+
+    async def _repeat(self, replica: Replica, order: WeightOperation, weights: Weights | None) -> None:
+        (reply,) = (await self._ask([replica], order)).values()
+        is_update = isinstance(order, UpdateFromDisk)
+        if not reply.success and is_update:
+            raise ModelError(f"the weights that serve could not be loaded again: {reply.message}")
+        if not reply.success:
+            raise ExecutionError(f"{type(order).__name__} could not be repeated: {reply.message}")
+        if is_update and weights is not None and reply.fingerprint != weights.fingerprint:
+            raise ModelError(
+                "the files of the weights that serve are not those that were loaded, so it would serve others under their name. "
+                "Put the old files back, or update the weights from the new ones"
+            )
+
+    # -- asking
+
+    def _up(self) -> list[Replica]:
+        replicas = self._fleet.replicas_up()
+        if not replicas:
+            raise nobody_lives()
+        return replicas
+
+    async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> dict[Replica, WeightOpReply]:
+        return await self._replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
+
+    async def _ask_every(self, operation: SchedulerOperation) -> dict[Replica, WeightOpReply]:
+        return await self._replies.call_every(
+            self._fleet.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
+        )
+
+    async def _ask_or_dismiss(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> None:
+        """What must be done: who does not begins again without."""
+        try:
+            self._dismiss_failed(await self._ask(replicas, operation))
+        except CapacityError:
+            return  # they have all died
+
+    def _dismiss_failed(self, replies: Replies) -> None:
+        for replica, reply in replies.items():
+            if not reply.success:
+                logger.error("replica %d is started again: %s", replica.rank, reply.message)
+                self._fleet.dismiss(replica)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply:
+    """It goes on when its caller gives up waiting."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_note_failure)
+        raise
+
+
+def _note_failure(task: "asyncio.Task[WeightOpReply]") -> None:
+    """Nobody waits for it any more."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("an operation whose caller has left failed: %s", error)
+
+
+def _sum_of(replies: Replies) -> WeightOpReply:
+    """The first failure, or the first reply, with the paused requests of all."""
+    failed = [reply for reply in replies.values() if not reply.success]
+    num_paused = sum(reply.num_paused_requests for reply in replies.values())
+    return msgspec.structs.replace((failed or list(replies.values()))[0], num_paused_requests=num_paused)
 
 
 def _aborts(operation: WeightOperation) -> bool:

@@ -195,7 +195,7 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class ReadyInfo(msgspec.Struct, frozen=True):
-    """What a scheduler says of its model and memory when it is ready (the ready pipe; JSON)."""
+    """What a scheduler says of its model and memory when it is ready (the ready pipe; JSON). fingerprint: of the checkpoint's files."""
 
     max_total_tokens: int
     max_running_requests: int
@@ -214,6 +214,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     quantization: str = "none"
     chunked_prefill_size: int = 512
     decisions: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     @property
     def weights(self) -> str:

@@ -151,16 +151,16 @@ class CancelUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False)
 
 WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | ReleaseMemory | ResumeMemory
 """What the worker does; the rest is the scheduler's own."""
-ClientOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion | CancelUpdate
+WeightOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion | CancelUpdate
 """What a client may ask for. An update is carried out in phases, so that all replicas have it or none."""
-WeightOperation = ClientOperation | PrepareUpdate | HoldForUpdate | CommitUpdate | DropUpdate
+SchedulerOperation = WeightOperation | PrepareUpdate | HoldForUpdate | CommitUpdate | DropUpdate
 
 
 class WeightOpReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Ask for an operation."""
 
     id: int
-    operation: WeightOperation
+    operation: SchedulerOperation
 
 
 class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -45,9 +45,12 @@ USUAL_CHARS_PER_TOKEN = 8
 
 
 class WeightFrontend(Protocol):
-    """What the server needs of the `WeightControl`. version: what the weights are called now."""
+    """What the server needs of the `WeightControl`."""
 
-    version: str
+    @property
+    def version(self) -> str:
+        """What the weights are called now."""
+        ...
 
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
         """Carry out one operation; its reply says whether it succeeded."""

@@ -1,0 +1,65 @@
+"""Brings a scheduler's new life into service: told all that the others know, and from then on asked with them.
+
+Owns which lives are on their way. Between the last word of the log and the first request nothing is awaited, so no order falls between.
+Called from the thread that started the process; works in the event loop of the tokenizer manager.
+"""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+
+from headrace.errors import ExecutionError
+from headrace.frontend.replica import Replica
+from headrace.frontend.weight_control import WeightControl
+from headrace.messages.channel import Sender
+
+LOOK_S = 0.2
+
+
+class Rejoin:
+    """See the module's text. put_into_service: see `TokenizerManager.part_up`."""
+
+    def __init__(
+        self, weights: WeightControl, put_into_service: Callable[[str, int | None, int, Sender | None], None]
+    ) -> None:
+        self._weights = weights
+        self._put_into_service = put_into_service
+        self._on_the_way: dict[int, Replica] = {}
+
+    def lost(self, rank: int) -> None:
+        """The process of this rank has died: what is told to it is not waited for. In the event loop."""
+        if (replica := self._on_the_way.get(rank)) is not None:
+            replica.is_lost = True
+            self._weights.lost(replica)
+
+    def run(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        rank: int,
+        source: int,
+        sender: Sender,
+        started_from: str,
+    ) -> None:
+        """From any thread but the loop's; returns when it is in service.
+
+        Raises ModelError when the weights that serve are not where they were, another HeadraceError when it cannot be done.
+        """
+        done = asyncio.run_coroutine_threadsafe(self._run(name, rank, source, sender, started_from), loop)
+        while True:
+            try:
+                return done.result(LOOK_S)
+            except concurrent.futures.TimeoutError:
+                if not loop.is_running():
+                    raise ExecutionError("the server has stopped") from None
+
+    async def _run(self, name: str, rank: int, source: int, sender: Sender, started_from: str) -> None:
+        replica = Replica(rank, sender, source)
+        self._on_the_way[rank] = replica
+        try:
+            await self._weights.catch_up(replica, started_from)
+            if replica.is_lost:
+                raise ExecutionError(f"the {name} process died before it could serve")
+            self._put_into_service(name, rank, source, sender)
+        finally:
+            del self._on_the_way[rank]

@@ -1,0 +1,209 @@
+"""An update of the weights over all replicas: all of them have it, or none.
+
+    prepare: every replica loads and checks it beside the steps
+    hold:    what has begun ends with the old weights, what has not waits
+    decided: the order is entered in the log; from here on it holds, whoever dies
+    commit:  every replica switches
+
+Whatever goes wrong before the decision (a replica refuses, the caller gives up, it is cancelled) drops the update everywhere. A replica
+that dies before it is done without, one that comes back before it is prepared and held like the others; one that dies or comes back after
+it gets the update from the log. The decision waits until no request has outputs of the old weights: what is sent again after a death begins
+anew then, or there is nothing of it to mix. Requests that were paused are the exception: those go on with the new weights, as documented.
+Runs in the event loop of the tokenizer manager, one update at a time.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from headrace.errors import CapacityError, HeadraceError
+from headrace.frontend.communicator import Communicator
+from headrace.frontend.operation_log import OperationLog, Standing
+from headrace.frontend.replica import RESTART_RETRY_S, Replica, nobody_lives
+from headrace.log import get_logger
+from headrace.messages.weights import (
+    CommitUpdate,
+    DropUpdate,
+    HoldForUpdate,
+    PrepareUpdate,
+    SchedulerOperation,
+    Update,
+    UpdateFromDisk,
+    WeightOpReply,
+    WeightOpReq,
+)
+
+logger = get_logger(__name__)
+
+REPLY_TIMEOUT_S = 24 * 3600.0
+"""The scheduler answers every operation, and its death ends the wait: this only bounds it."""
+AGAIN_S = 0.01
+"""Between two looks at whether what has begun has ended."""
+CANCELLED = "cancelled; nothing has changed"
+NOBODY = 0
+"""Id of a request whose reply nobody waits for."""
+
+
+class Fleet(Protocol):
+    """The replicas, as operations see them."""
+
+    def replicas_up(self) -> list[Replica]:
+        """Those that live."""
+
+    @property
+    def num_restarting(self) -> int:
+        """Those that have died and are being started again."""
+
+    def has_begun(self) -> bool:
+        """Some request has outputs and goes on."""
+
+    def dismiss(self, replica: Replica) -> None:
+        """End a replica that is not what the others are; it is started again."""
+
+
+class Refused(Exception):
+    """A replica cannot do it, or they would differ. reply: why."""
+
+    def __init__(self, reply: WeightOpReply, num_refused: int, num_asked: int) -> None:
+        super().__init__(reply.message)
+        self.reply = reply
+        self.num_refused = num_refused
+        self.num_asked = num_asked
+
+
+@dataclass(slots=True, eq=False)
+class Undecided:
+    """An operation that has not taken effect. is_cancelled: nor shall it."""
+
+    is_cancelled: bool = False
+
+    def refused(self, version: str) -> Refused:
+        """What becomes of it then."""
+        return Refused(WeightOpReply(NOBODY, False, CANCELLED, version), 1, 1)
+
+
+class UpdatePhases:
+    """See the module's text."""
+
+    def __init__(self, fleet: Fleet, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
+        self._fleet = fleet
+        self._replies = replies
+        self._log = log
+        self._ids = itertools.count(1)
+
+    async def carry_out(self, update: Update, undecided: Undecided, on_decided: Callable[[], None]) -> WeightOpReply:
+        """Give all replicas the update. Cancelling this before the decision drops it.
+
+        undecided: asked before every phase. on_decided: called when it holds.
+
+        Raises Refused when it was dropped because of a replica's answer, CapacityError when a replica's death was in the way.
+        """
+        update_id = next(self._ids)
+        try:
+            prepared = await self._prepare_and_hold(update_id, update, undecided)
+        except Refused as refused:
+            with contextlib.suppress(HeadraceError):
+                await self._ask(self._fleet.replicas_up(), DropUpdate(update_id))
+            raise undecided.refused(self._log.standing.version) if undecided.is_cancelled else refused from None
+        except BaseException:
+            # Whoever asked is gone, or replicas are: nobody waits for the answers.
+            for replica in self._fleet.replicas_up():
+                replica.sender.send(WeightOpReq(NOBODY, DropUpdate(update_id)))
+            raise
+        # Nothing was awaited since the last look at who lives and what runs.
+        before = self._log.standing
+        first = next(iter(prepared.values()))
+        self._log.enter(update, first.fingerprint)
+        on_decided()
+        commit = asyncio.ensure_future(self._commit(update_id, list(prepared), first, before))
+        try:
+            return await asyncio.shield(commit)
+        except asyncio.CancelledError:
+            await asyncio.wait([commit])
+            raise
+
+    async def _prepare_and_hold(
+        self, update_id: int, update: Update, undecided: Undecided
+    ) -> dict[Replica, WeightOpReply]:
+        """Until every replica that lives is held with the update prepared, and nothing that has begun is left."""
+        prepared: dict[Replica, WeightOpReply] = {}
+        while True:
+            if undecided.is_cancelled:
+                raise undecided.refused(self._log.standing.version)
+            up = self._fleet.replicas_up()
+            if not up:
+                raise nobody_lives()
+            self._check_nobody_is_left_behind(update, prepared)
+            if missing := [replica for replica in up if replica not in prepared]:
+                prepared |= await self._ask_all(missing, PrepareUpdate(update_id, update))
+                continue
+            _check_same({replica: prepared[replica] for replica in up})
+            await self._ask_all(up, HoldForUpdate(update_id))
+            if self._fleet.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
+                return {replica: prepared[replica] for replica in up}
+            await asyncio.sleep(AGAIN_S)
+
+    def _must_wait(self) -> bool:
+        """Something that has begun is to end with the old weights. Not what is paused."""
+        standing = self._log.standing
+        return standing.pause is None and not standing.released and self._fleet.has_begun()
+
+    def _check_nobody_is_left_behind(self, update: Update, prepared: dict[Replica, WeightOpReply]) -> None:
+        """Raises CapacityError for weights that are nowhere but here while a replica, which could never get them, is starting again."""
+        if isinstance(update, UpdateFromDisk):
+            return
+        if self._fleet.num_restarting or any(replica.is_lost for replica in prepared):
+            raise CapacityError(
+                "a replica has died and is being started again; send the weights once it is back", RESTART_RETRY_S
+            )
+
+    async def _commit(
+        self, update_id: int, replicas: list[Replica], prepared: WeightOpReply, before: Standing
+    ) -> WeightOpReply:
+        version = self._log.standing.version
+        try:
+            replies = await self._ask(replicas, CommitUpdate(update_id))
+        except CapacityError:
+            # All have died. They begin again with these weights.
+            return WeightOpReply(NOBODY, True, prepared.message, version)
+        failed = {replica: reply for replica, reply in replies.items() if not reply.success}
+        if len(failed) == len(replies):
+            # No one that lives has it: it has not been.
+            self._log.take_back(before)
+            for replica in self._fleet.replicas_up():
+                if replica not in replies:
+                    self._fleet.dismiss(replica)
+            return next(iter(failed.values()))
+        for replica, reply in failed.items():
+            logger.error("replica %d could not switch to the new weights: %s", replica.rank, reply.message)
+            self._fleet.dismiss(replica)
+        num_paused = sum(reply.num_paused_requests for reply in replies.values())
+        return msgspec.structs.replace(prepared, weight_version=version, num_paused_requests=num_paused)
+
+    async def _ask_all(
+        self, replicas: Sequence[Replica], operation: SchedulerOperation
+    ) -> dict[Replica, WeightOpReply]:
+        """Raises Refused unless all that live do it."""
+        replies = await self._ask(replicas, operation)
+        failed = [reply for reply in replies.values() if not reply.success]
+        if failed:
+            raise Refused(failed[0], len(failed), len(replies))
+        return replies
+
+    async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> dict[Replica, WeightOpReply]:
+        return await self._replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
+
+
+def _check_same(prepared: dict[Replica, WeightOpReply]) -> None:
+    """Raises Refused when replicas read different files under one path."""
+    replies = list(prepared.values())
+    if len({reply.fingerprint for reply in replies}) > 1:
+        message = (
+            "the checkpoint changed while the replicas read it, so that they would differ; the old weights serve on"
+        )
+        raise Refused(msgspec.structs.replace(replies[0], success=False, message=message), len(replies), len(replies))
