@@ -11,7 +11,7 @@ from headrace.messages.channel import LocalQueue
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import (
     CommitUpdate,
     ContinueGeneration,
@@ -63,6 +63,8 @@ class FakeReplica:
         while (message := self.inbox.recv_nowait()) is not None:
             if isinstance(message, TokenizedGenerateReqInput):
                 self.requests[message.rid] = message
+            elif isinstance(message, BatchTokenizedGenerateReqInput):
+                self.requests |= {one.rid: one for one in message.requests}
             elif isinstance(message, WeightOpReq | LoadLoraReq | UnloadLoraReq):
                 self.waiting.append(message)
 

@@ -71,21 +71,34 @@ def test_weights_and_pauses_outlive_a_scheduler(tiny_model: Path, other_model: P
         )
         assert pushed.json()["success"], pushed.text
         assert [of(0), of(1)] == [first, first]
-        refused = admin.post(
-            "/init_weights_update_group",
-            json={
-                "master_address": "127.0.0.1",
-                "master_port": 1,
-                "rank_offset": 1,
-                "world_size": 2,
-                "group_name": "g",
-            },
-        )
-        assert refused.status_code == 400
-        assert "--dp-size" in refused.text
         server.children = server.process.children()
-        next(c for c in server.children if "scheduler" in c.cmdline()).kill()
+        schedulers = [child for child in server.children if "scheduler" in child.cmdline()]
+        schedulers[1].kill()
+        wait_until(
+            lambda: "is not started again; the other replicas serve on" in server.log(), "it is given up", START_S
+        )
+        assert ids_of(client.post("/generate", json=BODY).json()) == first
+        assert client.get("/health").status_code == 200
+        schedulers[0].kill()
         assert server.wait() == 1
         _, alive = psutil.wait_procs([server.process, *server.children], timeout=10)
         assert not alive
         assert "not started again" in server.log()
+
+
+def test_weights_that_were_overwritten_are_not_served_under_the_name_of_others(
+    tiny_model: Path, other_model: Path, tmp_path: Path
+):
+    served = tmp_path / "served"
+    shutil.copytree(tiny_model, served)
+    with (
+        Server(served, ("--dp-size", "2", "--max-restarts", "3")) as server,
+        server.wait_started().client() as client,
+    ):
+        want = ids_of(client.post("/generate", json=BODY).json())
+        # Of the same size and under the same path.
+        shutil.copyfile(other_model / "model.safetensors", served / "model.safetensors")
+        next(c for c in server.process.children() if "scheduler" in c.cmdline()).kill()
+        wait_until(lambda: "serve on" in server.log(), "it is refused", START_S)
+        assert server.log().count("could not be started again") == 1, "not tried again"
+        assert [ids_of(client.post("/generate", json=BODY).json()) for _ in range(4)] == [want] * 4
