@@ -12,8 +12,14 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
 FIELDS = {f.name: f for f in fields(ServerArgs)}
-NEEDED_WITH = {"log_requests_level": ["--log-requests"], "crash_dump_prompts": ["--dump-requests-dir", "dumps"]}
+NEEDED_WITH = {
+    "log_requests_level": ["--log-requests"],
+    "crash_dump_prompts": ["--dump-requests-dir", "dumps"],
+    "enable_priority_preemption": ["--schedule-policy", "priority"],
+}
 """Options without which another is refused."""
+TEXTS = {"allow_origins": "http://a.example", "allowed_hosts": "a.example"}
+"""Of options that take no other text than such."""
 
 
 def another_value(f):
@@ -27,7 +33,7 @@ def another_value(f):
     elif f.type in (float, float | None):
         value = 0.25
     else:
-        value = "{}x"
+        value = TEXTS.get(f.name, "{}x")
     return value, [flag(f.name), str(value)]
 
 

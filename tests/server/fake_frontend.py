@@ -298,7 +298,11 @@ class FakeFrontend:
 
     def configure_logging(self, level, log_requests, log_requests_level):
         self.logging = (level, log_requests, log_requests_level)
-        return {"level": level}
+        return {
+            "level": level or "info",
+            "log_requests": bool(log_requests),
+            "log_requests_level": log_requests_level or 0,
+        }
 
     async def dump_requests(self):
         if self.dumps is None:
