@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.child import ChildProcess, process_name
+from headrace.config.open_files import check_open_files
 from headrace.config.resolve import MEM_FRACTION, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
@@ -511,6 +512,7 @@ def launch_engine(
     on_progress: bytes of the checkpoint loaded so far and in all. should_stop: asked while waiting; True gives up.
     meanwhile: called once while the children load.
     """
+    check_open_files(args)
     spans = _open_spans(args)
     with contextlib.ExitStack() as resources:
         parts: ChildParts | ThreadParts
@@ -592,6 +594,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
     from headrace.server.address import bind
 
     log.configure(args.log_level, "main")
+    check_open_files(args, with_server=True)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
