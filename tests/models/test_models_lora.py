@@ -54,7 +54,7 @@ def make_pool(runner: Runner, folder: Path, impl: Any = "auto", **limits: int) -
     spec = model_class_for(config, impl)
     options = {"max_loras": 4, "max_rank": 64} | limits
     placement = Placement(CPU, torch.float32, MAX_POSITIONS)
-    return LoraPool(runner.model, placement, rename=lambda name: spec.rename(config, name), **options)
+    return LoraPool(runner.model, placement, rename=spec.renaming(config), **options)
 
 
 def logits(

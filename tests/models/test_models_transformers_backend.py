@@ -6,10 +6,14 @@ import pytest
 import torch
 import transformers
 from model_harness import BACKENDS, MAX_POSITIONS, open_runner, random_tokens, save_tiny, tiny_config
+from safetensors.torch import load_file, save_file
 
-from headrace.checkpoint.model_config import parse_hf_config
+from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.errors import ModelError
+from headrace.models import transformers_backend
 from headrace.models.spec import model_class_for
+from headrace.models.transformers_backend import TransformersLM
+from headrace.models.transformers_names import read_names
 
 TOLERANCE = 2e-4
 PROMPT = random_tokens(70, seed=1)
@@ -26,7 +30,22 @@ _SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_MIXTURE = {**_SHAPE, "num_experts": 4, "num_experts_per_tok": 2}
 OTHERS = {
+    "gpt2": {
+        "vocab_size": 199,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": MAX_POSITIONS,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "opt": {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
+    | {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "olmoe": _MIXTURE,
+    "phimoe": {**_SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {**_SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_neox": {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"},
     "olmo2": _SHAPE,
     "phi3": _SHAPE,
@@ -84,22 +103,115 @@ def test_its_kv_cache_may_be_int8(backend: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "config"),
+    ("model_type", "config", "reason"),
     [
-        ("opt", {**_SHAPE, "ffn_dim": 96, "word_embed_proj_dim": 64}),
         (
             "deepseek_v3",
             {**_SHAPE, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+            "layer 0 attends with 4",
         ),
+        (
+            "falcon",
+            {"vocab_size": 199, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
+            "cannot be replaced",
+        ),
+        (
+            "codegen",
+            {"vocab_size": 199, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": MAX_POSITIONS},
+            "its 2 layers attend 0 times",
+        ),
+        (
+            "gpt_oss",
+            {
+                **_SHAPE,
+                "head_dim": 16,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "layer_types": ["full_attention"] * 2,
+            },
+            "attention sinks",
+        ),
+        ("lfm2", {**_SHAPE, "layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
+        (
+            "mamba",
+            {"vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+            "layers of kind linear",
+        ),
+        ("bloom", {"vocab_size": 199, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "takes no position_ids"),
     ],
 )
-def test_attention_of_another_kind_is_refused_with_the_reason(
-    model_type: str, config: dict[str, object], tmp_path: Path
+def test_what_is_not_plain_attention_is_refused_in_one_true_line(
+    model_type: str, config: dict[str, object], reason: str, tmp_path: Path
 ):
     save_tiny(transformers.AutoConfig.for_model(model_type, **config), tmp_path)
 
-    with pytest.raises(ModelError, match=rf"{model_type}|layer 0"):
+    with pytest.raises(ModelError, match=rf"model type {model_type} .*{reason}") as refusal:
         open_runner(tmp_path, "torch_native")
+    assert "\n" not in refusal.value.message
+
+
+def test_a_module_that_looks_back_by_its_kind_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch):
+    """A family with attention and, in the same layer, a convolution."""
+    save_tiny(tiny_config("llama"), tmp_path)
+    made = transformers_backend._instance
+
+    def with_convolution(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+        model = made(config, dtype)
+        model.model.layers[0].mlp.conv = torch.nn.Conv1d(4, 4, 3)
+        return model
+
+    monkeypatch.setattr(transformers_backend, "_instance", with_convolution)
+    with pytest.raises(ModelError, match="model type llama cannot be served: beside attention it has Conv1d"):
+        open_runner(tmp_path, "torch_native", impl="transformers")
+
+
+def test_whatever_looks_back_without_attention_is_found_by_what_it_does(tmp_path: Path):
+    save_tiny(tiny_config("llama"), tmp_path)
+    model = open_runner(tmp_path, "torch_native", impl="transformers").model
+    assert isinstance(model, TransformersLM)
+    model.check()
+
+    model._model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + 0.1 * out.roll(1, dims=1))
+
+    with pytest.raises(ModelError, match="looks at earlier tokens"):
+        model.check()
+
+
+def test_names_without_the_prefix_of_the_base_model_are_found(tmp_path: Path):
+    """As the tensors of gpt2 are published."""
+    save_tiny(transformers.AutoConfig.for_model("gpt2", **OTHERS["gpt2"]), tmp_path)
+    want = open_runner(tmp_path, "torch_native").chunks(0, PROMPT, [])
+    file = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor.clone() for name, tensor in load_file(file).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, file)
+
+    assert torch.equal(open_runner(tmp_path, "torch_native").chunks(0, PROMPT, []), want)
+
+
+def test_experts_are_weights_of_their_own(tmp_path: Path):
+    """So that no more than one is read at a time, and a trainer may send them one by one."""
+    save_tiny(transformers.AutoConfig.for_model("olmoe", **OTHERS["olmoe"]), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    model = open_runner(tmp_path, "torch_native").model
+    weights = {weight.name: weight for weight in model.weights()}
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    other = "model.layers.1.mlp.experts.2.gate_proj.weight"
+
+    assert set(weights) == set(stored)
+    assert torch.equal(weights[name].read(), stored[name])
+    (keeper,) = weights[name].keepers
+    keeper.restore(keeper.staged({weights[name].part: 2 * stored[name]}))
+    assert torch.equal(weights[name].read(), 2 * stored[name])
+    assert torch.equal(weights[other].read(), stored[other])
+
+
+def test_stored_tensors_that_would_be_converted_otherwise_are_refused(tmp_path: Path):
+    config = transformers.AutoConfig.for_model("hrm_text", **_SHAPE)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(ModelError, match=r"model type hrm_text cannot be served: .*\(Chunk\)"):
+        read_names(model)
 
 
 def _config(**changes: object):

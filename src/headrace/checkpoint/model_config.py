@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.checkpoint import foreign_config
 from headrace.checkpoint.regular_file import open_regular
 from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generation_config
 from headrace.errors import ModelError
@@ -138,6 +139,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+_SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding of one kind of layer.
 
@@ -238,7 +242,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises ModelError naming the file when it is absent, broken or not an object."""
     try:
         with open_regular(file) as opened:
-            value = json.loads(opened.read())
+            value = json.loads(opened.read(), object_hook=_special_float)
     except FileNotFoundError:
         raise ModelError(f"{file.name} is missing from {file.parent.name or file.parent}") from None
     except OSError as err:
@@ -248,6 +252,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    return _SPECIAL_FLOATS.get(fields["__float__"], fields) if fields.keys() == {"__float__"} else fields
 
 
 def parse_hf_config(
@@ -281,10 +290,10 @@ def parse_hf_config(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=keys.count("intermediate_size"),
+        intermediate_size=keys.count("intermediate_size", only_shown=keys.is_foreign),
         vocab_size=keys.count("vocab_size"),
         max_position_embeddings=keys.count("max_position_embeddings"),
-        rms_norm_eps=keys.number("rms_norm_eps"),
+        rms_norm_eps=1e-6 if keys.is_foreign else keys.number("rms_norm_eps"),
         rope=rope,
         rope_local=rope_local,
         sliding_window=sliding_window,
@@ -312,17 +321,25 @@ class _Keys:
 
     def __init__(self, config: dict[str, Any], origin: str) -> None:
         self.config = config
-        self.defaults = _COMMON | _DEFAULTS.get(config["model_type"], {})
         self.origin = origin
+        model_type = config["model_type"]
+        self.is_foreign = model_type not in _DEFAULTS and foreign_config.is_known(model_type)
+        known = foreign_config.common_fields(config, origin) if self.is_foreign else _DEFAULTS.get(model_type, {})
+        self.defaults = _COMMON | known
 
     def get(self, key: str) -> Any:
         """The value of `key`, or the architecture's default, or None."""
         value = self.config.get(key)
         return self.defaults.get(key) if value is None and key not in self.config else value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number >= 1; a key that is absent or null takes the architecture's default, then `default`."""
+    def count(self, key: str, default: int | None = None, only_shown: bool = False) -> int:
+        """A whole number >= 1; a key that is absent or null takes the architecture's default, then `default`.
+
+        only_shown: the code that runs the model reads the config by itself: what is no such number counts as 1.
+        """
         value = self.get(key)
+        if only_shown and not (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31):
+            return 1
         if value is None:
             value = self.defaults.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
@@ -388,9 +405,17 @@ def _layers(keys: _Keys, model_type: str, num_layers: int) -> tuple[int | None, 
     kinds: tuple[LayerType, LayerType] = ("full_attention", "sliding_attention")
     stated = keys.get("layer_types")
     if stated is not None:
-        if not isinstance(stated, list) or len(stated) < num_layers or any(kind not in LAYER_TYPES for kind in stated):
+        if (
+            not isinstance(stated, list)
+            or not all(isinstance(kind, str) for kind in stated)
+            or len(stated) < num_layers
+        ):
+            raise ModelError(f"{keys.origin}: layer_types must name a kind for each of the {num_layers} layers")
+        others = sorted(set(stated[:num_layers]) - set(LAYER_TYPES))
+        if others:
             raise ModelError(
-                f"{keys.origin}: layer_types must name one of {', '.join(LAYER_TYPES)} for each of the {num_layers} layers"
+                f"{keys.origin}: model type {model_type} has layers of kind {', '.join(others)} (layer_types), which are not served; "
+                "full_attention and sliding_attention are"
             )
         types: tuple[LayerType, ...] = tuple(stated[:num_layers])
     elif window is None:
@@ -444,6 +469,8 @@ def _one_rope(keys: _Keys, parameters: dict[str, Any], theta: float) -> RopeConf
     parameters.pop("type", None)
     if kind == "su":
         kind = "longrope"
+    if keys.is_foreign and kind not in ROPE_TYPES:
+        kind = "default"  # the family's own code rotates
     if kind not in ROPE_TYPES:
         raise ModelError(f"{keys.origin}: rope type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
     theta = float(parameters.pop("rope_theta", theta))
@@ -470,9 +497,16 @@ def _one_rope(keys: _Keys, parameters: dict[str, Any], theta: float) -> RopeConf
 
 def _moe(keys: _Keys) -> MoeConfig | None:
     # transformers 5 writes num_local_experts where published configs have num_experts; mixtral always had the former.
-    name = next((key for key in ("num_experts", "num_local_experts") if keys.config.get(key)), None)
+    names = ("num_experts", "num_local_experts")
+    if keys.is_foreign:
+        num_experts = max(keys.count(name, only_shown=True) for name in names)
+        per_token = keys.count("num_experts_per_tok", only_shown=True)
+        size = keys.count("moe_intermediate_size", only_shown=True)
+        one = MoeConfig(num_experts=num_experts, num_experts_per_tok=per_token, intermediate_size=size)
+        return one if num_experts > 1 else None
+    name = next((key for key in names if keys.config.get(key)), None)
     if name is None:
-        name = next((key for key in ("num_experts", "num_local_experts") if keys.defaults.get(key)), None)
+        name = next((key for key in names if keys.defaults.get(key)), None)
     if name is None:
         return None
     num_experts = keys.count(name)

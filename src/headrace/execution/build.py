@@ -7,7 +7,6 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -133,7 +132,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         )
         penalties = None if link is None else DevicePenalties(table.tokens, model_config.vocab_size, link.upload)
         sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors, penalties)
-        rename = partial(spec.rename, model_config)
+        rename = spec.renaming(model_config)
 
         def load(model_path: str, load_format: LoadFormat) -> tuple[CausalLM, str]:
             other = open_model(replace(args, model_path=model_path, load_format=load_format))

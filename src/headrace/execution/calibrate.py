@@ -70,8 +70,9 @@ def quantize_checkpoint(
         for group in _passes(linears):
             _calibrate(group, runner, windows, matrices, progress)
     tensors: dict[str, torch.Tensor] = {}
+    rename = spec.renaming(config)
     for stored_name in checkpoint.tensor_names():
-        name = spec.rename(config, stored_name)
+        name = rename(stored_name)
         if name == "lm_head.weight" and name in weights:
             matrices[name] = quantize(weights[name].read(), "int8")
         if name in matrices:

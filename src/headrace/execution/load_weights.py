@@ -61,7 +61,8 @@ def fill_from_checkpoint(
     that are there already, and are not read.
     """
     wanted = {weight.name: weight for weight in weights}
-    names = {name: spec.rename(checkpoint.config, name) for name in checkpoint.tensor_names()}
+    rename = spec.renaming(checkpoint.config)
+    names = {name: rename(name) for name in checkpoint.tensor_names()}
     _check(wanted, names, checkpoint, spec)
     done, total = 0, checkpoint.total_bytes
     for stored_name in checkpoint.tensor_names():

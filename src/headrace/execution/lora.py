@@ -38,7 +38,7 @@ class _Target:
 class LoraPool:
     """At most `max_loras` adapters on the linear layers of a model.
 
-    rename: the model's name of a tensor as other checkpoints of the family spell it (`ModelSpec.rename`). One adapter is loaded at a
+    rename: the model's name of a tensor as other checkpoints of the family spell it (`ModelSpec.renaming`). One adapter is loaded at a
     time, beside those that were given up.
     """
 

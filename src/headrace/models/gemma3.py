@@ -34,7 +34,7 @@ _PREFIXES = (
 )
 
 
-def _rename(config: ModelConfig, name: str) -> str:
+def _rename(name: str) -> str:
     for theirs, ours in _PREFIXES:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
@@ -46,6 +46,6 @@ SPEC = ModelSpec(
     ("gemma3_text",),
     build,
     unsupported=_unsupported,
-    rename=_rename,
+    renaming=lambda config: _rename,
     ignored=("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
 )

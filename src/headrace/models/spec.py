@@ -55,7 +55,7 @@ class ModelSpec:
     model_types: Hugging Face names served. unsupported: reasons why a config of these types cannot be served; empty when it can.
     ignored: parts of names of tensors that checkpoints of the family may carry and the model does not need.
     check: run once the weights are loaded; raises ModelError when the model does not work after all.
-    rename: the model's name of a checkpoint's tensor, for checkpoints that spell it in another way.
+    renaming: gives the function from a checkpoint's name of a tensor to the model's, for checkpoints that spell it in another way.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ModelSpec:
     build: Callable[[ModelConfig, Placement], CausalLM]
     unsupported: Callable[[ModelConfig], list[str]] = lambda config: []
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    rename: Callable[[ModelConfig, str], str] = lambda config, name: name
+    renaming: Callable[[ModelConfig], Callable[[str], str]] = lambda config: str
     check: Callable[[CausalLM], None] = lambda model: None
 
 

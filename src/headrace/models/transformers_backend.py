@@ -12,7 +12,8 @@ of a row may depend on the rows beside it.
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -20,13 +21,27 @@ import torch
 from torch import nn
 
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec
+from headrace.checkpoint.foreign_config import transformers_config
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
+from headrace.models.transformers_names import ExpertStack, read_names, stacking_of
 
 _INTERFACE = "headrace"
+_STATEFUL = re.compile(
+    "Mamba|SSM|ShortConv|Recurren|DeltaNet|DeltaRule|LinearAttention|LightningAttention|LSTM|RGLRU|Rwkv"
+)
+"""In names of modules that keep a state of their own from token to token."""
+
+_EXTRAS = {
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "alibi": "a bias by distance (ALiBi)",
+    "head_mask": "a mask of heads",
+}
+_SAME = 1e-3  # far above what the other row of a batch does to the last bits, far below what any mixing of rows does
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # names of linear layers that choose experts
 
 
@@ -59,11 +74,18 @@ class _LinearModule(nn.Module):
 class _Passthrough(nn.Module):
     """Stands in for the layers where only the head is wanted: what goes in comes out as the last hidden state."""
 
+    @property
+    def decoder(self) -> "_Passthrough":
+        """Where a family calls a part of its base model."""
+        return self
+
     def forward(self, *unused: object, inputs_embeds: torch.Tensor, **ignored: object) -> Any:
         """inputs_embeds [1, rows, hidden_size]."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
+        output.router_logits = None  # which mixtures of experts pass on
+        return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +116,7 @@ class TransformersLM:
         self._placement = placement
         self._step = _Step(config)
         self._model = _make(config, placement)
+        self._names = read_names(self._model)
         self._tied_head: Linear | None = None
         self._linears: dict[str, Linear] = {}
         self._replace_linears(bool(config.tie_word_embeddings))
@@ -111,6 +134,10 @@ class TransformersLM:
                 yield from linear.weights(name.removesuffix(name.rpartition(".")[2]))
         embedding = self._model.get_input_embeddings()
         for name, tensor in self._model.state_dict(keep_vars=True).items():
+            stacking = stacking_of(name, tensor, self._names.stackings)
+            if stacking is not None:
+                yield from ExpertStack(tensor, name, stacking).weights()
+                continue
             load = functools.partial(_copy_into, tensor.data)
             keepers: tuple[Keeper, ...] = (_Parameter(tensor),)
             part = "weight"
@@ -163,18 +190,30 @@ class TransformersLM:
         config = self._step.config
         try:
             with torch.inference_mode():
-                hidden = self.embed(torch.zeros(2, dtype=torch.int64, device=self._placement.device))
-                hidden = self.forward(hidden, torch.arange(2, device=self._placement.device), _Recorder())
-                self.logits(hidden)
-        except (TypeError, AttributeError, KeyError, RuntimeError, NotImplementedError) as error:
+                first, second = (self._without_attention(token) for token in (0, 1))
+                self.logits(first)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())
             raise ModelError(
-                f"model type {config.model_type} does not run through the transformers backend: {error}"
+                f"model type {config.model_type} cannot be served: transformers' code of it does not run here: {reason:.200}"
             ) from error
-        if sorted(self._step.layers_called) != list(range(config.num_layers)):
+        called = sorted(self._step.layers_called)
+        if called != list(range(config.num_layers)):
             raise ModelError(
-                f"model type {config.model_type} cannot be served: of its {config.num_layers} layers only "
-                f"{len(set(self._step.layers_called))} attend through transformers' attention interface"
+                f"model type {config.model_type} cannot be served: its {config.num_layers} layers attend {len(called)} times "
+                "through transformers' attention interface, not once each"
             )
+        if not torch.allclose(first[1], second[1], rtol=_SAME, atol=_SAME * float(first[1].abs().max())):
+            raise ModelError(
+                f"model type {config.model_type} cannot be served: beside attention something else in it looks at earlier "
+                "tokens (a convolution, a recurrence, a shift), and only keys and values are kept"
+            )
+
+    def _without_attention(self, first: int) -> torch.Tensor:
+        """Hidden states [2, hidden_size] of token `first` and then token 2, with attention that gives zeros."""
+        device = self._placement.device
+        hidden = self.embed(torch.tensor([first, 2], device=device))
+        return self.forward(hidden, torch.arange(2, device=device), _Recorder())
 
     def _replace_linears(self, tied: bool) -> None:
         head = self._model.get_output_embeddings()
@@ -191,14 +230,14 @@ class TransformersLM:
             linear = Linear(module.in_features, {leaf: module.out_features}, placement, bias=has_bias)
             if module is head and tied:
                 if has_bias:
-                    raise ModelError(
-                        "an output projection that is tied to the embedding and has a bias is not supported"
-                    )
+                    raise _unserved(self._step.config, "its output projection is tied to the embedding and has a bias")
                 self._tied_head = linear
             setattr(self._model.get_submodule(parent), leaf, _LinearModule(linear, self._placement.compute_dtype))
             self._linears[name] = linear
         if tied and self._tied_head is None:
-            raise ModelError("a model that ties its output projection to the embedding has no plain output projection")
+            raise _unserved(
+                self._step.config, "its output projection is tied to the embedding and is no plain linear layer"
+            )
 
 
 class _Recorder:
@@ -240,16 +279,26 @@ def attend(
     assert isinstance(step, _Step), type(step)
     config, layer = step.config, module.layer_idx
     assert isinstance(layer, int), layer
-    expected = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
-    for tensor, heads in zip((query, key, value), expected, strict=True):
+    expected = (
+        ("query", query, config.num_q_heads),
+        ("key", key, config.num_kv_heads),
+        ("value", value, config.num_kv_heads),
+    )
+    for kind, tensor, heads in expected:
         if tensor.shape[0] != 1 or tensor.shape[1] != heads or tensor.shape[3] != config.head_dim:
             raise ModelError(
-                f"layer {layer} attends with {tensor.shape[1]} heads of {tensor.shape[3]}, "
-                f"but config.json says {heads} of {config.head_dim}"
+                f"model type {config.model_type} cannot be served: its layer {layer} attends with {tensor.shape[1]} {kind} heads of "
+                f"{tensor.shape[3]}; only {heads} of {config.head_dim}, the same in every layer and for keys and values, can be served"
             )
-    extra = [name for name in ("s_aux", "position_bias", "alibi", "head_mask") if kwargs.get(name) is not None]
-    if extra or attention_mask is not None or kwargs.get("is_causal") is False:
-        raise ModelError(f"layer {layer} wants attention that is not plain and causal: {', '.join(extra) or 'a mask'}")
+    extra = [words for name, words in _EXTRAS.items() if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        extra.append("a mask of its own")
+    if kwargs.get("is_causal") is False:
+        extra.append("attention to later tokens")
+    if extra:
+        raise ModelError(
+            f"model type {config.model_type} cannot be served: its attention is not plain and causal, it has {' and '.join(extra)}"
+        )
     if sliding_window is None and layer < len(config.layer_types) and config.layer_types[layer] == "sliding_attention":
         sliding_window = config.sliding_window
     spec = AttentionLayerSpec(
@@ -274,10 +323,6 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
 
 def _make(config: ModelConfig, placement: Placement) -> Any:
     """The transformers model, weights not filled in."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     rope = config.rope
     limit = rope.scaling.get("original_max_position_embeddings", config.max_position_embeddings)
     if rope.rope_type in ("dynamic", "longrope") and placement.max_positions > limit:
@@ -285,40 +330,51 @@ def _make(config: ModelConfig, placement: Placement) -> Any:
             f"rope type {rope.rope_type} changes keys already cached when a sequence passes {limit} tokens; "
             f"serve it with --context-length {limit}"
         )
-    ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
-    ours = ("model_type", "architectures", "auto_map", "quantization_config")
-    raw = {key: value for key, value in config.raw.items() if key not in ours}
-    try:
-        hf_config = AutoConfig.for_model(config.model_type, **raw)
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=_INTERFACE, dtype=placement.compute_dtype
-            )
-    except (ValueError, KeyError, ImportError, TypeError) as error:
-        raise ModelError(f"transformers cannot build model type {config.model_type}: {error}") from error
+    model = _instance(config, placement.compute_dtype)
     wanted = inspect.signature(model.base_model.forward).parameters
     missing = [name for name in ("inputs_embeds", "position_ids") if name not in wanted]
     if missing:
-        raise ModelError(f"model type {config.model_type} cannot be served: it takes no {' and no '.join(missing)}")
+        raise _unserved(config, f"it takes no {' and no '.join(missing)}")
+    other = sorted({type(module).__name__ for module in model.modules() if _looks_back(module)})
+    if other:
+        raise _unserved(config, f"beside attention it has {', '.join(other)}, whose state is not kept between steps")
     return model.to(placement.device).eval().requires_grad_(False)
 
 
-@functools.cache
-def _renamings(model_type: str) -> list[Any]:
-    """transformers' rules from names in checkpoints to names in today's modules."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
+def _unserved(config: ModelConfig, why: str) -> ModelError:
+    return ModelError(f"model type {config.model_type} cannot be served: {why}")
+
+
+def _looks_back(module: nn.Module) -> bool:
+    """Whether a module combines tokens without going through attention, as far as its kind tells."""
+    # transformers' Conv1D is a linear layer with a transposed matrix.
+    return isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or bool(_STATEFUL.search(type(module).__name__))
+
+
+def _instance(config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The transformers model on the default device, weights not filled in."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    keys = (model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
-    rules = [rule for key in keys for rule in get_checkpoint_conversion_mapping(key) or []]
-    return [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise _unserved(config, "transformers has no causal language model of this type")
+    ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
+    hf_config = transformers_config(config.raw, "config.json")
+    try:
+        with no_init_weights():
+            return AutoModelForCausalLM.from_config(hf_config, attn_implementation=_INTERFACE, dtype=dtype)
+    except (ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, KeyError) and error.args == (_INTERFACE,):
+            raise _unserved(config, "its attention cannot be replaced") from error
+        raise _unserved(config, f"transformers cannot build it: {' '.join(str(error).split()):.200}") from error
 
 
-def _rename(config: ModelConfig, name: str) -> str:
-    for rule in _renamings(config.model_type):
-        name = rule.rename_source_key(name)[0]
-    return name
+def _renaming(config: ModelConfig) -> Callable[[str], str]:
+    """transformers' rules from names in checkpoints to names in today's modules."""
+    with torch.device("meta"):
+        return read_names(_instance(config, torch.float32)).rename
 
 
 def _check(model: CausalLM) -> None:
@@ -354,7 +410,7 @@ SPEC = ModelSpec(
     (),
     build,
     unsupported=_unsupported,
-    ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
-    rename=_rename,
+    ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias"),
+    renaming=_renaming,
     check=_check,
 )

@@ -1,0 +1,150 @@
+"""How tensors of published checkpoints are named, and stacked, in the models of transformers.
+
+Owns the way from a checkpoint's names to a model's: transformers' own renamings, a base model's prefix that is left out or added, and the stacks
+of experts: transformers 5 keeps one parameter for all experts of a layer where checkpoints store one matrix an expert. Does not read tensors.
+Runs in the thread that loads the model. transformers is imported when it is used.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.errors import ModelError
+from headrace.layers.weight import Kept, Parts, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """A rule of transformers: matrices of single experts make one parameter [experts, rows, columns].
+
+    target: what the parameter's name contains. sources: what the matrices' names contain in its place, `*` for the number of the expert,
+    in the order in which their rows lie in the parameter.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+
+    def names(self, parameter: str, num_experts: int) -> Iterator[tuple[int, int, str]]:
+        """(expert, number of the source, name) of each matrix of a parameter."""
+        for expert in range(num_experts):
+            for number, source in enumerate(self.sources):
+                yield expert, number, parameter.replace(self.target, source.replace("*", str(expert)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of one model: its rules, and the names that its weights have here. prefix: of the base model, with a dot."""
+
+    stackings: tuple[Stacking, ...]
+    renamings: tuple[Any, ...]
+    prefix: str
+    known: frozenset[str]
+
+    def rename(self, name: str) -> str:
+        """The model's name of a checkpoint's tensor; the checkpoint's where the model has none."""
+        renamed = name
+        for rule in self.renamings:
+            renamed = rule.rename_source_key(renamed)[0]
+        found = (renamed, self.prefix + renamed, renamed.removeprefix(self.prefix), name)
+        return next((candidate for candidate in found if candidate in self.known), renamed)
+
+
+class ExpertStack:
+    """A parameter [experts, rows, columns] as the matrices of its experts. A `Keeper`."""
+
+    def __init__(self, tensor: torch.Tensor, name: str, rule: Stacking) -> None:
+        self._tensor = tensor
+        self._name = name
+        self._rule = rule
+
+    def weights(self) -> Iterator[Weight]:
+        """One a matrix, so that no more than one of them is read at a time."""
+        for expert, number, name in self._rule.names(self._name, self._tensor.shape[0]):
+            part = f"{expert}.{number}"
+            yield Weight(
+                name,
+                tuple(_slice(self._tensor, part, self._rule).shape),
+                functools.partial(self._load, part),
+                functools.partial(self._read, part),
+                itemsize=self._tensor.element_size(),
+                keepers=(self,),
+                part=part,
+            )
+
+    def kept(self) -> Kept:
+        """The values of all experts."""
+        return {"values": self._tensor.data}
+
+    def restore(self, kept: Kept) -> None:
+        """See `Keeper`."""
+        values = kept["values"]
+        assert isinstance(values, torch.Tensor), type(values)
+        self._tensor.data = values
+
+    def staged(self, parts: Parts) -> Kept:
+        """See `Keeper`."""
+        values = self._tensor.data.clone()
+        for part, given in parts.items():
+            assert isinstance(given, torch.Tensor), "a quantised expert"
+            _slice(values, part, self._rule).copy_(given)
+        return {"values": values}
+
+    def _load(self, part: str, given: torch.Tensor) -> None:
+        _slice(self._tensor.data, part, self._rule).copy_(given)
+
+    def _read(self, part: str) -> torch.Tensor:
+        return _slice(self._tensor.data, part, self._rule)
+
+
+def _slice(tensor: torch.Tensor, part: str, rule: Stacking) -> torch.Tensor:
+    """The view that is one matrix of an expert."""
+    expert, number = map(int, part.split("."))
+    return tensor[expert].chunk(len(rule.sources), dim=0)[number]
+
+
+def stacking_of(name: str, tensor: torch.Tensor, rules: tuple[Stacking, ...]) -> Stacking | None:
+    """The rule by which checkpoints store the parameter `name`; None where they store it as it is."""
+    if tensor.ndim != 3:
+        return None
+    return next((rule for rule in rules if rule.target in name), None)
+
+
+def read_names(model: Any) -> Names:
+    """Of a transformers model, which may be on the meta device. Raises ModelError for a conversion that is not done here."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    rules = get_model_conversion_mapping(model)
+    parameters = model.state_dict(keep_vars=True)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    stackings = tuple(
+        _stacking(rule, model.config.model_type)
+        for rule in converters
+        if any(_makes(rule, name) for name in parameters)
+    )
+    known = []
+    for name, tensor in parameters.items():
+        rule = stacking_of(name, tensor, stackings)
+        known += [name] if rule is None else [part for _, _, part in rule.names(name, tensor.shape[0])]
+    renamings = tuple(rule for rule in rules if isinstance(rule, WeightRenaming))
+    return Names(stackings, renamings, f"{model.base_model_prefix}.", frozenset(known))
+
+
+def _makes(converter: Any, name: str) -> bool:
+    return any(target in name for target in converter.target_patterns)
+
+
+def _stacking(converter: Any, model_type: str) -> Stacking:
+    """The two forms that mixtures have: the experts' matrices one after the other, and two of an expert, rows below rows."""
+    steps = [(type(step).__name__, vars(step).get("dim")) for step in converter.operations]
+    sources, targets = converter.source_patterns, converter.target_patterns
+    form = [("MergeModulelist", 0), ("Concatenate", 1)][: len(steps)]
+    if steps != form or len(targets) != 1 or (len(sources) > 1) != (len(steps) > 1):
+        done = ", ".join(name for name, _ in steps)
+        raise ModelError(
+            f"model type {model_type} cannot be served: {targets[0]} is made of stored tensors in a way that is not done here ({done})"
+        )
+    return Stacking(targets[0], tuple(source.replace("\\.", ".") for source in sources))
