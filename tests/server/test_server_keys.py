@@ -176,5 +176,6 @@ async def test_profiles_and_logging_take_names_and_levels_and_nothing_else():
         assert (await client.post("/stop_profile")).status_code == 400
         assert (await client.post("/configure_logging", json={"level": "loud"})).status_code == 400
         reply = await client.post("/configure_logging", json={"level": "debug", "log_requests": True})
-        assert reply.json() == {"success": True, "level": "debug"}
+        now = {"level": "debug", "log_requests": True, "log_requests_level": 0}
+        assert reply.json() == {"success": True, **now}
         assert frontend.logging == ("debug", True, None)
