@@ -145,6 +145,11 @@ class GgufFile:
         flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         return flat.reshape(rows, tensor.num_bytes // rows)
 
+    @property
+    def mapped_memory(self) -> Bytes:
+        """The whole file, mapped."""
+        return np.frombuffer(self._map, dtype=np.uint8)
+
     def release(self) -> None:
         """Let go of the pages that have been read; they come back when they are read again."""
         self._map.madvise(mmap.MADV_DONTNEED)

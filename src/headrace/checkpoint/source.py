@@ -131,6 +131,10 @@ class Checkpoint(ABC):
         """Let go of the memory that reading took: pages of the mapped files, which come back when they are read again. What was written
         to a tensor of a mapped file is lost."""
 
+    def mapped_memory(self) -> list[Bytes]:
+        """The mapped files, whose bytes change with them: nothing that is served may lie here."""
+        return []
+
     def file_of(self, name: str) -> str:
         """Name of the file that holds a tensor, for messages."""
         return self.path.name
@@ -211,6 +215,9 @@ class HuggingFaceCheckpoint(Checkpoint):
     def release(self) -> None:
         for opened in set(self._files.values()):
             opened.buffer.madvise(mmap.MADV_DONTNEED)
+
+    def mapped_memory(self) -> list[Bytes]:
+        return [np.frombuffer(opened.buffer, dtype=np.uint8) for opened in set(self._files.values())]
 
     def file_of(self, name: str) -> str:
         return self._files[name].path.name
@@ -348,6 +355,9 @@ class GgufCheckpoint(Checkpoint):
 
     def files(self) -> list[Path]:
         return [self.path]
+
+    def mapped_memory(self) -> list[Bytes]:
+        return [self.file.mapped_memory]
 
     def tensor_names(self) -> list[str]:
         return list(self._sources)

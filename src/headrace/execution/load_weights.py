@@ -58,7 +58,7 @@ def fill_from_checkpoint(
     """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read.
 
     quantization: of the model. A matrix that is stored on such a grid is taken as it is stored. restored: names of weights
-    that are there already, and are not read.
+    that are there already, and are not read. What is kept afterwards lies in memory of its own: the files may change.
     """
     wanted = {weight.name: weight for weight in weights}
     rename = spec.renaming(checkpoint.config)
@@ -80,6 +80,24 @@ def fill_from_checkpoint(
             done += tensor.numel() * tensor.element_size()
         if not restored:  # what is left is small, and the bar has moved already
             progress(done, total)
+    _leave_files(wanted.values(), checkpoint)
+
+
+def _leave_files(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
+    """Copy what layers kept of the mapped files as it was. Who writes a checkpoint in place would change the weights that serve."""
+    spans = [(memory.ctypes.data, memory.ctypes.data + memory.nbytes) for memory in checkpoint.mapped_memory()]
+
+    def owned(value: torch.Tensor | int | str | None) -> torch.Tensor | int | str | None:
+        if isinstance(value, torch.Tensor) and any(begin <= value.data_ptr() < end for begin, end in spans):
+            return value.clone()
+        return value
+
+    keepers = {id(keeper): keeper for weight in weights for keeper in weight.keepers}
+    for keeper in keepers.values():
+        kept = keeper.kept()
+        own = {name: owned(value) for name, value in kept.items()}
+        if any(own[name] is not kept[name] for name in kept):
+            keeper.restore(own)
 
 
 def _as_stored(

@@ -6,6 +6,7 @@ put together: the composition root does. Its methods may be called from any thre
 
 import asyncio
 import atexit
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -94,6 +95,7 @@ class Engine(WeightOperations):
         self._thread.start()
         self._shutdown_lock = threading.Lock()
         self._is_shut_down = False
+        self._pid = os.getpid()
         atexit.register(self.shutdown)
 
     # -- generation
@@ -280,7 +282,9 @@ class Engine(WeightOperations):
     # -- the end
 
     def shutdown(self) -> None:
-        """Abort what runs and end everything. Idempotent; from any thread but the engine's own."""
+        """Abort what runs and end everything. Idempotent; from any thread but the engine's own. In the child of a fork it does nothing."""
+        if os.getpid() != self._pid:
+            return
         with self._shutdown_lock:
             if self._is_shut_down:
                 return
@@ -319,6 +323,12 @@ class Engine(WeightOperations):
         return self._wait(self._submit(run()))
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        if os.getpid() != self._pid:
+            coroutine.close()
+            raise ExecutionError(
+                f"this Engine belongs to process {self._pid}, and this is process {os.getpid()}, a fork of it: an Engine cannot be used "
+                "across os.fork(). Make one here, or serve over HTTP"
+            )
         if self._is_shut_down:
             coroutine.close()
             raise ExecutionError("the engine has been shut down")
@@ -352,7 +362,7 @@ class Engine(WeightOperations):
 
     def _abandon(self, outputs: AsyncGenerator[Any, None]) -> None:
         """Close a generator in its loop without waiting: this may run in any thread, also by garbage collection."""
-        if not self._is_shut_down:
+        if not self._is_shut_down and os.getpid() == self._pid:
             asyncio.run_coroutine_threadsafe(_close(outputs), self._loop)
 
 

@@ -112,6 +112,7 @@ class Runtime(WeightOperations):
             os.close(their_end)
         self._lock = threading.Lock()
         self._is_shut_down = False
+        self._pid = os.getpid()
         atexit.register(self.shutdown)
         try:
             self._wait_ready(start_timeout_s)
@@ -326,7 +327,9 @@ class Runtime(WeightOperations):
         raise RequestError("rerank is not supported yet: cross-encoders cannot be served")
 
     def shutdown(self) -> None:
-        """End the server: gently, then by force. Idempotent."""
+        """End the server: gently, then by force. Idempotent. In the child of a fork it does nothing: the server is the parent's."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._is_shut_down:
                 return

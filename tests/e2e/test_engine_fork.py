@@ -1,0 +1,41 @@
+"""A process that has an Engine may fork; the child has none."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys
+from headrace.errors import ExecutionError
+from headrace.frontend.engine import Engine
+
+engine = Engine(model_path=sys.argv[1], single_process=sys.argv[2] == "one", num_threads=1, max_total_tokens=256, log_level="error")
+wanted = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+stream = engine.generate(input_ids=[5, 6], sampling_params=wanted, stream=True)
+first = next(stream)
+child = os.fork()
+if child == 0:
+    for call in (engine.flush_cache, lambda: engine.generate(input_ids=[5], sampling_params=wanted), lambda: next(stream)):
+        try:
+            call()
+        except ExecutionError as error:
+            assert f"belongs to process {os.getppid()}" in error.message, error.message
+        else:
+            sys.exit("a call of the child was answered")
+    engine.shutdown()
+    sys.exit(0)  # the interpreter ends by itself, with what was registered for its end
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+assert len(list(stream)[-1]["output_ids"]) == 3
+assert engine.health()
+engine.shutdown()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("processes", ["one", "several"])
+def test_the_child_of_a_fork_is_told_so_and_ends(processes, tiny_model):
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, tiny_model, processes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
