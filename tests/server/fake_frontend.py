@@ -85,6 +85,24 @@ class FakeWeights:
         return self.reply
 
 
+class FakeExperts:
+    """Records once."""
+
+    def __init__(self) -> None:
+        self.is_recording = False
+
+    async def start(self) -> None:
+        if self.is_recording:
+            raise RequestError("the choice of experts is being recorded: stop it first")
+        self.is_recording = True
+
+    async def stop(self) -> None:
+        self.is_recording = False
+
+    async def dump(self) -> dict[str, Any]:
+        return {"is_recording": self.is_recording, "layers": {"0": [1, 2]}}
+
+
 class FakeFrontend:
     """Answers as the TokenizerManager does."""
 
@@ -100,6 +118,7 @@ class FakeFrontend:
         self.callers: list[Any] = []
         self.asked_by: list[tuple[str, Any]] = []
         self.profiled: list[Any] = []
+        self.experts = FakeExperts()
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []

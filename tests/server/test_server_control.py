@@ -177,6 +177,16 @@ def test_a_native_sample_that_fails_midway_is_reported_once(client: httpx.Client
     assert not any("error" in frame for frame in batch)
 
 
+def test_the_choice_of_experts_is_recorded_and_told(client: httpx.Client, server: Running):
+    assert client.post("/start_expert_distribution_record").json()["success"]
+    again = client.post("/start_expert_distribution_record")
+    assert (again.status_code, "stop it first" in again.text) == (400, True)
+    told = client.post("/dump_expert_distribution_record").json()
+    assert told == {"success": True, "is_recording": True, "layers": {"0": [1, 2]}}
+    assert client.post("/stop_expert_distribution_record").json()["success"]
+    assert not server.frontend.experts.is_recording
+
+
 def test_warmups_run_before_the_server_is_ready():
     class Recording(FakeFrontend):
         kept: list[Any] = []

@@ -38,6 +38,9 @@ METHODS = {
     "/unload_lora_adapter": ("unload_lora_adapter",),
     "/start_profile": ("start_profile",),
     "/stop_profile": ("stop_profile",),
+    "/start_expert_distribution_record": ("start_expert_distribution_record",),
+    "/stop_expert_distribution_record": ("stop_expert_distribution_record",),
+    "/dump_expert_distribution_record": ("dump_expert_distribution_record",),
     "/configure_logging": ("configure_logging",),
     "/dump_requests": ("dump_requests",),
     "/freeze_gc": ("freeze_gc",),
@@ -122,6 +125,10 @@ def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Run
     assert frontend.profiled == [("run-1", 3, ("CPU",))]
     with pytest.raises(RequestError, match="no profile"):
         runtime.stop_profile()
+    runtime.start_expert_distribution_record()
+    assert runtime.dump_expert_distribution_record()["layers"] == {"0": [1, 2]}
+    runtime.stop_expert_distribution_record()
+    assert not frontend.experts.is_recording
     runtime.freeze_gc()
     assert frontend.num_frozen == 1
     assert runtime.set_internal_state(max_queued_requests=5)["max_queued_requests"] == 5

@@ -37,6 +37,7 @@ from headrace.kernels.torch_quantized import fp8_per_row, fp8_product, int4_prod
 from headrace.layers.quantization import quantize
 from headrace.layers.weight import Placement
 from headrace.messages.control import ProfileReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, StepResult, Worker
@@ -718,6 +719,9 @@ class _MarkedWorker:
 
     def profile(self, request: ProfileReq) -> str:
         return self._worker.profile(request)
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        return self._worker.count_experts(request)
 
     def close(self) -> None:
         self._worker.close()

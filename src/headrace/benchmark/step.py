@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from headrace.execution.build import build_worker, open_model
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.worker import TpModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
+from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import ModelWorkerBatch, NewSequence
@@ -329,6 +330,10 @@ class _TimedModel:
     def weights(self) -> Iterator[Weight]:
         """The model's."""
         return self._inner.weights()
+
+    def expert_counts(self) -> Mapping[int, ExpertCounts]:
+        """The model's."""
+        return self._inner.expert_counts()
 
     def fuse(self, attention: AttentionBackend) -> str:
         """The model's."""

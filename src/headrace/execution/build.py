@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.execution.device import CudaDevice
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
+from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool, graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
@@ -46,6 +47,8 @@ from headrace.sampling.logit_processors import load_processors
 from headrace.sampling.sampler import Sampler
 
 _logger = get_logger(__name__)
+
+_NOT_IN_GRAPHS = "decode steps run as CUDA graphs, which do not tell what is chosen in them: start the server with --disable-cuda-graph"
 
 BACKENDS = BackendChoices(select.PREFERENCE, select.reasons_against, select.preferred_page_size, select.captures)
 
@@ -156,9 +159,13 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
                 graphs = GraphPool(model, attention, table, link, graph_sizes, vocab_size, pool_plan.num_tokens)
                 _capture(graphs)
                 weights.moved = graphs.capture
-            worker = DeviceWorker(DeviceRunner(runner, link, graphs), weights, resources.pop_all(), args.profile_dir)
+            refusal = "" if graphs is None else _NOT_IN_GRAPHS
+            experts = ExpertRecorder(model.expert_counts(), device, refusal)
+            device_runner = DeviceRunner(runner, link, graphs)
+            worker = DeviceWorker(device_runner, weights, resources.pop_all(), args.profile_dir, experts)
         else:
-            sync_worker = TpModelWorker(runner, weights, resources.pop_all(), args.profile_dir)
+            experts = ExpertRecorder(model.expert_counts(), device)
+            sync_worker = TpModelWorker(runner, weights, resources.pop_all(), args.profile_dir, experts)
             worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
     for decision in decisions:
         _logger.debug("%s", decision)

@@ -12,9 +12,11 @@ import torch
 
 from headrace.errors import ExecutionError
 from headrace.execution.device_runner import DeviceRunner, Pending
+from headrace.execution.expert_recorder import NO_EXPERTS, ExpertRecorder
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.worker import guarded
 from headrace.messages.control import ProfileReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -30,10 +32,12 @@ class DeviceWorker:
         weights: WeightExecutor,
         resources: ExitStack | None = None,
         profile_dir: str | None = None,
+        experts: ExpertRecorder = NO_EXPERTS,
     ) -> None:
         self.runner = runner
         self.weights = weights
         self.profiler = StepProfiler(profile_dir)
+        self.experts = experts
         self._resources = resources or ExitStack()
         self._in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()
 
@@ -65,6 +69,10 @@ class DeviceWorker:
     def profile(self, request: ProfileReq) -> str:
         """See `Worker.profile`. A step is named where it is queued."""
         return self.profiler.handle(request)
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """See `Worker.count_experts`. In the thread that runs the steps."""
+        return self.experts.handle(request)
 
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""

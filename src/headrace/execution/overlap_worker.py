@@ -12,11 +12,16 @@ for, and the scheduler, woken earlier, would compete with it for the interpreter
 
 import queue
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.worker import TpModelWorker, run_guarded
 from headrace.messages.control import ProfileReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
+
+_Result = TypeVar("_Result")
 
 
 class TpModelWorkerClient:
@@ -25,8 +30,7 @@ class TpModelWorkerClient:
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
         self.weights = worker.weights
-        self._todo: queue.SimpleQueue[ModelWorkerBatch | ProfileReq | None] = queue.SimpleQueue()
-        self._profiled: queue.SimpleQueue[str | HeadraceError] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[ModelWorkerBatch | Callable[[], None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()
         self._num_in_flight = 0
         self._finished: StepResult | ExecutionError | None = None
@@ -61,8 +65,24 @@ class TpModelWorkerClient:
 
     def profile(self, request: ProfileReq) -> str:
         """See `Worker.profile`: done by the thread, after the steps before it."""
-        self._todo.put(request)
-        result = self._profiled.get()
+        return self._after_steps(lambda: self._worker.profile(request))
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """See `Worker.count_experts`: done by the thread, after the steps before it."""
+        return self._after_steps(lambda: self._worker.count_experts(request))
+
+    def _after_steps(self, act: Callable[[], _Result]) -> _Result:
+        """What `act` gives, done by the thread after the steps before it. Raises its HeadraceError."""
+        done: queue.SimpleQueue[_Result | HeadraceError] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put(act())
+            except HeadraceError as error:
+                done.put(error)
+
+        self._todo.put(run)
+        result = done.get()
         if isinstance(result, HeadraceError):
             raise result
         return result
@@ -76,9 +96,9 @@ class TpModelWorkerClient:
 
     def _run(self) -> None:
         while (batch := self._todo.get()) is not None:
-            if isinstance(batch, ProfileReq):
+            if not isinstance(batch, ModelWorkerBatch):
                 self._hand_over()  # nothing follows that would
-                self._profiled.put(self._profile(batch))
+                batch()
                 continue
             with self._worker.profiler.step(batch.step):
                 result = run_guarded(self._worker.runner, batch, self._hand_over)
@@ -87,12 +107,6 @@ class TpModelWorkerClient:
             if self._todo.empty():
                 self._hand_over()
         self._hand_over()
-
-    def _profile(self, request: ProfileReq) -> str | HeadraceError:
-        try:
-            return self._worker.profile(request)
-        except HeadraceError as error:
-            return error
 
     def _hand_over(self) -> None:
         if self._finished is not None:

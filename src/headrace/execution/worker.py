@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from headrace.errors import ExecutionError
+from headrace.execution.expert_recorder import NO_EXPERTS, ExpertRecorder
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.profiler import StepProfiler
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -31,10 +33,12 @@ class TpModelWorker:
         weights: WeightExecutor,
         resources: ExitStack | None = None,
         profile_dir: str | None = None,
+        experts: ExpertRecorder = NO_EXPERTS,
     ) -> None:
         self.runner = runner
         self.weights = weights
         self.profiler = StepProfiler(profile_dir)
+        self.experts = experts
         self._resources = resources or ExitStack()
         self._done: deque[StepResult | ExecutionError] = deque()
 
@@ -65,6 +69,10 @@ class TpModelWorker:
     def profile(self, request: ProfileReq) -> str:
         """See `Worker.profile`. In the thread that runs the steps."""
         return self.profiler.handle(request)
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """See `Worker.count_experts`. In the thread that runs the steps."""
+        return self.experts.handle(request)
 
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""

@@ -247,6 +247,18 @@ class Engine(WeightOperations):
         """Write what was recorded; a line with the file's name. Raises RequestError."""
         return self._wait(self._submit(self._manager.stop_profile()))
 
+    def start_expert_distribution_record(self) -> None:
+        """Count the tokens that each layer of a mixture sends to each expert, from zero. Raises RequestError."""
+        self._wait(self._submit(self._manager.experts.start()))
+
+    def stop_expert_distribution_record(self) -> None:
+        """Count no more; what there is can still be told. Raises RequestError."""
+        self._wait(self._submit(self._manager.experts.stop()))
+
+    def dump_expert_distribution_record(self) -> dict[str, Any]:
+        """Under `layers` the tokens that each expert got, and what else the route replies. Counts begin again at zero. Raises RequestError."""
+        return self._wait(self._submit(self._manager.experts.dump()))
+
     def configure_logging(
         self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
     ) -> dict[str, Any]:

@@ -257,6 +257,18 @@ class Runtime(WeightOperations):
         """Write what was recorded; a line with the file's name. Raises RequestError."""
         return str(self._ask("/stop_profile")["message"])
 
+    def start_expert_distribution_record(self) -> None:
+        """Count the tokens that each layer of a mixture sends to each expert, from zero. Raises RequestError."""
+        self._ask("/start_expert_distribution_record")
+
+    def stop_expert_distribution_record(self) -> None:
+        """Count no more; what there is can still be told. Raises RequestError."""
+        self._ask("/stop_expert_distribution_record")
+
+    def dump_expert_distribution_record(self) -> dict[str, Any]:
+        """Under `layers` the tokens that each expert got, and what else the route replies. Counts begin again at zero. Raises RequestError."""
+        return dict(self._ask("/dump_expert_distribution_record"))
+
     def configure_logging(
         self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
     ) -> dict[str, Any]:

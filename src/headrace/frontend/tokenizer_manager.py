@@ -32,6 +32,7 @@ from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTo
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
+from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
 from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
@@ -64,6 +65,7 @@ from headrace.messages.control import (
     SchedulerStats,
 )
 from headrace.messages.dispatch import TypeBasedDispatcher
+from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, StrOut
 from headrace.messages.packing import pack_int32
@@ -221,7 +223,9 @@ class TokenizerManager:
         self._lora_replies = Communicator[LoraReply]("adapters")
         self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora)
         self._profiles = Communicator[ProfileReply]("profile")
+        self.experts = ExpertRecording(self.link.replicas_up, self._check_control)
         self._communicators = (
+            self.experts.replies,
             self._flushes,
             self._states,
             self._healths,
@@ -232,6 +236,7 @@ class TokenizerManager:
         self._dispatcher = TypeBasedDispatcher()
         self._dispatcher.register(LoraReply, self._on_lora_reply)
         self._dispatcher.register(ProfileReply, self._profiles.handle)
+        self._dispatcher.register(ExpertCountsReply, self.experts.replies.handle)
         self._dispatcher.register(BatchStrOut, self._on_outputs)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
@@ -1069,6 +1074,7 @@ class TokenizerManager:
             self.link.detokenizer_up()
         else:
             self.settings.tell_scheduler(sender)
+            self.experts.tell_scheduler(sender)
             self._adapters.restore(sender)
             self.link.scheduler_up(rank, source, sender)
 

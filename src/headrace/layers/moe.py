@@ -15,6 +15,7 @@ import torch
 from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig
 from headrace.kernels import PackedExperts
+from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.weight import Placement, Weight
@@ -42,6 +43,7 @@ class SparseMoe:
         self._router = Linear(hidden_size, {"gate": moe.num_experts}, placement.unquantized)
         self._experts = [GatedMlp(hidden_size, moe.intermediate_size, act, placement) for _ in range(moe.num_experts)]
         self._packed: PackedExperts | None = None
+        self.counts = ExpertCounts(moe.num_experts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> [rows, hidden_size]."""
@@ -49,6 +51,7 @@ class SparseMoe:
         top_shares, top_experts = torch.topk(shares, self._moe.num_experts_per_tok, dim=-1)
         if self._moe.norm_topk_prob:
             top_shares = top_shares / top_shares.sum(dim=-1, keepdim=True)
+        self.counts.add(top_experts)
         self._show_observers(x, top_experts)
         if self._packed is None:
             gate_ups = [expert.gate_up.packed for expert in self._experts]

@@ -43,6 +43,7 @@ from headrace.messages.control import (
     ShutdownReq,
     SourceGone,
 )
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
@@ -67,6 +68,8 @@ Message = (
     | LoraReply
     | ProfileReq
     | ProfileReply
+    | ExpertCountsReq
+    | ExpertCountsReply
     | ConfigureLoggingReq
     | FreezeGCReq
     | SetLimitsReq

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.messages.control import FaultReq, ProfileReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.weights import WeightExecutor
@@ -116,6 +117,9 @@ class Worker(Protocol):
 
     def profile(self, request: ProfileReq) -> str:
         """Start or stop a profile between two steps; a line for the operator. Raises RequestError."""
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """Record between two steps which experts are chosen, or tell what was. Raises RequestError."""
 
     def close(self) -> None:
         """Release threads and memory."""

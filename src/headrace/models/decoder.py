@@ -14,6 +14,7 @@ from headrace.checkpoint.model_config import ModelConfig, RopeConfig
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding
+from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead
 from headrace.layers.mlp import GatedMlp
@@ -145,6 +146,11 @@ class Block:
         if isinstance(self._mlp, SparseMoe):
             self._mlp.weights_changed()
 
+    @property
+    def expert_counts(self) -> ExpertCounts | None:
+        """Of its mixture; None when its feed-forward layer is dense."""
+        return self._mlp.counts if isinstance(self._mlp, SparseMoe) else None
+
     def fused(self) -> DecoderLayerSpec | None:
         """The layer for a native call that runs all of them; None when its feed-forward layer is sparse."""
         attention, mlp = self._attention, self._mlp
@@ -221,6 +227,11 @@ class DecoderLM:
             yield from block.weights(f"model.layers.{index}")
         yield from self._norm.weights("model.norm")
         yield from self._head.weights("")
+
+    def expert_counts(self) -> dict[int, ExpertCounts]:
+        """See `CausalLM.expert_counts`."""
+        found = ((layer, block.expert_counts) for layer, block in enumerate(self._blocks))
+        return {layer: counts for layer, counts in found if counts is not None}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.embed`."""

@@ -4,7 +4,7 @@ Owns `CausalLM` (the protocol), `ModelSpec` and the registry by Hugging Face `mo
 module lists the family files. Used by the thread that loads the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal, Protocol
@@ -15,6 +15,7 @@ from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.errors import ModelError
+from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Placement, Weight
 
 ModelImpl = Literal["auto", "headrace", "transformers"]
@@ -25,6 +26,9 @@ class CausalLM(Protocol):
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor it wants from a checkpoint, each once."""
+
+    def expert_counts(self) -> Mapping[int, ExpertCounts]:
+        """By layer, what its routers choose; empty when nothing is routed, or not where it can be seen."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int[num_tokens] -> what the first layer takes, [num_tokens, hidden_size], a fresh tensor."""

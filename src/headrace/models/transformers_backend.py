@@ -24,6 +24,7 @@ from headrace.attention.base import AttentionBackend, AttentionLayerSpec
 from headrace.checkpoint.foreign_config import transformers_config
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
+from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
@@ -126,6 +127,10 @@ class TransformersLM:
         # The same model with its layers short-circuited: whatever it does to logits (scales, soft caps) stays its own.
         self._head = copy.copy(self._model)
         self._head._modules = {**self._model._modules, self._model.base_model_prefix: _Passthrough()}
+
+    def expert_counts(self) -> dict[int, ExpertCounts]:
+        """See `CausalLM.expert_counts`: the library's routers are its own."""
+        return {}
 
     def weights(self) -> Iterator[Weight]:
         """See `CausalLM.weights`. Matrices of linear layers are packed; everything else is kept in the compute dtype."""

@@ -15,6 +15,7 @@ from headrace.messages.control import (
     ProfileReq,
     SetLimitsReq,
 )
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason, TokenIDOut
 from headrace.messages.step import Worker
 from headrace.scheduler.commit import end
@@ -82,6 +83,14 @@ def profile(worker: Worker, request: ProfileReq) -> ProfileReply:
         return ProfileReply(request.id, True, worker.profile(request))
     except HeadraceError as error:
         return ProfileReply(request.id, False, error.message)
+
+
+def count_experts(worker: Worker, request: ExpertCountsReq) -> ExpertCountsReply:
+    """Record which experts are chosen, tell it, or say why not."""
+    try:
+        return worker.count_experts(request)
+    except HeadraceError as error:
+        return ExpertCountsReply(request.id, False, error.message)
 
 
 def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames: int) -> InternalState:

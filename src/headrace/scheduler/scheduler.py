@@ -29,6 +29,7 @@ from headrace.messages.control import (
     SetLimitsReq,
     ShutdownReq,
 )
+from headrace.messages.experts import ExpertCountsReq
 from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
@@ -200,6 +201,8 @@ class Scheduler:
                 self._loras.unload(message)
             case ProfileReq():
                 self._to_tokenizer.send(control.profile(self.worker, message))
+            case ExpertCountsReq():
+                self._to_tokenizer.send(control.count_experts(self.worker, message))
             case ConfigureLoggingReq():
                 set_level(message.level)
             case FreezeGCReq():

@@ -27,6 +27,7 @@ from headrace.server.body import Bodies
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, Liveness, Outcome
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
+from headrace.server.experts import ExpertsAPI
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
 from headrace.server.keys import ApiKeys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
@@ -95,6 +96,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
         *WeightsAPI(context).routes(),
+        *ExpertsAPI(context).routes(),
     ]
     # fmt: on
     if context.metrics is not None:

@@ -14,6 +14,7 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
+from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.runtime_settings import LimitChanges, Limits
 from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
@@ -58,7 +59,9 @@ class WeightFrontend(Protocol):
 
 
 class RequestFrontend(Protocol):
-    """What the server needs of the TokenizerManager."""
+    """What the server needs of the TokenizerManager. experts: records which experts a mixture chooses."""
+
+    experts: ExpertRecording
 
     def generate_request(
         self,

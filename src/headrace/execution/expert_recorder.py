@@ -1,0 +1,40 @@
+"""Which experts a mixture's routers chose, layer by layer, from `start` on.
+
+Used by the thread that runs the steps, between two of them.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from headrace.errors import RequestError
+from headrace.layers.expert_counts import ExpertCounts
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+
+
+class ExpertRecorder:
+    """counts: by layer; none = refused. refusal: why nothing can be recorded all the same; "" when it can."""
+
+    def __init__(self, counts: Mapping[int, ExpertCounts], device: torch.device, refusal: str = "") -> None:
+        self._counts = counts
+        self._device = device
+        self._refusal = refusal if counts else "this model has no experts whose choice can be recorded"
+
+    def handle(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """Start from zero, stop, or tell what there is and begin again at zero. Raises RequestError."""
+        if self._refusal:
+            raise RequestError(self._refusal)
+        layers: dict[int, list[int]] = {}
+        match request.action:
+            case "start":
+                for counts in self._counts.values():
+                    counts.start(self._device)
+            case "stop":
+                for counts in self._counts.values():
+                    counts.stop()
+            case "dump":
+                layers = {layer: counts.take() for layer, counts in self._counts.items()}
+        return ExpertCountsReply(request.id, True, "", layers)
+
+
+NO_EXPERTS = ExpertRecorder({}, torch.device("cpu"))
