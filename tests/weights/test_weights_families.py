@@ -45,9 +45,7 @@ def test_every_family_can_be_updated(name, quantization, tmp_path, monkeypatch):
     checkpoint, spec, model = load(tmp_path / "old", quantization, impl)
     _, _, fresh = load(tmp_path / "new", quantization, impl)
     before, want = kept(model), kept(fresh)
-    weights = ModelWeights(
-        model, TorchNativeAttention(), None, lambda name: spec.rename(checkpoint.config, name), spec.ignored, None
-    )
+    weights = ModelWeights(model, TorchNativeAttention(), None, spec.renaming(checkpoint.config), spec.ignored, None)
     new = tensors_of(tmp_path / "new")
     switches = []
     for tensor_name, tensor in new.items():
