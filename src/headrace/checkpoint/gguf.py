@@ -179,7 +179,8 @@ class GgufFile:
     def _read_header(self) -> None:
         magic = self._map[:4]
         if magic != b"GGUF":
-            raise self._broken(f"it starts with {magic!r}, not b'GGUF'")
+            hint = "; it looks like a Git LFS pointer: fetch the file itself" if magic == b"vers" else ""
+            raise self._broken(f"it does not start with the letters GGUF{hint}")
         self._cursor = 4
         self.version: int = self._take("I")
         if self.version not in (2, 3):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.checkpoint import foreign_config
+from headrace.checkpoint.json_fault import json_fault
 from headrace.checkpoint.regular_file import open_regular
 from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generation_config
 from headrace.errors import ModelError
@@ -248,7 +249,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except OSError as err:
         raise ModelError(f"{file.name} cannot be read: {err.strerror}") from err
     except (ValueError, RecursionError) as err:
-        raise ModelError(f"{file.name} cannot be read as JSON: {err}") from err
+        raise ModelError(f"{file.name} cannot be read as JSON: {json_fault(err)}") from err
     if not isinstance(value, dict):
         raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
     return value

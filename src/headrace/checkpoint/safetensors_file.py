@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoint.json_fault import json_fault
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 
@@ -81,7 +82,7 @@ class SafetensorsFile:
         try:
             header = json.loads(self.buffer[8 : 8 + length], object_pairs_hook=self._unique)
         except (ValueError, RecursionError) as err:
-            raise self._broken(f"its header is not JSON ({err})") from None
+            raise self._broken(f"its header is not JSON ({json_fault(err)})") from None
         if not isinstance(header, dict):
             raise self._broken("its header is not a JSON object")
         self.metadata = header.pop("__metadata__", None) or {}

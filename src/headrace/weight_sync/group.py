@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from headrace.errors import ExecutionError
+from headrace.log import get_logger
+
+log = get_logger(__name__)
 
 Backend = Literal["gloo", "nccl"]
 
@@ -23,7 +26,10 @@ CANCEL_POLL_S = 0.2
 
 
 class WeightGroup:
-    """A joined group. timeout_s: for joining, and for each broadcast. After a failure it is of no use any more: close it."""
+    """A joined group. timeout_s: for joining, and for each broadcast. After a failure it is of no use any more: close it.
+
+    What answers at its address may be anything, so no error repeats what it sent: the log has that.
+    """
 
     def __init__(
         self, address: str, port: int, rank: int, world_size: int, name: str, backend: Backend, timeout_s: float
@@ -41,16 +47,17 @@ class WeightGroup:
                 store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
             self._group: Any = self._make(store, rank, world_size, timeout)
         except (RuntimeError, ValueError, OSError) as error:
+            log.warning("joining the group %r at %s:%d failed: %s", name, address, port, _first_line(error))
             raise ExecutionError(
-                f"the group {name!r} of {world_size} ranks could not be joined at {address}:{port} within {timeout_s:g} s: "
-                f"{_first_line(error)}"
-            ) from error
+                f"the group {name!r} of {world_size} ranks could not be joined within {timeout_s:g} s: the trainer did not come, or "
+                "something else answers at that address; the server's log has the cause"
+            ) from None
 
     def _make(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
         if not dist.is_nccl_available() or not torch.cuda.is_available():
-            raise RuntimeError("backend nccl needs a GPU and a torch with NCCL")
+            raise ExecutionError("backend nccl needs a GPU and a torch with NCCL; use gloo here")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -79,9 +86,10 @@ class WeightGroup:
             else:
                 work.wait(options.timeout)
         except (RuntimeError, ValueError) as error:
+            log.warning("a broadcast failed: %s", _first_line(error))
             raise ExecutionError(
-                f"a broadcast did not complete within {self.timeout_s:g} s or a peer is gone: {_first_line(error)}"
-            ) from error
+                f"a broadcast did not complete within {self.timeout_s:g} s or a peer is gone; the server's log has the cause"
+            ) from None
 
     def _wait(self, work: Any, cancelled: threading.Event) -> None:
         """In short turns: a wait in torch cannot be interrupted. Raises ExecutionError when cancelled, RuntimeError when it fails."""
