@@ -213,8 +213,8 @@ def test_keys_prompts_and_paths_stay_inside(server: Server, client: httpx.Client
     chat = {"model": MODEL, "messages": [{"role": "user", "content": secret}], "max_tokens": 2, "user": secret}
     assert client.post("/v1/chat/completions", json=chat).status_code == 200
     check_refused(client.post("/v1/chat/completions", json=chat | {"top_p": 9}))
-    info = [server.admin.get(path).text for path in ("/server_info", "/model_info", "/internal_state", "/metrics")]
-    info += [client.get(path).text for path in ("/v1/models", "/openapi.json", "/docs", "/v1/loads")]
+    info = [server.admin.get(path).text for path in ("/server_info", "/internal_state", "/metrics")]
+    info += [client.get(path).text for path in ("/v1/models", "/model_info", "/openapi.json", "/docs", "/v1/loads")]
     commands = [" ".join(process.cmdline()) for process in (server.process, *server.children)]
     for place in (server.log(), *info, *commands):
         for hidden in (secret, USER_KEY, ADMIN_KEY):

@@ -74,6 +74,7 @@ class FakeWeights:
 
     def __init__(self) -> None:
         self.version = "default"
+        self.model_path: str | None = None
         self.operations: list[WeightOperation] = []
         self.file = b""
         self.reply = WeightOpReply(1, True, "done", "default")

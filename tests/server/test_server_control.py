@@ -97,6 +97,21 @@ def test_server_info_tells_no_keys_and_no_folders():
     assert (info["api_key"], info["otlp_traces_endpoint"]) == ("***", None)
 
 
+def test_model_info_says_where_the_weights_that_serve_were_read_from():
+    """In full to the operator, whose clients open it; to others the name alone."""
+    keys = {"api_key": "sesame-1", "admin_api_key": "sesame-2"}
+    with running_server(model_path="/srv/private/weights.gguf", **keys) as running:
+
+        def path(key: str, route: str = "/model_info") -> str:
+            return httpx.get(running.url + route, headers={"authorization": f"Bearer {key}"}).json()["model_path"]
+
+        assert (path("sesame-1"), path("sesame-2")) == ("weights.gguf", "/srv/private/weights.gguf")
+        running.frontend.weights.model_path = "/srv/step-7"
+        assert (path("sesame-1"), path("sesame-2")) == ("step-7", "/srv/step-7")
+        assert path("sesame-2", "/get_model_info") == "/srv/step-7"
+        assert path("sesame-2", "/server_info") == "step-7"
+
+
 def test_flush_says_what_happened(client: httpx.Client, server: Running):
     assert client.post("/flush_cache").json() == {"success": True, "message": "flushed"}
     refused = client.get("/flush_cache")

@@ -103,6 +103,7 @@ def test_an_update_is_prepared_beside_the_steps_and_waits_for_what_has_begun(eng
         reading.set()
         assert update.result()[0]
     assert tokens(engine) == answers[1]
+    assert engine.get_model_info()["model_path"] == new
     for output in flight.join():
         assert output["meta_info"]["weight_version"] == "default"
         assert output["meta_info"]["completion_tokens"] == LONG["max_new_tokens"]

@@ -186,7 +186,7 @@ class Engine(WeightOperations):
         """The served model: name, kind, sizes."""
         args, ready = self._manager.args, self._running.ready
         return {
-            "model_path": args.model_path,
+            "model_path": self._call(lambda: self._manager.weights.model_path) or args.model_path,
             "served_model_name": args.served_name,
             "model_class": ready.model_class,
             "is_generation": True,

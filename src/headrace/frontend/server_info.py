@@ -44,6 +44,11 @@ def describe_server(
     }
 
 
+def model_name_of(path: str) -> str:
+    """What everybody may know of a model's path: its last part. Where files lie is nobody's business."""
+    return PurePath(path).name if os.sep in path else path
+
+
 def _state(state: InternalState, ready: ReadyInfo) -> dict[str, Any]:
     return {
         **msgspec.to_builtins(state),
@@ -62,8 +67,7 @@ def _shown(name: str, value: Any) -> Any:
         return value
     if name in SECRETS:
         return MASK
-    # Where files lie is nobody's business.
-    return PurePath(value).name if os.sep in value and name not in _NOT_PATHS else value
+    return value if name in _NOT_PATHS else model_name_of(value)
 
 
 def describe_load(state: InternalState) -> dict[str, Any]:

@@ -83,6 +83,12 @@ class WeightControl:
         """What the weights are called."""
         return self.log.standing.version
 
+    @property
+    def model_path(self) -> str | None:
+        """Where the weights that serve were read from; None while they are those of the start, or were pushed."""
+        weights = self.log.standing.weights
+        return weights.update.model_path if weights is not None and weights.update is not None else None
+
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
         """Carry out one operation on every replica; the reply says whether it succeeded, on all. After a failure all is as it was.
 

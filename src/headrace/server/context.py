@@ -53,6 +53,11 @@ class WeightFrontend(Protocol):
         """What the weights are called now."""
         ...
 
+    @property
+    def model_path(self) -> str | None:
+        """Where the weights that serve were read from, when that was after the start."""
+        ...
+
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
         """Carry out one operation; its reply says whether it succeeded."""
         ...

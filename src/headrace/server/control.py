@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.errors import AuthError, RequestError
 from headrace.frontend.data_parallel_controller import sum_of_states
-from headrace.frontend.server_info import describe_load, describe_server
+from headrace.frontend.server_info import describe_load, describe_server, model_name_of
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE, render
 from headrace.server.context import ServingContext
@@ -82,11 +82,12 @@ class ControlAPI:
             await exchange.reply_json({"status": "unavailable"}, 503, [(b"retry-after", b"1")])
 
     async def model_info(self, exchange: Exchange) -> None:
-        """The served model: name, kind, sizes."""
+        """The served model: name, kind, sizes. Where it was read from is said in full to the admin key, to others without its folder."""
         model = self.context.model
+        path = self.context.frontend.weights.model_path or self.context.args.model_path
         await exchange.reply_json(
             {
-                "model_path": model.name,
+                "model_path": path if exchange.is_admin else model_name_of(path),
                 "served_model_name": model.name,
                 "model_type": model.model_type,
                 "model_class": model.ready.model_class,
@@ -108,6 +109,8 @@ class ControlAPI:
         info = describe_server(context.args, context.model.ready, frontend.lora_adapters(), states)
         info["served_model_name"] = context.model.name
         info["weight_version"] = frontend.weights.version
+        if frontend.weights.model_path is not None:
+            info["model_path"] = model_name_of(frontend.weights.model_path)
         await exchange.reply_json(info | frontend.changed_options() | {"frontend": frontend.counters()})
 
     async def loads(self, exchange: Exchange) -> None:
