@@ -69,6 +69,19 @@ async def test_no_rid_of_a_caller_without_a_key_is_one_of_a_keys(make_frontend):
     await asyncio.gather(*tasks)
 
 
+async def test_no_client_takes_the_rids_of_health_checks(make_frontend):
+    frontend = make_frontend()
+    rids = [f"headrace-health-{i}" for i in range(4)]
+    tasks = [start(frontend, NOBODY, rid) for rid in rids]
+    await sent(frontend, 4)
+    probe = asyncio.create_task(frontend.manager.health(generate=True))
+    await frontend.engine.until(lambda: probe.done() or len(frontend.engine.requests) == 5)
+    for rid in list(frontend.engine.num_tokens):
+        frontend.engine.emit(rid, "x", STOP)
+    assert await probe
+    await asyncio.gather(*tasks)
+
+
 async def test_an_abort_ends_the_requests_of_who_asked(make_frontend):
     frontend = make_frontend()
     a, b = caller("a"), caller("b")

@@ -157,6 +157,14 @@ async def test_other_hosts_are_answered_when_they_are_listed_or_others_reach_the
         assert (await client.get("/health", headers={"host": "llm.example"})).status_code == 200
 
 
+def test_a_server_that_is_open_to_others_says_so(caplog: pytest.LogCaptureFixture):
+    for options in ({}, {"host": "0.0.0.0", "api_key": "x"}, {"host": "0.0.0.0", "admin_api_key": "x"}):
+        make_app(FakeFrontend(), **options)
+    assert not caplog.records
+    make_app(FakeFrontend(), host="0.0.0.0")
+    assert "no keys are set and --host is 0.0.0.0" in caplog.text
+
+
 def test_a_request_without_a_host_is_no_browsers():
     assert HostList("127.0.0.1", None).allows([])
 

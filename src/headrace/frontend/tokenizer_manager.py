@@ -12,6 +12,7 @@ import itertools
 import random
 import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -206,7 +207,6 @@ class TokenizerManager:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = -1
         self._handle_task: asyncio.Task[None] | None = None
-        self._health_ids = itertools.count()
         self._probe = SharedProbe(self._can_generate, clock)
         self._heartbeats: dict[str, float] = {}
         self._weights = WeightControl(
@@ -976,7 +976,8 @@ class TokenizerManager:
     async def _generate_one(self) -> bool:
         probe = GenerateReqInput(
             input_ids=[0],
-            rid=f"{HEALTH_RID_PREFIX}{next(self._health_ids)}",
+            # Not to be guessed: a client that has taken the rid would make the server look dead.
+            rid=f"{HEALTH_RID_PREFIX}{uuid.uuid4().hex}",
             sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         )
         async for answer in self.generate_request(probe, caller=SERVER):

@@ -38,7 +38,7 @@ from headrace.server.openai.models import ModelsAPI
 from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
-from headrace.server.origin_gate import HostList, OriginGate
+from headrace.server.origin_gate import HostList, OriginGate, is_loopback
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
@@ -129,6 +129,7 @@ def create_app(
     warmups = chosen_warmups(args)
     table = route_table(context)
     keys = ApiKeys(args.api_key_file) if args.api_key_file is not None else None
+    _warn_if_open(args)
     bodies = Bodies(args.max_body_bytes)
 
     @asynccontextmanager
@@ -174,6 +175,16 @@ def create_app(
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     app.add_middleware(RequestIdMiddleware)
     return app
+
+
+def _warn_if_open(args: ServerArgs) -> None:
+    has_keys = args.api_key or args.admin_api_key or args.api_key_file
+    if not has_keys and not is_loopback(args.host):
+        log.warning(
+            "no keys are set and --host is %s: whoever can reach this server may use it and replace its weights; "
+            "set --api-key and --admin-api-key",
+            args.host,
+        )
 
 
 async def _routing_error(request: Request, exc: Exception) -> Response:
