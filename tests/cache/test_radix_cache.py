@@ -173,3 +173,69 @@ def test_it_agrees_with_a_plain_set_of_prefixes(page_size, actions):
         pinned = {prefix for _, held in leases for prefix in held}
         assert cache.num_leased_pages + cache.num_evictable_pages == len(known)
         assert cache.num_leased_pages >= len(pinned)
+
+
+def evicted_by_walking(cache: RadixCache, num_pages: int) -> list[int]:
+    """What `evict` should free: among the leaves of the whole tree the least recently used, again and again."""
+    nodes = cache._nodes()
+    num_children = {node: len(node.children) for node in nodes}
+    freed: list[int] = []
+    while len(freed) < num_pages:
+        leaves = [node for node, count in num_children.items() if count == 0 and node.leases == 0]
+        if not leaves:
+            break
+        oldest = min(leaves, key=lambda node: node.used)
+        freed += oldest.pages
+        del num_children[oldest]
+        if oldest.parent in num_children:
+            num_children[oldest.parent] -= 1
+    return freed
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    page_size=st.sampled_from([1, 2]),
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["insert", "insert", "match", "evict", "release", "flush"]),
+            st.lists(st.integers(0, 1), max_size=10),
+            st.sampled_from(["", "a"]),
+        ),
+        max_size=60,
+    ),
+)
+def test_what_is_evicted_is_what_a_walk_through_the_tree_would_find(page_size, actions):
+    cache = RadixCache(page_size)
+    leases = []
+    next_page = 0
+    for kind, ids, namespace in actions:
+        if kind == "insert":
+            leases.append(cache.insert(tokens(*ids), list(range(next_page, next_page + len(ids))), namespace).lease)
+            next_page += len(ids)
+        elif kind == "match":
+            leases.append(cache.match(tokens(*ids), namespace, len(ids)).lease)
+        elif kind == "release" and leases:
+            cache.release(leases.pop(len(ids) % len(leases)))
+        elif kind == "flush" and cache.num_leased_pages == 0:
+            cache.flush()
+        elif kind == "evict":
+            want = evicted_by_walking(cache, len(ids))
+            assert cache.evict(len(ids)) == want
+        assert cache._num_nodes == len(cache._nodes())
+    for lease in leases:
+        cache.release(lease)
+    want = evicted_by_walking(cache, next_page)
+    assert cache.evict(next_page) == want
+    assert cache.num_evictable_pages == 0
+    assert not cache._roots
+
+
+def test_candidates_for_eviction_do_not_pile_up():
+    cache = RadixCache(page_size=1)
+    for i in range(10):
+        fill(cache, [i, i], 2 * i)
+    for i in range(10_000):
+        cache.release(cache.match(tokens(i % 10, i % 10), "", 2).lease)
+
+    assert len(cache._eviction_order._heap) < 200
+    assert cache.evict(2) == [0, 1]

@@ -7,6 +7,7 @@ Every namespace (adapter, cache salt, extra key) has its own root: nothing is ev
 
 import heapq
 from itertools import count
+from typing import NamedTuple
 
 from headrace.cache.base import Insertion, Lease, PrefixMatch
 
@@ -26,6 +27,67 @@ class _Node(Lease):
         self.leases = 0
         self.used = used
 
+    @property
+    def is_evictable_leaf(self) -> bool:
+        """In the tree, with nothing below it that would have to go first, and nobody's lease."""
+        return self.parent is not None and not self.children and self.leases == 0
+
+
+class _Root(_Node):
+    """Where a namespace begins."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(b"", [], None, 0)
+        self.namespace = namespace
+
+
+class _Candidate(NamedTuple):
+    """A leaf when it became evictable. It may have been used or have got children since: whoever takes it looks again."""
+
+    used: int
+    entry: int
+    leaf: _Node
+
+
+class _EvictionOrder:
+    """Evictable leaves, least recently used first, without walking the tree.
+
+    Leaves join when they become evictable and are not taken out when they cease to be: stale candidates are dropped when their turn comes, and
+    all at once when there are many. So the work is that of a heap, whatever the size of the tree.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Candidate] = []
+        self._entries = count()
+
+    def add(self, leaf: _Node, num_nodes: int) -> None:
+        """It has become evictable. num_nodes: of the tree now."""
+        heapq.heappush(self._heap, _Candidate(leaf.used, next(self._entries), leaf))
+        if len(self._heap) > 2 * num_nodes + _LEAST_COMPACTED:
+            found = {id(c.leaf): c for c in self._heap if _is_current(c)}
+            self._heap = sorted(found.values())
+
+    def pop(self) -> _Node | None:
+        """The one to go next; None when there is none."""
+        while self._heap:
+            candidate = heapq.heappop(self._heap)
+            if _is_current(candidate):
+                return candidate.leaf
+        return None
+
+    def clear(self) -> None:
+        """The tree is empty."""
+        self._heap.clear()
+
+
+_LEAST_COMPACTED = 64
+
+
+def _is_current(candidate: _Candidate) -> bool:
+    return candidate.leaf.is_evictable_leaf and candidate.leaf.used == candidate.used
+
 
 class RadixCache:
     """See `PrefixCache` for the contract. page_size: tokens in a page (1, 16, ...)."""
@@ -35,7 +97,9 @@ class RadixCache:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[str, _Root] = {}
+        self._eviction_order = _EvictionOrder()
+        self._num_nodes = 0
         self._clock = count(1)
         self._evictable = 0
         self._leased = 0
@@ -52,7 +116,7 @@ class RadixCache:
 
     def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
         """Length in tokens of the longest cached prefix of tokens[:limit]. Changes nothing, not even recency."""
-        node = self._roots.get(namespace)
+        node: _Node | None = self._roots.get(namespace)
         end = self._whole_pages(min(limit * TOKEN_BYTES, len(tokens)))
         pos = 0
         while node is not None and pos < end:
@@ -66,10 +130,10 @@ class RadixCache:
 
     def match(self, tokens: bytes, namespace: str, limit: int) -> PrefixMatch:
         """Longest cached prefix of tokens[:limit], pinned until `release(match.lease)`."""
-        node = self._roots.get(namespace)
-        if node is None:
+        root = self._roots.get(namespace)
+        if root is None:
             return PrefixMatch(0)
-        node, pos, pages = self._descend(node, tokens, self._whole_pages(min(limit * TOKEN_BYTES, len(tokens))))
+        node, pos, pages = self._descend(root, tokens, self._whole_pages(min(limit * TOKEN_BYTES, len(tokens))))
         if pos == 0:
             return PrefixMatch(0)
         self._pin(node)
@@ -83,7 +147,9 @@ class RadixCache:
         end = self._whole_pages(len(tokens))
         if end == 0:
             return Insertion(0, 0)
-        root = self._roots.setdefault(namespace, _Node(b"", [], None, 0))
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = _Root(namespace)
         node, pos, _ = self._descend(root, tokens, end)
         if pos < end:
             taken = pages[pos // self._page_bytes : end // self._page_bytes]
@@ -91,6 +157,7 @@ class RadixCache:
             leaf = _Node(tokens[pos:end], taken, node, next(self._clock))
             node.children[leaf.key[: self._page_bytes]] = leaf
             self._evictable += len(taken)
+            self._num_nodes += 1
             node = leaf
         self._pin(node)
         return Insertion(pos // TOKEN_BYTES, end // TOKEN_BYTES, node)
@@ -107,28 +174,25 @@ class RadixCache:
             if node.leases == 0:
                 self._leased -= len(node.pages)
                 self._evictable += len(node.pages)
+                self._offer(node)
             node = node.parent
 
     def evict(self, num_pages: int) -> list[int]:
         """Free `num_pages` pages or more, least recently used leaves first; fewer only when all else is leased."""
         freed: list[int] = []
-        if num_pages <= 0 or self._evictable == 0:
-            return freed
-        tie = count()
-        leaves = [(n.used, next(tie), n) for n in self._nodes() if not n.children and n.leases == 0]
-        heapq.heapify(leaves)
-        while leaves and len(freed) < num_pages:
-            _, _, node = heapq.heappop(leaves)
+        while len(freed) < num_pages and (node := self._eviction_order.pop()) is not None:
             parent = node.parent
             assert parent is not None
             del parent.children[node.key[: self._page_bytes]]
+            node.parent = None
+            self._num_nodes -= 1
             freed += node.pages
             self._evictable -= len(node.pages)
-            if parent.parent is None:
+            if isinstance(parent, _Root):
                 if not parent.children:
-                    self._drop_root(parent)
-            elif not parent.children and parent.leases == 0:
-                heapq.heappush(leaves, (parent.used, next(tie), parent))
+                    del self._roots[parent.namespace]
+            else:
+                self._offer(parent)
         return freed
 
     def flush(self) -> list[int]:
@@ -136,6 +200,8 @@ class RadixCache:
         assert self._leased == 0, f"{self._leased} pages are still leased"
         freed = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
+        self._eviction_order.clear()
+        self._num_nodes = 0
         self._evictable = 0
         return freed
 
@@ -184,6 +250,7 @@ class RadixCache:
         cut = at // self._page_bytes
         upper = _Node(node.key[:at], node.pages[:cut], parent, node.used)
         upper.leases = node.leases
+        self._num_nodes += 1
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key, node.pages, node.parent = node.key[at:], node.pages[cut:], upper
         upper.children[node.key[: self._page_bytes]] = node
@@ -198,12 +265,10 @@ class RadixCache:
             node.leases += 1
             node = node.parent
 
-    def _drop_root(self, root: _Node) -> None:
-        if root.leases == 0:
-            for namespace, candidate in self._roots.items():
-                if candidate is root:
-                    del self._roots[namespace]
-                    return
+    def _offer(self, node: _Node) -> None:
+        """Something about `node` has changed so that it may be evictable now."""
+        if node.is_evictable_leaf:
+            self._eviction_order.add(node, self._num_nodes)
 
     def _nodes(self) -> list[_Node]:
         """Every node below the roots."""

@@ -45,7 +45,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     budget = min(budget, prompt_budget)
     if making_way is not None:
         _put_first(state, batch, making_way, budget, now_s)
-    elif not pool_is_full and state.waiting and budget > 0:
+    elif not pool_is_full and state.waiting and budget > 0 and _has_place(state):
         _admit(state, batch, state.fair_share.order(_ordered(state, now_s)), budget, now_s)
     if not batch.rows:
         return None
@@ -86,10 +86,10 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: list[Req], budget
 
     budget: prompt tokens that the step may still compute.
     """
-    kv, config = state.kv, state.config
+    kv = state.kv
     reserved = sum(_expected_tokens(state, req) for req in state.running)
     for req in order:
-        if budget <= 0 or kv.num_free_seqs == 0 or len(state.running) >= config.max_running:
+        if budget <= 0 or not _has_place(state):
             break
         if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
@@ -116,6 +116,11 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: list[Req], budget
         batch.new.append(_new_sequence(state, req))
         _add_row(state, batch, req, count, num_wanted)
         budget -= count
+
+
+def _has_place(state: SchedulerState) -> bool:
+    """One more request may run."""
+    return state.kv.num_free_seqs > 0 and len(state.running) < state.config.max_running
 
 
 def _ordered(state: SchedulerState, now_s: float) -> list[Req]:

@@ -12,8 +12,8 @@ LPM_MAX_WAIT_S = 5.0
 
 
 def fcfs(waiting: Sequence[Req], now_s: float) -> list[Req]:
-    """Arrival order; retracted requests keep their first arrival."""
-    return sorted(waiting, key=lambda r: r.order)
+    """Arrival order; retracted requests keep their first arrival. The queue is kept in this order."""
+    return list(waiting)
 
 
 def lpm(waiting: Sequence[Req], now_s: float, cached_tokens: Callable[[Req], int]) -> list[Req]:

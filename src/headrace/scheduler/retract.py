@@ -1,6 +1,7 @@
 """Takes running requests back to the queue, because the pool is full, a more important one comes, or generation pauses. Their outputs are
 kept; their KV is computed again later."""
 
+from bisect import insort
 from collections.abc import Sequence
 
 from headrace.log import get_logger
@@ -61,7 +62,7 @@ def _retract(state: SchedulerState, req: Req) -> None:
     # What it has computed goes into the cache: if nobody needs the room after all, it finds it there again.
     state.kv.release(req)
     state.running.remove(req)
-    state.waiting.append(req)
+    insort(state.waiting, req, key=lambda r: r.order)
     req.num_retractions += 1
     req.note("retracted", state.now_s, req.num_outputs)
     state.counters.num_retracted += 1

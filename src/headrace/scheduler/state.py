@@ -82,6 +82,7 @@ class Gate:
 class SchedulerState:
     """Requests by state, steps in flight, resources and counts.
 
+    waiting: in order of arrival.
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
