@@ -130,6 +130,7 @@ class FakeFrontend:
         self.closed_early = threading.Event()
         self.alive = True
         self.flush = FlushCacheReply(1, True, "flushed")
+        self.flush_timeouts: list[float] = []
         self.num_active = 0
         self.weights = FakeWeights()
         self.dumps: int | None = 3
@@ -187,7 +188,7 @@ class FakeFrontend:
                         if incremental:
                             output["text"], sent_text[i] = output["text"][len(sent_text[i]) :], output["text"]
                             output["output_ids"] = output["output_ids"][before:]
-                            for name in ("output_token_logprobs", "output_top_logprobs"):
+                            for name in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
                                 if name in output["meta_info"]:
                                     output["meta_info"][name] = output["meta_info"][name][before:]
                             for name in ("input_token_logprobs", "input_top_logprobs"):
@@ -248,6 +249,10 @@ class FakeFrontend:
                 tops = [[(-0.5 - j, j + 40, self.tokenizer.decode([j + 40])) for j in range(k)] for _ in made]
                 meta["output_top_logprobs"] = tops
                 meta["input_top_logprobs"] = [None, *([(-0.25, i, self.tokenizer.decode([i]))] for i in ids[1:])]
+            if picked := prompt.token_ids_logprob:
+                meta["output_token_ids_logprobs"] = [
+                    [(-3.0, i, self.tokenizer.decode([i])) for i in picked] for _ in made
+                ]
         output: dict[str, Any] = {"text": text, "output_ids": made, "meta_info": meta}
         if is_list:
             output["index"] = index
@@ -290,7 +295,8 @@ class FakeFrontend:
             raise NotFoundError("there is no such adapter", "lora_name")
         self.adapters.remove(lora_name)
 
-    async def flush_cache(self) -> FlushCacheReply:
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+        self.flush_timeouts.append(timeout_s)
         return self.flush
 
     async def internal_state(self) -> InternalState:

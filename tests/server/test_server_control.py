@@ -257,3 +257,11 @@ def test_the_front_process_imports_no_torch():
 def test_the_real_manager_is_what_the_server_needs():
     needed = {name for name in vars(RequestFrontend) if not name.startswith("_")}
     assert needed <= set(vars(TokenizerManager))
+
+
+def test_a_flush_may_wait(client: httpx.Client, server: Running):
+    assert client.post("/flush_cache?timeout=2.5").status_code == 200
+    assert client.post("/flush_cache").status_code == 200
+    assert server.frontend.flush_timeouts == [2.5, 0.0]
+    for query in ("timeout=soon", "timout=1"):
+        assert client.post(f"/flush_cache?{query}").status_code == 400

@@ -170,9 +170,9 @@ class Engine(WeightOperations):
         """Names of the adapters that there are."""
         return self._call(self._manager.lora_adapters)
 
-    def flush_cache(self) -> bool:
-        """Empty the prefix cache. False when it cannot be now: requests run."""
-        return self._wait(self._submit(self._manager.flush_cache())).success
+    def flush_cache(self, timeout_s: float = 0.0) -> bool:
+        """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False when some run still."""
+        return self._wait(self._submit(self._manager.flush_cache(timeout_s))).success
 
     def internal_state(self) -> InternalState:
         """Counters and pool accounting of the scheduler."""

@@ -153,10 +153,10 @@ class Runtime(WeightOperations):
                         yield item
         raise ExecutionError(ENDED_EARLY)
 
-    def flush_cache(self) -> bool:
-        """Empty the prefix cache. False when it cannot be now."""
+    def flush_cache(self, timeout_s: float = 0.0) -> bool:
+        """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False when it cannot be now."""
         try:
-            with self._open("/flush_cache", b"") as reply:
+            with self._open(f"/flush_cache?timeout={timeout_s}", b"") as reply:
                 return bool(reply.status == 200)
         except (AuthError, NotFoundError):
             raise

@@ -34,6 +34,7 @@ from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.flush import flush_when_idle
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
 from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
@@ -855,8 +856,14 @@ class TokenizerManager:
         elif self._adapters.lost(reply):
             self._to_scheduler.send(UnloadLoraReq(RESTORED, reply.lora_id))
 
-    async def flush_cache(self) -> FlushCacheReply:
-        """Empty the prefix cache; the reply says whether it was (of every replica). Raises CapacityError, ExecutionError."""
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+        """Empty the prefix cache; the reply says whether it was (of every replica). See `flush_when_idle`.
+
+        Raises RequestError, CapacityError, ExecutionError.
+        """
+        return await flush_when_idle(self._flush_now, timeout_s)
+
+    async def _flush_now(self) -> FlushCacheReply:
         self._check_control()
         asked = await self._flushes.call(self.link.replicas_up(), FlushCacheReq, CONTROL_TIMEOUT_S)
         replies = list(asked.values())

@@ -25,7 +25,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
 from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
-from headrace.server.control import AbortBody, ControlAPI, FaultBody, Liveness, Outcome
+from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
 from headrace.server.experts import ExpertsAPI
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
@@ -81,7 +81,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
         RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
-        RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome),
+        RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),
         RouteSpec("/load_lora_adapter", post, "admin", loras.load, "Load an adapter", LoadLoraBody),
         RouteSpec("/unload_lora_adapter", post, "admin", loras.unload, "Forget an adapter", UnloadLoraBody),
         RouteSpec("/start_profile", post, "admin", diagnostics.start_profile, "Record steps", StartProfileBody),

@@ -115,8 +115,8 @@ class RequestFrontend(Protocol):
         """Waits for those who use it. Raises NotFoundError, ExecutionError."""
         ...
 
-    async def flush_cache(self) -> FlushCacheReply:
-        """Empty the prefix cache unless requests run."""
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+        """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
         ...
 
     async def internal_state(self) -> InternalState:

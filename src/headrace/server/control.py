@@ -36,6 +36,12 @@ class Liveness(msgspec.Struct, frozen=True):
     status: Literal["ok", "unavailable"]
 
 
+class FlushQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """timeout: wait at most this many seconds for requests to end."""
+
+    timeout: float = 0.0
+
+
 class FaultBody(msgspec.Struct, forbid_unknown_fields=True):
     """A fault to inject, see `FaultReq`."""
 
@@ -131,8 +137,10 @@ class ControlAPI:
         return state
 
     async def flush_cache(self, exchange: Exchange) -> None:
-        """Empty the prefix cache; 409 with the reason when requests run or wait."""
-        reply = await self.context.frontend.flush_cache()
+        """Empty the prefix cache; 409 with the reason when requests run or wait still after the time given."""
+        options = exchange.read_query(FlushQuery)
+        async with exchange.until_client_leaves():
+            reply = await self.context.frontend.flush_cache(options.timeout)
         await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)
 
     async def abort_request(self, exchange: Exchange) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -224,6 +225,14 @@ class Exchange:
     def header(self, name: bytes) -> bytes | None:
         """The first header called `name` (lower case)."""
         return next((value for key, value in self.scope["headers"] if key == name), None)
+
+    def read_query(self, kind: type[T]) -> T:
+        """The options after the path's question mark, each as text that `kind` can read. Raises RequestError."""
+        given = parse_qs(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        try:
+            return msgspec.convert({name: values[-1] for name, values in given.items()}, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"query: {error}") from None
 
     async def read_json(self, decoder: "msgspec.json.Decoder[T]", shorten: Callable[[bytes], bytes] | None = None) -> T:
         """The body decoded, see `decode_json` and `Bodies.decode`. Raises RequestError, TooLargeError, CapacityError, ClientGone."""

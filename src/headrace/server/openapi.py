@@ -60,8 +60,8 @@ class OpenApi:
                 operation["parameters"] = [
                     {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
                 ]
-                if route.octets is not None:
-                    options = msgspec.json.schema_components([route.octets])[1][route.octets.__name__]
+                for query in filter(None, (route.octets, route.query)):
+                    options = msgspec.json.schema_components([query])[1][query.__name__]
                     operation["parameters"] += [
                         {"name": name, "in": "query", "schema": schema}
                         for name, schema in options["properties"].items()

@@ -11,7 +11,8 @@ class RouteSpec:
     """One route: where, who may, what it does.
 
     For the OpenAPI document: body: type of the JSON body. failure: what it may answer besides the error object when the status is not
-    200. octets: type of the options in the query when the body is a file (application/octet-stream) instead.
+    200. octets: type of the options in the query when the body is a file (application/octet-stream) instead. query: of those in the query
+    of any request.
     """
 
     path: str
@@ -23,3 +24,4 @@ class RouteSpec:
     in_schema: bool = True
     failure: type | None = None
     octets: type | None = None
+    query: type | None = None

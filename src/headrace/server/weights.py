@@ -5,7 +5,6 @@ begun goes on when its client leaves; /cancel_weight_update ends it.
 """
 
 from typing import Annotated, Literal
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -212,7 +211,7 @@ class WeightsAPI:
         content_type = (exchange.header(b"content-type") or b"").split(b";")[0].strip().lower()
         options: TensorQuery | TensorBody
         if content_type == b"application/octet-stream":
-            options = _query(exchange)
+            options = exchange.read_query(TensorQuery)
             files = [await exchange.read_body()]
         else:
             options = body = await exchange.read_json(_TENSOR)
@@ -314,12 +313,3 @@ class TensorQuery(msgspec.Struct, forbid_unknown_fields=True):
     abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
-
-
-def _query(exchange: Exchange) -> TensorQuery:
-    """Raises RequestError for an option that is not known or not what it should be."""
-    given = parse_qs(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    try:
-        return msgspec.convert({name: values[-1] for name, values in given.items()}, TensorQuery, strict=False)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"query: {error}") from None

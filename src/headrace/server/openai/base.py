@@ -21,6 +21,7 @@ from headrace.server.context import Output, ServingContext
 from headrace.server.http import ApiError, Exchange, encode_json
 from headrace.server.native import failure
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
+from headrace.server.openai.token_details import check_token_details
 from headrace.server.sse import error_frame, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -120,9 +121,14 @@ class NewLogprobs:
     alternatives: list[list[LogprobEntry]]
 
     @classmethod
-    def of(cls, meta: dict[str, Any]) -> "NewLogprobs":
-        """Those that an output adds: outputs of streams hold what is new."""
-        return cls(meta.get("output_token_logprobs") or [], meta.get("output_top_logprobs") or [])
+    def of(cls, meta: dict[str, Any], request: GenerationRequest) -> "NewLogprobs":
+        """Those that an output adds: outputs of streams hold what is new. Ids that were asked for stand for the most likely."""
+        tokens = meta.get("output_token_logprobs") or []
+        if request.logprob_token_ids:
+            return cls(tokens, meta.get("output_token_ids_logprobs") or [])
+        # There may be more, which belong to the prompt's logprobs.
+        count = request.num_top_logprobs
+        return cls(tokens, [top[:count] for top in meta.get("output_top_logprobs") or []])
 
 
 @dataclass(slots=True)
@@ -153,6 +159,7 @@ class OpenAIServingBase(ABC, Generic[R]):
         try:
             request = self._with_adapter(request)
             request.check_stream_options()
+            check_token_details(request)
             self.validate(request)
             generation = await self.convert(request)
             exchange.name_request(generation.id)
@@ -224,8 +231,6 @@ class OpenAIServingBase(ABC, Generic[R]):
 
         def render(output: Output) -> bytes:
             reason = output["meta_info"]["finish_reason"]
-            if generation.request.wants_usage_everywhere:
-                writer.note_usage(output)
             if reason is None:
                 return writer.delta(output.get("index", 0), output, None)
             count.add(output)
@@ -266,13 +271,25 @@ class ChunkWriter(ABC):
         }
         self.head = b"data: " + encode_json(head)[:-1]
         self.choice_head = self.head + b',"choices":[{"index":'
-        self.choice_tail = b'}],"usage":null}\n\n' if generation.request.wants_usage else b"}]}\n\n"
+        self.no_usage = b',"usage":null' if generation.request.wants_usage else b""
+        self.choice_tail = b"}]%b}\n\n" % self.no_usage
+        self.wants_ids = bool(generation.request.return_token_ids)
+        self.counts_everywhere = generation.request.wants_usage_everywhere
 
-    def note_usage(self, output: Output) -> None:
-        """Chunks from now on carry the counts of this choice so far."""
-        meta = output["meta_info"]
-        made, given = meta["completion_tokens"], meta["prompt_tokens"]
-        self.choice_tail = b'}],"usage":%b}\n\n' % encode_json(Usage(given, made, given + made))
+    def tail(self, output: Output, with_ids: bool = True, in_choice: bytes = b"", beside: bytes = b"") -> bytes:
+        """What ends a chunk made from `output`: its token ids and the counts so far, as asked for.
+
+        in_choice, beside: more fields of the choice and of the chunk, each after a comma.
+        """
+        if not (self.wants_ids or self.counts_everywhere):
+            return self.choice_tail
+        ids = b',"token_ids":' + encode_json(output["output_ids"]) if self.wants_ids and with_ids else b""
+        usage = self.no_usage
+        if self.counts_everywhere:
+            meta = output["meta_info"]
+            made, given = meta["completion_tokens"], meta["prompt_tokens"]
+            usage = b',"usage":' + encode_json(Usage(given, made, given + made))
+        return b"%b%b}]%b%b}\n\n" % (ids, in_choice, beside, usage)
 
     @abstractmethod
     def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:

@@ -27,6 +27,7 @@ from headrace.server.openai.base import (
     finite_logprob,
 )
 from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, ChatMessage, refuse_unsupported
+from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 
 _ROLES = ("system", "developer", "user", "assistant")
 _MESSAGE_FIELDS_NOT_YET = (
@@ -80,16 +81,14 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
     async def convert(self, request: ChatCompletionRequest) -> Generation[ChatCompletionRequest]:
         """Render the messages and tokenize the result. Without a limit the output may fill the context."""
         ids = await self.context.in_text_thread(lambda: chat_prompt_ids(self.context, request))
-        limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        ids = truncated(ids, request, self.context.model.context_length)
         generation_id = self.new_id(request)
         call = GenerateReqInput(
             input_ids=list(ids),
-            sampling_params=request.sampling_params(limit),
+            sampling_params=request.sampling_params(request.output_limit),
             rid=generation_id,
             stream=bool(request.stream),
-            return_logprob=bool(request.logprobs),
-            top_logprobs_num=request.top_logprobs or 0,
-            return_text_in_logprobs=bool(request.logprobs),
+            **logprob_options(request),
             priority=request.priority,
             cache_salt=request.cache_salt,
             lora_path=request.lora_path,
@@ -99,6 +98,13 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
 
     def response(self, generation: Generation[ChatCompletionRequest], outputs: list[Output], usage: Usage) -> object:
         """A `chat.completion` object."""
+        request = generation.request
+        details: dict[str, object] = {}
+        if request.return_token_ids:
+            details["prompt_token_ids"] = generation.call.input_ids
+        if request.prompt_logprobs is not None:
+            tokenizer = self.context.model.tokenizer
+            details["prompt_logprobs"] = prompt_logprobs(tokenizer, request, outputs[0]["meta_info"])
         return {
             "id": generation.id,
             "object": "chat.completion",
@@ -107,16 +113,18 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
             "system_fingerprint": self.fingerprint,
             "choices": [self._choice(generation, index, output) for index, output in enumerate(outputs)],
             "usage": usage,
+            **details,
         }
 
     def _choice(self, generation: Generation[ChatCompletionRequest], index: int, output: Output) -> object:
         meta = output["meta_info"]
         logprobs = None
         if generation.request.logprobs:
-            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(meta))
+            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(meta, generation.request))
         message = {"role": "assistant", "content": output["text"], "reasoning_content": None, "refusal": None}
         ending = Ending.of(meta["finish_reason"], generation.request)
-        return {"index": index, "message": message, "logprobs": logprobs, **ending.fields()}
+        choice = {"index": index, "message": message, "logprobs": logprobs, **ending.fields()}
+        return choice | {"token_ids": output["output_ids"]} if generation.request.return_token_ids else choice
 
     def chunk_writer(self, generation: Generation[ChatCompletionRequest]) -> "ChatChunks":
         """See `ChatChunks`."""
@@ -132,7 +140,8 @@ class ChatChunks(ChunkWriter):
     def __init__(self, serving: ChatServing, generation: Generation[ChatCompletionRequest]) -> None:
         super().__init__(generation, "chat.completion.chunk", generation.request.model, serving.fingerprint)
         self.tokenizer = serving.context.model.tokenizer
-        self.wants_logprobs = bool(generation.request.logprobs)
+        self.request = generation.request
+        self.prompt_ids = generation.call.input_ids
         self.started: set[int] = set()
 
     def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:
@@ -140,27 +149,30 @@ class ChatChunks(ChunkWriter):
         frames = b""
         if index not in self.started:
             self.started.add(index)
-            frames = self._chunk(index, _FIRST_DELTA, b"null", NOT_ENDED)
+            prompt = b',"prompt_token_ids":' + encode_json(self.prompt_ids) if self.wants_ids else b""
+            tail = self.tail(output, with_ids=False, beside=prompt)
+            frames = self._chunk(index, _FIRST_DELTA, b"null", NOT_ENDED, tail)
         text = output["text"]
         logprobs = b"null"
-        if self.wants_logprobs:
-            new = NewLogprobs.of(output["meta_info"])
+        if self.request.wants_logprobs:
+            new = NewLogprobs.of(output["meta_info"], self.request)
             if new.tokens:
                 logprobs = encode_json(chat_logprobs(self.tokenizer, new))
-        has_news = bool(text) or logprobs != b"null"
+        has_news = bool(text) or logprobs != b"null" or (self.wants_ids and bool(output["output_ids"]))
         if not has_news and ending is None:
             return frames
         delta = b'{"content":%b,"reasoning_content":null}' % encode_json(text) if has_news else b"{}"
-        return frames + self._chunk(index, delta, logprobs, NOT_ENDED if ending is None else ending.json())
+        end = NOT_ENDED if ending is None else ending.json()
+        return frames + self._chunk(index, delta, logprobs, end, self.tail(output))
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes, ending: bytes) -> bytes:
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, ending: bytes, tail: bytes) -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,%b%b' % (
             self.choice_head,
             index,
             delta,
             logprobs,
             ending,
-            self.choice_tail,
+            tail,
         )
 
 

@@ -6,6 +6,7 @@ to a thread.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from headrace.errors import RequestError
 from headrace.frontend.tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from headrace.server.openai.base import (
     finite_logprob,
 )
 from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
+from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 from headrace.text.incremental import IncrementalDecoder
 
 
@@ -50,16 +52,18 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
             raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {request.logprobs}", "logprobs")
 
     async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
-        """Texts stay texts, token ids stay ids; echo with logprobs asks for the prompt's logprobs as well."""
+        """Texts stay texts unless their ids are needed here; echo with logprobs asks for the prompt's logprobs as well."""
         text, ids = split_prompt(request.prompt)
+        if ids is not None:
+            ids = self._truncated(ids, request)
         self.context.check_prompt_size("prompt", text, ids)
-        if text is not None and request.add_special_tokens is False:
-            texts = [text] if isinstance(text, str) else text
-            rows = await self.context.in_text_thread(
-                lambda: self.context.model.tokenizer.encode_batch(texts, False, True)
-            )
-            text, ids = None, [*rows[0]] if isinstance(text, str) else [*rows]
-        wants_logprobs = request.logprobs is not None
+        shortened = request.truncate_prompt_tokens is not None
+        if text is not None and (shortened or request.return_token_ids or request.add_special_tokens is False):
+            texts, special = [text] if isinstance(text, str) else text, request.add_special_tokens is not False
+            tokenizer = self.context.model.tokenizer
+            rows = await self.context.in_text_thread(lambda: tokenizer.encode_batch(texts, special, True))
+            ids = self._truncated([*rows[0]] if isinstance(text, str) else [*rows], request)
+            text = None
         generation_id = self.new_id(request)
         call = GenerateReqInput(
             text=text,
@@ -67,10 +71,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
             sampling_params=request.sampling_params(request.max_tokens),
             rid=generation_id,
             stream=bool(request.stream),
-            return_logprob=wants_logprobs,
-            logprob_start_len=0 if wants_logprobs and request.echo else -1,
-            top_logprobs_num=request.logprobs or 0,
-            return_text_in_logprobs=wants_logprobs,
+            **logprob_options(request, whole_prompt=bool(request.echo)),
             priority=request.priority,
             cache_salt=request.cache_salt,
             lora_path=request.lora_path,
@@ -78,19 +79,31 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         )
         return Generation(request, call, generation_id)
 
+    def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
+        """Each prompt cut down to what was asked for."""
+        length = self.context.model.context_length
+        if not isinstance(ids[0], list):
+            return [*truncated(cast("list[int]", ids), request, length)]
+        return [truncated(row, request, length) if isinstance(row, list) else row for row in ids]
+
+    def prompt_ids(self, generation: Generation[CompletionRequest], index: int) -> list[int]:
+        """The tokens of the prompt of choice `index`, which came as tokens or was made into them."""
+        ids = generation.call.input_ids
+        assert ids is not None, "a completion has a prompt"
+        own = ids[index // generation.request.num_samples] if isinstance(ids[0], list) else ids
+        assert isinstance(own, list), "the prompt's shape was checked"
+        return [i for i in own if isinstance(i, int)]
+
     def prompt_text(self, generation: Generation[CompletionRequest], index: int) -> str:
         """What echo puts before the text of choice `index`."""
         number = index // generation.request.num_samples
-        text, ids = generation.call.text, generation.call.input_ids
+        text = generation.call.text
         if isinstance(text, str):
             return text
         if text is not None:
             return text[number]
-        assert ids is not None, "a completion has a prompt"
-        own = ids[number] if isinstance(ids[0], list) else ids
-        assert isinstance(own, list), "the prompt's shape was checked"
         skip = generation.request.skip_special_tokens is not False
-        return self.context.model.tokenizer.decode([i for i in own if isinstance(i, int)], skip)
+        return self.context.model.tokenizer.decode(self.prompt_ids(generation, index), skip)
 
     def choice_logprobs(self, generation: Generation[CompletionRequest], length: int = 0) -> "LegacyLogprobs":
         """For one choice, see `LegacyLogprobs`."""
@@ -116,12 +129,17 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         if request.logprobs is not None:
             shape = self.choice_logprobs(generation)
             if request.echo:
-                shape.add_prompt(meta, len(prompt))
-            new = NewLogprobs.of(meta)
+                shape.add_prompt(meta, len(prompt), request.num_top_logprobs)
+            new = NewLogprobs.of(meta, request)
             shape.add(new.tokens, new.alternatives)
             logprobs = shape.take(len(prompt) + len(output["text"]))
         ending = Ending.of(meta["finish_reason"], request)
-        return {"index": index, "text": prompt + output["text"], "logprobs": logprobs, **ending.fields()}
+        choice = {"index": index, "text": prompt + output["text"], "logprobs": logprobs, **ending.fields()}
+        if request.return_token_ids:
+            choice |= {"prompt_token_ids": self.prompt_ids(generation, index), "token_ids": output["output_ids"]}
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.context.model.tokenizer, request, meta)
+        return choice
 
     def chunk_writer(self, generation: Generation[CompletionRequest]) -> "CompletionChunks":
         """See `CompletionChunks`."""
@@ -149,6 +167,7 @@ class CompletionChunks(ChunkWriter):
         """The new text, with echo before the first."""
         request, meta = self.generation.request, output["meta_info"]
         text = output["text"]
+        prompt_ids = b""
         choice = self.choices.get(index)
         if choice is None:
             shape = self.serving.choice_logprobs(self.generation) if request.logprobs is not None else None
@@ -157,16 +176,19 @@ class CompletionChunks(ChunkWriter):
                 prompt = self.serving.prompt_text(self.generation, index)
                 text = prompt + text
                 if shape is not None:
-                    shape.add_prompt(meta, len(prompt))
+                    shape.add_prompt(meta, len(prompt), request.num_top_logprobs)
+            if self.wants_ids:
+                prompt_ids = b',"prompt_token_ids":' + encode_json(self.serving.prompt_ids(self.generation, index))
         choice.length += len(text)
         logprobs = b"null"
         has_logprobs = False
         if choice.logprobs is not None:
-            new = NewLogprobs.of(meta)
+            new = NewLogprobs.of(meta, request)
             choice.logprobs.add(new.tokens, new.alternatives)
             has_logprobs = bool(choice.logprobs.tokens)
             logprobs = encode_json(choice.logprobs.take(None if ending is None else choice.length))
-        if not text and not has_logprobs and ending is None:
+        has_ids = self.wants_ids and bool(output["output_ids"] or prompt_ids)
+        if not text and not has_logprobs and not has_ids and ending is None:
             return b""
         return b'%b%d,"text":%b,"logprobs":%b,%b%b' % (
             self.choice_head,
@@ -174,7 +196,7 @@ class CompletionChunks(ChunkWriter):
             encode_json(text),
             logprobs if has_logprobs else b"null",
             NOT_ENDED if ending is None else ending.json(),
-            self.choice_tail,
+            self.tail(output, in_choice=prompt_ids),
         )
 
 
@@ -196,12 +218,11 @@ class LegacyLogprobs:
         self._tops: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
 
-    def add_prompt(self, meta: dict[str, object], length: int) -> None:
-        """The prompt's tokens; `length` characters of the choice's text are the prompt."""
+    def add_prompt(self, meta: dict[str, Any], length: int, num_top: int) -> None:
+        """The prompt's tokens; `length` characters of the choice's text are the prompt. num_top: alternatives of each."""
         entries = meta.get("input_token_logprobs") or []
-        tops = meta.get("input_top_logprobs")
-        assert isinstance(entries, list), "logprobs are lists"
-        self.add(entries, tops if isinstance(tops, list) else None, first_is_unknown=True)
+        tops = [None if top is None else top[:num_top] for top in meta.get("input_top_logprobs") or []]
+        self.add(entries, tops, first_is_unknown=True)
         self._offsets = [min(offset, length) for offset in self._offsets]
         ids = [token_id for _, token_id, _ in entries]
         self._decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=self._skip, context_ids=ids)

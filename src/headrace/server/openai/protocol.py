@@ -76,7 +76,28 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     rid: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    # vLLM's, see token_details.py.
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """The reply has logprobs of the output."""
+        return False
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Alternatives per output token."""
+        return 0
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most output tokens, as asked for."""
+        return self.max_tokens
 
     @property
     def wants_usage(self) -> bool:
@@ -140,6 +161,16 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """0 asks for the chosen token's."""
+        return self.logprobs is not None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Alternatives per output token."""
+        return self.logprobs or 0
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -211,6 +242,21 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """The reply has logprobs of the output."""
+        return bool(self.logprobs)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Alternatives per output token."""
+        return self.top_logprobs or 0
+
+    @property
+    def output_limit(self) -> int | None:
+        """By either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def limit_field(self) -> str:
