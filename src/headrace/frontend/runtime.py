@@ -155,8 +155,9 @@ class Runtime(WeightOperations):
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False when it cannot be now."""
+        wait = f"?timeout={timeout_s}" if timeout_s else ""
         try:
-            with self._open(f"/flush_cache?timeout={timeout_s}", b"") as reply:
+            with self._open(f"/flush_cache{wait}", b"") as reply:
                 return bool(reply.status == 200)
         except (AuthError, NotFoundError):
             raise
