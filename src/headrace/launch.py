@@ -79,8 +79,11 @@ def read_model_config(args: ServerArgs) -> "ModelConfig":
 
 def open_tokenizer(args: ServerArgs) -> "Tokenizer":
     """The tokenizer of the model, or the one of --tokenizer-path."""
+    from headrace.frontend.no_tokenizer import NoTokenizer
     from headrace.frontend.tokenizers import load_tokenizer
 
+    if args.skip_tokenizer_init:
+        return NoTokenizer()
     return load_tokenizer(Path(args.tokenizer_path) if args.tokenizer_path else resolve_model(args.model_path))
 
 

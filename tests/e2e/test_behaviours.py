@@ -403,3 +403,25 @@ def test_no_output_tokens_means_prefill_only(engine: Engine) -> None:
     assert output["text"] == ""
     assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
     assert again["meta_info"]["cached_tokens"] >= 64
+
+
+# -- no tokenizer
+
+
+def test_an_engine_without_a_tokenizer_gives_the_same_ids(tiny_model: str, engine: Engine) -> None:
+    ids = random_ids(12, seed=3)
+    wanted: dict[str, Any] = {"input_ids": ids, "sampling_params": GREEDY, "return_logprob": True}
+    want = engine.generate(**wanted)
+
+    with running_engine(tiny_model, skip_tokenizer_init=True) as without:
+        got = without.generate(**wanted)
+        streamed = list(without.generate(**wanted, stream=True))[-1]
+        for refused in (lambda: without.generate("text"), lambda: without.detokenize([1])):
+            with pytest.raises(RequestError, match="--skip-tokenizer-init"):
+                refused()
+        with pytest.raises(RequestError, match="--skip-tokenizer-init"):
+            without.tokenize("text")
+
+    assert got["output_ids"] == streamed["output_ids"] == want["output_ids"]
+    assert got["meta_info"]["output_token_logprobs"] == want["meta_info"]["output_token_logprobs"]
+    assert got["text"] == streamed["text"] == ""

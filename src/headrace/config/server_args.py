@@ -51,6 +51,9 @@ class ServerArgs:
         "smollm2", _M, "A known name (see `headrace models`), a Hugging Face directory, or a .gguf file.", _FILLED
     )
     tokenizer_path: str | None = _opt(None, _M, "Directory or file of another tokenizer than the model's own.")
+    skip_tokenizer_init: bool = _opt(
+        False, _M, "Load no tokenizer: requests bring token ids and get token ids. What needs texts is refused (400)."
+    )
     served_model_name: str | None = _opt(
         None, _M, "Name in /v1/models and in replies; default: the name or the file's stem."
     )
@@ -308,6 +311,9 @@ class ServerArgs:
         parse_hosts(self.allowed_hosts or "")
         if self.chunked_prefill_size is not None and self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
+        for name in ("tokenizer_path", "chat_template"):
+            if self.skip_tokenizer_init and getattr(self, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} does not go with --skip-tokenizer-init")
         if self.dp_size > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it does not go with --single-process")
         if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:

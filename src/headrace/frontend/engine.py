@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
-from headrace.frontend.prompts import check_token_ids
+from headrace.frontend.prompts import check_token_ids, refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, LogLevel
 from headrace.frontend.server_info import describe_load, describe_server
 from headrace.frontend.tenants import Caller
@@ -220,6 +220,8 @@ class Engine(WeightOperations):
 
     def detokenize(self, tokens: list[int] | list[list[int]], skip_special_tokens: bool = True) -> str | list[str]:
         """The text of token ids, or of each of several lists of them. Raises RequestError."""
+        if self._manager.args.skip_tokenizer_init:
+            refuse_text("tokens")
         rows, is_list = _token_rows(tokens)
         for ids in rows:
             check_token_ids("tokens", ids, self._manager.ready.vocab_size)

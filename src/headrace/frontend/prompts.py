@@ -8,7 +8,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 from headrace.errors import RequestError
 from headrace.frontend.embeddings import pack_embeds
@@ -43,7 +43,7 @@ class CallLimits:
     """What a call is checked against.
 
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy looks at priorities.
-    num_replicas: of --dp-size. context_length: in tokens.
+    num_replicas: of --dp-size. has_tokenizer: False = token ids only. context_length: in tokens.
     """
 
     vocab_size: int
@@ -55,6 +55,7 @@ class CallLimits:
     processors: frozenset[str] = frozenset()
     uses_priority: bool = False
     num_replicas: int = 1
+    has_tokenizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     ]
     for sampling in samplings:
         _check_sampling(sampling, limits)
+    if not limits.has_tokenizer:
+        _check_ids_only(obj, samplings)
     _check_patterns(samplings)
     num_samples = sum(sampling.n for sampling in samplings)
     if num_samples > limits.max_samples:
@@ -229,6 +232,28 @@ def check_text(param: str, text: str, max_length: int | None = None) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise RequestError(f"{param} is not valid Unicode: it has a lone surrogate", param) from None
+
+
+def refuse_text(param: str) -> NoReturn:
+    """Raises RequestError for a field that needs a tokenizer, which this server does not have."""
+    message = f"{param}: this server has no tokenizer (--skip-tokenizer-init): it takes and gives token ids only"
+    raise RequestError(message, param, "no_tokenizer")
+
+
+def _check_ids_only(obj: GenerateReqInput, samplings: Sequence[SamplingParams]) -> None:
+    """Raises RequestError for what needs a tokenizer."""
+    if obj.text is not None:
+        refuse_text("text")
+    if obj.return_text_in_logprobs:
+        refuse_text("return_text_in_logprobs")
+    for sampling in samplings:
+        for name, value in (
+            ("stop", sampling.stop),
+            ("stop_regex", sampling.stop_regex),
+            ("bad_words", sampling.bad_words),
+        ):
+            if value:
+                refuse_text(name)
 
 
 def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -35,7 +35,16 @@ from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.flush import flush_when_idle
-from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, check_text, is_large, split_call
+from headrace.frontend.prompts import (
+    Call,
+    CallLimits,
+    Prompt,
+    adapter_namespace,
+    check_text,
+    is_large,
+    refuse_text,
+    split_call,
+)
 from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
 from headrace.frontend.replica import nobody_lives
@@ -182,6 +191,7 @@ class TokenizerManager:
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
             num_replicas=args.dp_size,
+            has_tokenizer=not args.skip_tokenizer_init,
             context_length=ready.context_length,
         )
         schedulers = [to_scheduler, *more_schedulers]
@@ -823,6 +833,8 @@ class TokenizerManager:
     ) -> str:
         """Open a session of the caller's; its id. See `Sessions.open`. Raises RequestError, CapacityError."""
         self._check_accepting()
+        if capacity_of_str_len and self.args.skip_tokenizer_init:
+            refuse_text("capacity_of_str_len")
         return self.sessions.open(session_id, capacity_of_str_len, timeout_s, caller.tenant or self._anybody)
 
     def close_session(self, session_id: str, caller: Caller = NOBODY) -> None:

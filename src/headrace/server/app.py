@@ -200,7 +200,11 @@ async def _routing_error(request: Request, exc: Exception) -> Response:
 
 
 async def _warm_generate(context: ServingContext) -> None:
-    await _one_token(context, GenerateReqInput(text="Hello", sampling_params=_ONE_TOKEN))
+    if context.args.skip_tokenizer_init:
+        request = GenerateReqInput(input_ids=[0], sampling_params=_ONE_TOKEN)
+    else:
+        request = GenerateReqInput(text="Hello", sampling_params=_ONE_TOKEN)
+    await _one_token(context, request)
 
 
 async def _warm_chat(context: ServingContext) -> None:
@@ -228,5 +232,7 @@ def chosen_warmups(args: ServerArgs) -> list[str]:
     for name in named:
         if name not in WARMUPS:
             raise ConfigError(f"--warmups: {name!r} is not one of {', '.join(WARMUPS)}")
+    if "chat" in named and args.skip_tokenizer_init:
+        raise ConfigError("--warmups chat does not go with --skip-tokenizer-init")
     first = [] if args.skip_server_warmup else ["generate"]
     return list(dict.fromkeys(first + named))

@@ -15,6 +15,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
 from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.prompts import refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, Limits
 from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizers import Tokenizer
@@ -246,6 +247,11 @@ class ServingContext:
         """Characters of a text that is tokenized at all."""
         context = self.model.context_length
         return min(context * MAX_CHARS_PER_TOKEN, max(MAX_TEXT_CHARS, context * USUAL_CHARS_PER_TOKEN))
+
+    def check_tokenizer(self, param: str) -> None:
+        """Raises RequestError when this server has no tokenizer, which `param` needs."""
+        if self.args.skip_tokenizer_init:
+            refuse_text(param)
 
     def check_text_length(self, param: str, num_chars: int) -> None:
         """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried."""

@@ -56,6 +56,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
 
     def validate(self, request: ChatCompletionRequest) -> None:
         """Raises RequestError for what is not supported, contradictory parameters and bad messages."""
+        self.context.check_tokenizer("messages")
         refuse_unsupported(request)
         if request.add_special_tokens:
             raise RequestError(

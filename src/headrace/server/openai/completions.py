@@ -41,6 +41,12 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
 
     def validate(self, request: CompletionRequest) -> None:
         """Raises RequestError for suffix, best_of and logprobs beyond what is possible."""
+        if split_prompt(request.prompt)[0] is not None:
+            self.context.check_tokenizer("prompt")
+        if request.echo:
+            self.context.check_tokenizer("echo")
+        if request.logprobs is not None:
+            self.context.check_tokenizer("logprobs")
         if request.suffix:
             raise RequestError("suffix is not supported", "suffix", "unsupported_parameter")
         if request.best_of not in (None, 1, request.num_samples):

@@ -46,6 +46,7 @@ class TokenizeAPI:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """`{tokens, count, max_model_len}`; tokens and count are lists when the prompt was one."""
+        self.context.check_tokenizer("prompt")
         body = await exchange.read_json(_TOKENIZE)
         if body.model is not None:
             self.context.adapter_of(body.model)
@@ -94,6 +95,7 @@ class TokenizeAPI:
 
     async def detokenize(self, exchange: Exchange) -> None:
         """`{text}`; a list when `tokens` was a list of lists."""
+        self.context.check_tokenizer("tokens")
         body = await exchange.read_json(_DETOKENIZE)
         if body.model is not None:
             self.context.adapter_of(body.model)
