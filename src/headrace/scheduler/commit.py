@@ -93,8 +93,7 @@ def reset(state: SchedulerState) -> None:
 
 def _forget(state: SchedulerState, req: Req) -> None:
     state.by_rid.pop(req.rid, None)
-    # Who has a row runs; the queue may be long.
-    if req.seq < 0 and req in state.waiting:
+    if req in state.waiting:
         state.waiting.remove(req)
     _settle(state, req)
     group = req.asked.group

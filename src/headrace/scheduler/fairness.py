@@ -11,7 +11,7 @@ Owns the counters. Pure of the clock; runs in the scheduler's thread.
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from headrace.scheduler.request import Req
 
@@ -30,18 +30,17 @@ class FairShare:
         self._service: dict[str, float] = {}
         self._last_admitted = ""
 
-    def arrive(self, req: Req, waiting: Sequence[Req]) -> None:
-        """A request is about to join `waiting`. Lifts the counter of a tenant that has nothing waiting."""
+    def arrive(self, req: Req, waiting: Collection[str]) -> None:
+        """A request is about to wait. Lifts the counter of a tenant that is not among those `waiting`."""
         tenant = req.asked.tenant
         if tenant in self._service and len(self._service) < 2:
             return
-        others = {other.asked.tenant for other in waiting}
-        if tenant not in others:
+        if tenant not in waiting:
             last = self._service.get(self._last_admitted, 0.0)
-            least = min((self._service[name] for name in others), default=last)
+            least = min((self._service[name] for name in waiting), default=last)
             self._service[tenant] = max(self._service.get(tenant, 0.0), least)
         if len(self._service) > MAX_TENANTS:
-            kept = others | {tenant, self._last_admitted}
+            kept = {*waiting, tenant, self._last_admitted}
             self._service = {name: cost for name, cost in self._service.items() if name in kept}
 
     def order(self, waiting: list[Req]) -> list[Req]:

@@ -1,6 +1,6 @@
 """Order of the waiting queue. Pure functions of the queue and the clock."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
 from headrace.scheduler.request import Req
 
@@ -11,12 +11,12 @@ LPM_MAX_WAIT_S = 5.0
 """Longest-prefix order may pass a request over for so long; then it goes first."""
 
 
-def fcfs(waiting: Sequence[Req], now_s: float) -> list[Req]:
+def fcfs(waiting: Collection[Req], now_s: float) -> list[Req]:
     """Arrival order; retracted requests keep their first arrival. The queue is kept in this order."""
     return list(waiting)
 
 
-def lpm(waiting: Sequence[Req], now_s: float, cached_tokens: Callable[[Req], int]) -> list[Req]:
+def lpm(waiting: Collection[Req], now_s: float, cached_tokens: Callable[[Req], int]) -> list[Req]:
     """Longest cached prefix first; who has waited longer than LPM_MAX_WAIT_S goes before, in arrival order."""
     if len(waiting) > LPM_MAX_QUEUE:
         return fcfs(waiting, now_s)
@@ -34,6 +34,6 @@ def effective_priority(req: Req, now_s: float, ageing_s: float) -> float:
     return req.asked.priority + waited
 
 
-def priority(waiting: Sequence[Req], now_s: float, ageing_s: float) -> list[Req]:
+def priority(waiting: Collection[Req], now_s: float, ageing_s: float) -> list[Req]:
     """Highest effective priority first, then arrival."""
     return sorted(waiting, key=lambda r: (-effective_priority(r, now_s, ageing_s), r.order))

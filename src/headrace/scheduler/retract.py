@@ -1,7 +1,6 @@
 """Takes running requests back to the queue, because the pool is full, a more important one comes, or generation pauses. Their outputs are
 kept; their KV is computed again later."""
 
-from bisect import insort
 from collections.abc import Sequence
 
 from headrace.log import get_logger
@@ -62,7 +61,7 @@ def _retract(state: SchedulerState, req: Req) -> None:
     # What it has computed goes into the cache: if nobody needs the room after all, it finds it there again.
     state.kv.release(req)
     state.running.remove(req)
-    insort(state.waiting, req, key=lambda r: r.order)
+    state.waiting.add(req)
     req.num_retractions += 1
     req.note("retracted", state.now_s, req.num_outputs)
     state.counters.num_retracted += 1

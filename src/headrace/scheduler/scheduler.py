@@ -233,8 +233,8 @@ class Scheduler:
                 req.stop_checker = self._stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
-            state.fair_share.arrive(req, state.waiting)
-            state.waiting.append(req)
+            state.fair_share.arrive(req, state.waiting.num_by_tenant)
+            state.waiting.add(req)
             return
         except HeadraceError as error:
             status, text = error.status_code, error.message

@@ -10,6 +10,7 @@ from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req
+from headrace.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -82,7 +83,6 @@ class Gate:
 class SchedulerState:
     """Requests by state, steps in flight, resources and counts.
 
-    waiting: in order of arrival.
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
@@ -95,7 +95,7 @@ class SchedulerState:
     config: SchedulerConfig
     kv: KVManager
     ratio: NewTokenRatio
-    waiting: list[Req] = field(default_factory=list)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Req] = field(default_factory=list)
     by_rid: dict[str, Req] = field(default_factory=dict)
     in_flight: deque[ScheduleBatch] = field(default_factory=deque)
