@@ -6,14 +6,17 @@ import threading
 import pytest
 from frontend_fakes import ByteTokenizer, turns
 
-from headrace.errors import RequestError
+from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.batch_tokenizer import (
+    BATCH_CHARACTERS,
     INLINE_CHARACTERS,
     LONG_CHARACTERS,
     AsyncDynamicBatchTokenizer,
     InputFormat,
     input_format,
 )
+
+CONTEXT = 1 << 20
 
 
 class HeldTokenizer(ByteTokenizer):
@@ -37,7 +40,7 @@ class HeldTokenizer(ByteTokenizer):
 @pytest.fixture
 def held():
     tokenizer = HeldTokenizer()
-    batcher = AsyncDynamicBatchTokenizer(tokenizer)
+    batcher = AsyncDynamicBatchTokenizer(tokenizer, CONTEXT)
     yield tokenizer, batcher
     tokenizer.released.set()
     batcher.close()
@@ -57,7 +60,7 @@ def test_formats():
 
 async def test_pairs_are_refused():
     with pytest.raises(RequestError, match="pairs"):
-        await AsyncDynamicBatchTokenizer(ByteTokenizer()).encode([["query", "document"]])
+        await AsyncDynamicBatchTokenizer(ByteTokenizer(), CONTEXT).encode([["query", "document"]])
 
 
 async def test_what_arrives_while_a_batch_runs_is_the_next_batch(held):
@@ -128,3 +131,48 @@ async def test_an_unexpected_error_reaches_every_waiter(held):
     for task in tasks:
         with pytest.raises(ValueError, match="broken"):
             await task
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+async def test_a_text_far_beyond_the_context_is_refused_without_tokenizing_all_of_it(as_list):
+    tokenizer, context = ByteTokenizer(), 3 * LONG_CHARACTERS
+    batcher = AsyncDynamicBatchTokenizer(tokenizer, context)
+    text = "a" * (100 * context)
+
+    with pytest.raises(ContextLengthError, match=f"more than {2 * context} tokens"):
+        await batcher.encode([text, "b"] if as_list else text)
+
+    assert sum(len(each) for texts in tokenizer.batches for each in texts) <= 2 * context + LONG_CHARACTERS
+    batcher.close()
+
+
+async def test_a_long_text_with_few_tokens_is_tokenized_whole():
+    class Spaces(ByteTokenizer):
+        """A run of spaces is one token."""
+
+        def encode_batch(self, texts, add_special_tokens=True, allow_special=False):
+            return super().encode_batch([" " if text.isspace() else text for text in texts])
+
+    batcher = AsyncDynamicBatchTokenizer(Spaces(), 64)
+
+    assert await batcher.encode(" " * (20 * LONG_CHARACTERS)) == [[32]]
+    batcher.close()
+
+
+async def test_a_list_is_tokenized_a_bounded_part_at_a_time():
+    tokenizer = ByteTokenizer()
+    batcher = AsyncDynamicBatchTokenizer(tokenizer, CONTEXT)
+    texts = [
+        "abc" * 1000,
+        "d" * BATCH_CHARACTERS,
+        "e",
+        "f" * (BATCH_CHARACTERS // 2),
+        "g" * (BATCH_CHARACTERS // 2),
+        "h",
+    ]
+
+    assert [len(ids) for ids in await batcher.encode(texts)] == list(map(len, texts))
+    assert [sum(map(len, batch)) for batch in tokenizer.batches] == [
+        3000, BATCH_CHARACTERS, 1 + BATCH_CHARACTERS // 2, 1 + BATCH_CHARACTERS // 2
+    ]  # fmt: skip
+    batcher.close()

@@ -5,18 +5,24 @@ manager, from its event loop only.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from typing import Protocol
 
-from headrace.errors import CapacityError, RequestError
+from headrace.errors import CapacityError, ContextLengthError, RequestError
 
 INLINE_CHARACTERS = 1024
 """A lone text up to this length is tokenized in the event loop: it takes less time than waking a thread."""
 
 LONG_CHARACTERS = 16 * 1024
 """A longer text goes to a thread of its own kind, so that short ones do not wait behind it."""
+
+BATCH_CHARACTERS = 1 << 20
+"""Texts of a list are tokenized so much at a time: the library takes some hundred bytes for every token while it works."""
+
+USUAL_CHARACTERS = 8
+"""Characters of a token, at most, in nearly all texts: one that has more for every token of the context is counted in pieces first."""
 
 
 class TextTokenizer(Protocol):
@@ -35,6 +41,21 @@ class TextTokenizer(Protocol):
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
         """Text of token ids."""
+
+
+def refuse_too_long(tokenizer: TextTokenizer, text: str, context_length: int, param: str) -> None:
+    """Raises ContextLengthError for a text that is far too long, without tokenizing all of it: in time and memory of the context's length.
+
+    Pieces have other tokens than the whole where they are cut, so only twice as many as fit are surely too many.
+    """
+    if len(text) <= max(LONG_CHARACTERS, USUAL_CHARACTERS * context_length):
+        return
+    most = 2 * context_length
+    num_tokens = 0
+    for at in range(0, len(text), LONG_CHARACTERS):
+        num_tokens += len(tokenizer.encode_batch([text[at : at + LONG_CHARACTERS]], False, False)[0])
+        if num_tokens > most:
+            raise ContextLengthError(param, context_length, f"your messages resulted in more than {most} tokens")
 
 
 class InputFormat(Enum):
@@ -62,8 +83,10 @@ class AsyncDynamicBatchTokenizer:
     Long texts have a thread to themselves. Cancelling a waiter does not disturb the others.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, context_length: int) -> None:
+        """context_length: in tokens; a text far beyond it is refused without tokenizing all of it."""
         self._tokenizer = tokenizer
+        self._context_length = context_length
         self._short = ThreadPoolExecutor(1, "tokenize")
         self._long = ThreadPoolExecutor(1, "tokenize-long")
         self._queue: list[tuple[str, asyncio.Future[list[int]]]] = []
@@ -144,7 +167,9 @@ class AsyncDynamicBatchTokenizer:
     def _encode(self, texts: list[str]) -> list[list[int]]:
         # A raw prompt is the developer's own text: special tokens written in it are meant, as with transformers and the peers.
         # What users say in a chat goes another way, where they never are (`Tokenizer.encode_rendered`).
-        return self._tokenizer.encode_batch(texts, True, True)
+        for text in texts:
+            refuse_too_long(self._tokenizer, text, self._context_length, "text")
+        return [ids for batch in _batches(texts) for ids in self._tokenizer.encode_batch(batch, True, True)]
 
     async def _in_thread(self, pool: ThreadPoolExecutor, texts: list[str]) -> list[list[int]]:
         try:
@@ -153,3 +178,14 @@ class AsyncDynamicBatchTokenizer:
             if "shutdown" in str(error):
                 raise CapacityError("the server is stopping") from error
             raise
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts in order, so many together as have BATCH_CHARACTERS, and at least one."""
+    start = num_characters = 0
+    for end, text in enumerate(texts):
+        if num_characters + len(text) > BATCH_CHARACTERS and end > start:
+            yield texts[start:end]
+            start, num_characters = end, 0
+        num_characters += len(text)
+    yield texts[start:]

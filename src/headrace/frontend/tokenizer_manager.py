@@ -210,7 +210,7 @@ class TokenizerManager:
         self._from_engine = from_engine
         self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
         self._clock = clock
-        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer)
+        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length)
         self.sessions = Sessions(
             args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
         )

@@ -19,8 +19,8 @@ INLINE_BODY_BYTES = 16 << 10
 """A body up to this size is decoded in the event loop: it takes less time than waking the thread."""
 
 MAX_VALUES = 1 << 19
-MAX_LISTS = 1 << 15
-MAX_FIELDS = 1 << 16
+MAX_LISTS = 1 << 14
+MAX_FIELDS = 1 << 15
 """Each limit stands for well under 0.1 s of decoding: a value is some 0.1 us, a list or an object with its fields 1 to 2 us."""
 
 BODIES_AT_ONCE = 8

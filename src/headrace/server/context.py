@@ -42,6 +42,7 @@ MAX_CHARS_PER_TOKEN = 256
 """More than any token of text has, with room for normalizers that shorten: a bound on work, not on prompts."""
 
 MAX_TEXT_CHARS = 4 << 20
+MAX_WHOLE_CHARS = 1 << 20
 USUAL_CHARS_PER_TOKEN = 8
 """Where the context is long, a text is refused beyond the larger of so many characters and so many for every token of the context."""
 
@@ -253,9 +254,14 @@ class ServingContext:
         if self.args.skip_tokenizer_init:
             refuse_text(param)
 
-    def check_text_length(self, param: str, num_chars: int) -> None:
-        """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried."""
+    def check_text_length(self, param: str, num_chars: int, whole: bool = False) -> None:
+        """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried.
+
+        whole: it would be tokenized to its end, also beyond the context.
+        """
         limit = self.max_text_chars
+        if whole:
+            limit = min(limit, max(MAX_WHOLE_CHARS, self.model.context_length * USUAL_CHARS_PER_TOKEN))
         if num_chars > limit:
             context = self.model.context_length
             asked = f"{param} has {num_chars} characters, and that many tokens hold at most {limit}"

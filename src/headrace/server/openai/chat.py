@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
+from headrace.frontend.batch_tokenizer import refuse_too_long
 from headrace.frontend.chat_templates import RESERVED_KWARGS
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.neutral import is_empty
@@ -262,6 +263,7 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
         kwargs=kwargs,
     )
     context.check_text_length("messages", len(rendered.text))
+    refuse_too_long(context.model.tokenizer, rendered.text, context.model.context_length, "messages")
     return context.model.tokenizer.encode_rendered(rendered)
 
 

@@ -90,7 +90,7 @@ class TokenizeAPI:
             return [chat_prompt_ids(self.context, chat)]
         assert body.prompt is not None, "one of prompt and messages is given"
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self.context.check_text_length("prompt", sum(map(len, texts)))
+        self.context.check_text_length("prompt", sum(map(len, texts)), whole=True)
         return self.context.model.tokenizer.encode_batch(texts, body.add_special_tokens, True) if texts else []
 
     async def detokenize(self, exchange: Exchange) -> None:
