@@ -127,6 +127,38 @@ def test_a_trainer_that_never_comes_or_dies_is_a_timeout(engine, trainer, port, 
     assert engine.update_weights_from_distributed(*describe(named), "dead")[1].startswith("there is no group")
 
 
+def cancelled(engine, call, want):
+    """The result of an operation that hangs on a silent peer, once it was cancelled; generation goes on meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        hangs = pool.submit(call)
+        while engine.cancel_weight_update()[1] == "cancelled: 0 operations":
+            assert not hangs.done()
+        assert tokens(engine) == want
+        return hangs.result()
+
+
+def test_a_silent_peer_holds_up_no_generation_and_can_be_cancelled(engine, trainer, port, new, old, answers):
+    assert engine.update_weights_from_disk(old)[0]
+    sender = joined(engine, trainer, port, "silent", timeout_s=120.0)
+    named = list(tensors_of(new).items())
+    receive = lambda: engine.update_weights_from_distributed(*describe(named), "silent")  # noqa: E731
+    assert cancelled(engine, receive, answers[0]) == (False, "cancelled; nothing has changed")
+    success, message = receive()
+    assert not success
+    assert "there is no group" in message or "join it again" in message
+    sender.close()
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        other = listening.getsockname()[1]
+        join = lambda: engine.init_weights_update_group("127.0.0.1", other, 1, 2, "never", "gloo", timeout_s=120.0)  # noqa: E731
+        assert cancelled(engine, join, answers[0]) == (False, "cancelled; nothing has changed")
+    assert engine.update_weights_from_disk(new)[0]
+    assert tokens(engine) == answers[1]
+    assert engine.update_weights_from_disk(old)[0]
+
+
 def test_a_trainer_that_dies_halfway_leaves_the_old_weights(engine, trainer, port, new, answers):
     sender = joined(engine, trainer, port, "half", timeout_s=2.0)
     named = list(tensors_of(new).items())
