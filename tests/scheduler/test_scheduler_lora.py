@@ -1,10 +1,13 @@
 """Adapters come and go beside the scheduler's steps, and requests of one that is not there are refused alone."""
 
+import gc
 import threading
+import weakref
 
-from fake_worker import Rig
+from fake_worker import FakeWorker, Mailbox, Rig
 
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.scheduler.lora import LoraLoader
 
 PROMPT = [0, 1, 1, 0, 1]
 
@@ -77,3 +80,19 @@ def test_an_adapter_that_hangs_is_given_up_and_holds_up_nobody():
     assert "600 s (--weight-update-timeout-s)" in first.message
     assert second == LoraReply(2, 6)
     comes_back.set()
+
+
+def test_the_end_lets_go_of_the_worker_without_the_garbage_collector():
+    """At the end of a process the collector does not run, and the kernels' memory would count as lost."""
+    worker = FakeWorker(8, 2)
+    loader = LoraLoader(worker, Mailbox(), 0.0, lambda: 0.0)
+    loader.load(LoadLoraReq(1, 5, "/good"))
+    loader.close()
+    assert worker.loras == {5}
+    gone = weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader
+        assert gone() is None
+    finally:
+        gc.enable()

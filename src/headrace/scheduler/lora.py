@@ -34,8 +34,8 @@ class Lane:
         self.abandoned = False
         self._todo: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._clock = clock
-        self._answer = answer
-        self._thread = threading.Thread(target=self._run, name="lora-loader", daemon=True)
+        # Its owner, which holds the worker, is known to the running thread alone: no cycle keeps the model beyond the end.
+        self._thread = threading.Thread(target=self._run, args=(answer,), name="lora-loader", daemon=True)
         self._thread.start()
 
     def submit(self, task: Task) -> None:
@@ -58,11 +58,11 @@ class Lane:
         self._todo.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _run(self, answer: Callable[["Lane", Task], None]) -> None:
         while (task := self._todo.get()) is not None:
             self.begun_s = self._clock()
             self.task = task
-            self._answer(self, task)
+            answer(self, task)
 
 
 class LoraLoader:
