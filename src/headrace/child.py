@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -88,8 +88,10 @@ def without_secrets(args: ServerArgs) -> ServerArgs:
 class ChildProcess:
     """A started child. `name` is its kind, with its number when there are several, for messages to people.
 
-    rank, source: of a scheduler, see `run_scheduler`. info: what a scheduler said when it was ready.
+    rank, source: of a scheduler, see `run_scheduler`. info: what a scheduler said when it was ready. program: what runs, before its kind.
     """
+
+    program: Sequence[str] = (sys.executable, "-m", "headrace.child")
 
     def __init__(self, kind: Kind, args: ServerArgs, ports: Ports, rank: int = 0, source: int = 0) -> None:
         self.name = process_name(kind, args, rank)
@@ -100,7 +102,7 @@ class ChildProcess:
         self._reports_fd, report_fd = os.pipe()
         bootstrap = Bootstrap(without_secrets(args), ports, report_fd, os.getpid(), rank, source)
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "headrace.child", kind],
+            [*self.program, kind],
             stdin=subprocess.PIPE,
             pass_fds=(report_fd,),
             env=environment(os.environ, kind, args, rank),

@@ -288,16 +288,17 @@ class Parts:
 
 
 class ChildParts(Parts):
-    """Child processes, watched by a thread, and started again when they die."""
+    """Child processes, watched by a thread, and started again when they die. spawn: starts one."""
 
-    def __init__(self, args: ServerArgs, ports: Ports) -> None:
+    def __init__(self, args: ServerArgs, ports: Ports, spawn: type[ChildProcess] = ChildProcess) -> None:
         super().__init__(ZmqChannels(ports), args.dp_size)
         self._args = args
         self._ports = ports
+        self._spawn = spawn
         # The schedulers import torch and load the weights: they go first.
         self.children = [
-            *(ChildProcess("scheduler", args, ports, rank, source=rank) for rank in range(args.dp_size)),
-            ChildProcess("detokenizer", args, ports),
+            *(spawn("scheduler", args, ports, rank, source=rank) for rank in range(args.dp_size)),
+            spawn("detokenizer", args, ports),
         ]
         self._supervisor: Supervisor[ChildProcess] | None = None
         self._recovery: Recovery[ChildProcess] | None = None
@@ -318,7 +319,7 @@ class ChildParts(Parts):
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
         def respawn(dead: ChildProcess) -> ChildProcess:
-            return ChildProcess(dead.kind, args, self._ports, dead.rank, manager.link.new_source())
+            return self._spawn(dead.kind, args, self._ports, dead.rank, manager.link.new_source())
 
         def on_down(dead: ChildProcess) -> None:
             manager.part_down(dead.name, dead.rank if dead.kind == "scheduler" else None)
