@@ -205,6 +205,29 @@ async def test_the_samples_of_a_dead_replica_go_to_the_others():
     await house.manager.close()
 
 
+async def test_a_session_stays_on_its_replica_while_that_one_is_up():
+    house = House()
+    session = house.manager.open_session()
+    ranks = []
+    for number in range(5):
+        call = house.call("p", rid=f"t{number}", session_params={"id": session})
+        sent = await house.until_sent(1)
+        (rank,) = [rank for rank in range(3) if sent[rank]]
+        ranks.append(rank)
+        house.end(f"t{number}", rank)
+        await call
+        if number == 2:
+            house.manager.part_down(f"scheduler {rank}", rank)
+    first, then = ranks[0], ranks[3]
+    assert ranks == [first, first, first, then, then]
+    assert then != first
+    branch = house.call("p", rid="b", session_params={"id": session, "rid": "t4"}, routed_dp_rank=3 - first - then)
+    assert (await house.until_sent(1))[3 - first - then] == ["b"], "a client that names a replica is obeyed"
+    house.end("b", 3 - first - then)
+    await branch
+    await house.manager.close()
+
+
 async def test_control_messages_reach_all_that_live():
 
     house = House()

@@ -165,6 +165,8 @@ class EngineLink:
                 ranks_of_groups[group] = rank
             request = self._next_attempt(sample)
             sample.rank = rank
+            if sample.turn is not None:
+                sample.turn.rank = rank
             if self._balancer is not None:
                 self._balancer.sent(rank, sample.request)
             messages.setdefault(rank, []).append(request)
@@ -293,6 +295,8 @@ class EngineLink:
             if named in self._left_for_good:
                 return NO_MORE
             return NOWHERE if self._replicas[named].is_lost else named
+        if sample.turn is not None and (home := sample.turn.home) is not None and not self._replicas[home].is_lost:
+            return home
         return self._balancer.choose(sample.request, [replica.rank for replica in self.replicas_up()])
 
     def _may_go(self, sample: ReqState) -> bool:
