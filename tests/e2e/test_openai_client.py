@@ -369,7 +369,7 @@ def test_information(server: ServerProcess) -> None:
     assert model["context_length"] == 8192
     assert info["max_total_num_tokens"] == 24576
     assert info["model_path"] == MODEL
-    assert (info["api_key"], info["admin_api_key"]) == ("***", "***")
+    assert (info["api_key"], info["admin_api_key"]) == (None, None)
     assert [item["max_total_tokens"] for item in load] == [24576]
     assert server.get("/get_model_info") == model
 
