@@ -25,12 +25,13 @@ from headrace.errors import ConfigError, ExecutionError, HeadraceError, ModelErr
 from headrace.frontend import lifeline
 from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
+from headrace.messages.front import HttpWorkerStart
 
-Kind = Literal["scheduler", "detokenizer"]
+Kind = Literal["scheduler", "detokenizer", "http"]
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a child is given. parent_pid: see `lifeline`. rank, source: of a scheduler, see `run_scheduler`."""
+    """What a child is given. parent_pid: see `lifeline`. rank, source: of a scheduler, see `run_scheduler`. http: of an HTTP worker."""
 
     args: ServerArgs
     ports: Ports
@@ -38,6 +39,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     parent_pid: int
     rank: int = 0
     source: int = 0
+    http: HttpWorkerStart | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +67,8 @@ Report = Progress | Ready | Failed
 
 def process_name(kind: Kind, args: ServerArgs, rank: int) -> str:
     """What a child is called in messages, heartbeats and metrics."""
+    if kind == "http":
+        return f"HTTP worker {rank}"
     return f"{kind} {rank}" if kind == "scheduler" and args.dp_size > 1 else kind
 
 
@@ -88,23 +92,34 @@ def without_secrets(args: ServerArgs) -> ServerArgs:
 class ChildProcess:
     """A started child. `name` is its kind, with its number when there are several, for messages to people.
 
-    rank, source: of a scheduler, see `run_scheduler`. info: what a scheduler said when it was ready. program: what runs, before its kind.
+    rank, source: of a scheduler, see `run_scheduler`; of an HTTP worker, which one and which life of it. http: what that one is given.
+    info: what a scheduler said when it was ready. program: what runs, before its kind.
     """
 
     program: Sequence[str] = (sys.executable, "-m", "headrace.child")
 
-    def __init__(self, kind: Kind, args: ServerArgs, ports: Ports, rank: int = 0, source: int = 0) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        args: ServerArgs,
+        ports: Ports,
+        rank: int = 0,
+        source: int = 0,
+        http: HttpWorkerStart | None = None,
+    ) -> None:
         self.name = process_name(kind, args, rank)
         self.kind = kind
         self.rank = rank
         self.source = source
         self.info: ReadyInfo | None = None
         self._reports_fd, report_fd = os.pipe()
-        bootstrap = Bootstrap(without_secrets(args), ports, report_fd, os.getpid(), rank, source)
+        # An HTTP worker decides who may call what; nobody else needs the keys.
+        given = args if http is not None else without_secrets(args)
+        bootstrap = Bootstrap(given, ports, report_fd, os.getpid(), rank, source, http)
         self._popen = subprocess.Popen(
             [*self.program, kind],
             stdin=subprocess.PIPE,
-            pass_fds=(report_fd,),
+            pass_fds=(report_fd,) if http is None else (report_fd, http.listening_fd),
             env=environment(os.environ, kind, args, rank),
         )
         os.close(report_fd)
@@ -241,7 +256,7 @@ def main() -> None:
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
     from headrace import log
-    from headrace.launch import run_detokenizer, run_scheduler
+    from headrace.launch import run_detokenizer, run_http_worker, run_scheduler
     from headrace.messages.channel import ZmqChannels
 
     log.configure(bootstrap.args.log_level, kind)
@@ -264,6 +279,8 @@ def main() -> None:
                 rank=bootstrap.rank,
                 source=bootstrap.source,
             )
+        elif bootstrap.http is not None:
+            run_http_worker(bootstrap.args, channels, ready, bootstrap.http)
         else:
             run_detokenizer(bootstrap.args, channels, ready, reporter.progress)
     except HeadraceError as error:

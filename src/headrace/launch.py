@@ -33,8 +33,10 @@ from headrace.frontend import lifeline
 from headrace.frontend.data_parallel_controller import FanOutSender, of_all_replicas
 from headrace.frontend.recovery import Recovery, RestartBudget
 from headrace.frontend.supervisor import Supervisor
+from headrace.http_workers import HttpWorkers
 from headrace.messages.channel import Channels, IpcDir, LocalChannels, Ports, Sender, ZmqChannels
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
+from headrace.messages.front import HttpWorkerStart
 from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from headrace.frontend.tokenizers import Tokenizer
     from headrace.metrics.catalog import Metrics
     from headrace.scheduler.state import SchedulerConfig
+    from headrace.server.context import ServedModel
     from headrace.text.stop import StopMatcher
 
 logger = log.get_logger(__name__)
@@ -98,7 +101,24 @@ def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplat
         return None
 
 
-# -- the bodies of the scheduler and the detokenizer
+def served_model(
+    args: ServerArgs, ready: ReadyInfo, tokenizer: "Tokenizer", template: "ChatTemplate | None", model: "ModelConfig"
+) -> "ServedModel":
+    """The model as clients see it."""
+    from headrace.server.context import ServedModel
+
+    return ServedModel(
+        name=args.served_name,
+        context_length=ready.context_length,
+        tokenizer=tokenizer,
+        chat_template=template,
+        ready=ready,
+        model_type=model.model_type,
+        sampling_defaults=sampling_defaults(args, model),
+    )
+
+
+# -- the bodies of the children
 
 
 def _die_of_watchdog() -> None:
@@ -197,6 +217,15 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
     )
 
 
+def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart) -> None:
+    """The HTTP application over the front end of the main process, until a ShutdownReq."""
+    from headrace.http_workers import serve_http
+
+    tokenizer = open_tokenizer(args)
+    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), read_model_config(args))
+    serve_http(args, channels, on_ready, start, model)
+
+
 def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
     """Turn ids into text until a ShutdownReq."""
     from headrace.frontend.detokenizer_manager import DetokenizerManager
@@ -293,7 +322,7 @@ class ChildParts(Parts):
     def __init__(self, args: ServerArgs, ports: Ports, spawn: type[ChildProcess] = ChildProcess) -> None:
         super().__init__(ZmqChannels(ports), args.dp_size)
         self._args = args
-        self._ports = ports
+        self.ports = ports
         self._spawn = spawn
         # The schedulers import torch and load the weights: they go first.
         self.children = [
@@ -319,7 +348,7 @@ class ChildParts(Parts):
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
         def respawn(dead: ChildProcess) -> ChildProcess:
-            return self._spawn(dead.kind, args, self._ports, dead.rank, manager.link.new_source())
+            return self._spawn(dead.kind, args, self.ports, dead.rank, manager.link.new_source())
 
         def on_down(dead: ChildProcess) -> None:
             manager.part_down(dead.name, dead.rank if dead.kind == "scheduler" else None)
@@ -644,22 +673,22 @@ async def _serve(
     engine: RunningEngine, listening: socket.socket, on_started: Callable[[str], None], stopping: threading.Event
 ) -> int:
     from headrace.server.app import create_app
-    from headrace.server.context import ServedModel, ServerStatus
+    from headrace.server.context import ServerStatus
+    from headrace.server.keys import open_keys
     from headrace.server.listener import Server
 
     args, manager = engine.args, engine.tokenizer_manager
     status = ServerStatus()
-    model = ServedModel(
-        name=args.served_name,
-        context_length=engine.ready.context_length,
-        tokenizer=engine.tokenizer,
-        chat_template=engine.chat_template,
-        ready=engine.ready,
-        model_type=engine.model.model_type,
-        sampling_defaults=sampling_defaults(args, engine.model),
-    )
-    app = create_app(manager, args, model, engine.metrics, status)
-    server = Server(app, args, listening=listening)
+    server: Server | HttpWorkers
+    if isinstance(engine.parts, ChildParts) and args.tokenizer_worker_num > 1:
+        keys = open_keys(args)
+        server = HttpWorkers(args, manager, engine.parts.channels, engine.parts.ports, listening, keys, status)
+        server.on_death = lambda message: engine.on_death()
+    else:
+        model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model)
+        app = create_app(manager, args, model, status)
+        keys = app.state.keys
+        server = Server(app, args, listening=listening)
     loop = asyncio.get_running_loop()
     exit_code = 0
     num_signals = 0
@@ -688,8 +717,8 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    if app.state.keys is not None:
-        loop.add_signal_handler(signal.SIGHUP, app.state.keys.reload)
+    if keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
     engine.on_death = on_death
     manager.start()
     gc.collect()

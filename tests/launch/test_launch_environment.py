@@ -53,7 +53,7 @@ def test_neither_the_environment_nor_the_options_of_a_started_child_hold_a_key(m
     stand_in.chmod(0o700)
     monkeypatch.setattr(child.sys, "executable", str(stand_in))
     args = ServerArgs(api_key="hush-hush", admin_api_key="hush-hush", otlp_traces_endpoint="http://u:hush-hush@h/")
-    started = ChildProcess("detokenizer", args, Ports("ipc://a", "ipc://b", "ipc://c"))
+    started = ChildProcess("detokenizer", args, Ports.in_directory(tmp_path))
     started.stop(60.0)
     os.close(started._reports_fd)
 

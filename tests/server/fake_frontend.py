@@ -26,6 +26,7 @@ from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, 
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
+from headrace.metrics.export import render
 from headrace.sampling.params import GenerationDefaults
 from headrace.server.app import create_app
 from headrace.server.context import ServedModel, ServerStatus
@@ -348,6 +349,9 @@ class FakeFrontend:
     def counters(self):
         return self.own_counters
 
+    def metrics_text(self):
+        return render(Metrics(MODEL))
+
     async def inject_fault(self, fault: FaultReq) -> None:
         self.faults.append(fault)
 
@@ -384,7 +388,7 @@ def make_app(frontend: Any, status: ServerStatus | None = None, template: str | 
     """The application around a fake."""
     args = ServerArgs(**({"port": 0} | options))
     model = served_model(frontend.tokenizer, template)
-    return create_app(frontend, args, model, Metrics(MODEL), status), args
+    return create_app(frontend, args, model, status), args
 
 
 @contextmanager

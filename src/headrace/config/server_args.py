@@ -114,6 +114,12 @@ class ServerArgs:
     warmups: str = _opt("", _S, "Comma-separated warm-up routines to run before ready: generate, chat.")
     skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
     single_process: bool = _opt(False, _S, "Scheduler and detokenizer as threads of the main process.")
+    tokenizer_worker_num: int = _opt(
+        1,
+        _S,
+        "Processes that read requests, tokenize and write replies; more than one relieves the main process of many streams.",
+        Bounds(least=1, most=64),
+    )
     dp_size: int = _opt(
         1, _S, "Replicas of the model on this machine; they share its cores and memory.", Bounds(least=1, most=64)
     )
@@ -316,6 +322,8 @@ class ServerArgs:
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with --skip-tokenizer-init")
         if self.dp_size > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it does not go with --single-process")
+        if self.tokenizer_worker_num > 1 and self.single_process:
+            raise ConfigError("--tokenizer-worker-num above 1 needs processes: it does not go with --single-process")
         if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
             raise ConfigError("--cuda-graph-bs names the largest size too: leave --cuda-graph-max-bs out")
         if self.cuda_graph_bs and self.disable_cuda_graph:

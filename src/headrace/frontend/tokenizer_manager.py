@@ -97,6 +97,7 @@ from headrace.messages.weights import (
     WeightOpReply,
 )
 from headrace.metrics.catalog import Metrics
+from headrace.metrics.export import render
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams, SamplingParams
 
@@ -784,6 +785,10 @@ class TokenizerManager:
             "num_held": self.link.num_held,
             "num_sessions": len(self.sessions),
         }
+
+    def metrics_text(self) -> bytes:
+        """Every metric, in Prometheus' text format."""
+        return render(self.metrics, self.args.metrics_compat)
 
     # -- control
 

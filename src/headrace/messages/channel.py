@@ -44,6 +44,7 @@ from headrace.messages.control import (
     SourceGone,
 )
 from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.front import FrontCall, FrontCancel, FrontNews, FrontReplies, FrontTaken
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
@@ -81,10 +82,15 @@ Message = (
     | FaultReq
     | WeightOpReq
     | WeightOpReply
+    | FrontCall
+    | FrontTaken
+    | FrontCancel
+    | FrontReplies
+    | FrontNews
 )
 """Everything that may cross a channel. A new message is added here and nowhere else."""
 
-ChannelName = Literal["to_scheduler", "to_detokenizer", "to_tokenizer"]
+ChannelName = Literal["to_scheduler", "to_detokenizer", "to_tokenizer", "to_front", "to_worker"]
 
 _IPC_PATH_LIMIT = 107
 """Longest path of a Unix socket (sun_path of Linux, without the final NUL)."""
@@ -122,7 +128,7 @@ class Receiver(Protocol):
 
 
 class Channels(Protocol):
-    """Makes the ends of the named channels. rank: which scheduler's, for `to_scheduler`."""
+    """Makes the ends of the named channels. rank: which scheduler's, for `to_scheduler`; which HTTP worker's, for `to_worker`."""
 
     def sender(self, name: ChannelName, rank: int = 0) -> Sender:
         """A new writing end."""
@@ -140,6 +146,8 @@ class Ports(msgspec.Struct, frozen=True):
     to_scheduler: str
     to_detokenizer: str
     to_tokenizer: str
+    to_front: str
+    to_worker: str
 
     @classmethod
     def in_directory(cls, directory: Path) -> Self:
@@ -307,6 +315,8 @@ class ZmqChannels:
             "to_scheduler": self.ports.to_scheduler,
             "to_detokenizer": self.ports.to_detokenizer,
             "to_tokenizer": self.ports.to_tokenizer,
+            "to_front": self.ports.to_front,
+            "to_worker": self.ports.to_worker,
         }[name]
         return f"{address}.{rank}" if rank else address
 
@@ -377,6 +387,8 @@ class LocalChannels:
             "to_scheduler": LocalQueue(),
             "to_detokenizer": LocalQueue(),
             "to_tokenizer": LocalQueue(),
+            "to_front": LocalQueue(),
+            "to_worker": LocalQueue(),
         }
 
     def sender(self, name: ChannelName, rank: int = 0) -> LocalQueue:

@@ -25,3 +25,9 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setblocking(False)
     sock.set_inheritable(False)
     return sock
+
+
+def local_url(host: str, port: int) -> str:
+    """Where clients on this machine reach a server that was bound to `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -20,7 +20,6 @@ from headrace.errors import ConfigError
 from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
 from headrace.messages.requests import GenerateReqInput
-from headrace.metrics.catalog import Metrics
 from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
@@ -29,7 +28,7 @@ from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
 from headrace.server.experts import ExpertsAPI
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
-from headrace.server.keys import ApiKeys
+from headrace.server.keys import open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
 from headrace.server.openai.chat import ChatServing, chat_prompt_ids
@@ -99,7 +98,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         *ExpertsAPI(context).routes(),
     ]
     # fmt: on
-    if context.metrics is not None:
+    if not context.args.disable_metrics:
         table.append(RouteSpec("/metrics", get, "public", control.metrics, "Prometheus metrics"))
     if context.args.enable_fault_injection:
         fault = RouteSpec("/inject_fault", post, "admin", control.inject_fault, "Test hook", FaultBody, in_schema=False)
@@ -115,7 +114,6 @@ def create_app(
     frontend: RequestFrontend,
     args: ServerArgs,
     model: ServedModel,
-    metrics: Metrics | None = None,
     status: ServerStatus | None = None,
 ) -> FastAPI:
     """The application that serves `model` through `frontend`.
@@ -125,10 +123,10 @@ def create_app(
     Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
     status = status if status is not None else ServerStatus()
-    context = ServingContext(frontend, model, args, status, None if args.disable_metrics else metrics)
+    context = ServingContext(frontend, model, args, status)
     warmups = chosen_warmups(args)
     table = route_table(context)
-    keys = ApiKeys(args.api_key_file) if args.api_key_file is not None else None
+    keys = open_keys(args)
     _warn_if_open(args)
     bodies = Bodies(args.max_body_bytes)
 

@@ -5,16 +5,15 @@ Runs in the event loop of the main process.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.chat_templates import ChatTemplate
-from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, Limits
 from headrace.frontend.tenants import Caller
@@ -22,9 +21,10 @@ from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
-from headrace.metrics.catalog import Metrics
 
 T = TypeVar("T")
+Soon: TypeAlias = T | Awaitable[T]
+"""An answer that is there at once when the front end is in this process, and is awaited when it is not (`remote_frontend`)."""
 
 Output = dict[str, Any]
 """One output of `generate_request`: {text, output_ids, meta_info[, index]} (SPEC H1)."""
@@ -65,10 +65,24 @@ class WeightFrontend(Protocol):
         ...
 
 
-class RequestFrontend(Protocol):
-    """What the server needs of the TokenizerManager. experts: records which experts a mixture chooses."""
+class ExpertsFrontend(Protocol):
+    """What the server needs of the `ExpertRecording`."""
 
-    experts: ExpertRecording
+    async def start(self) -> None:
+        """Count from zero. Raises RequestError, ExecutionError."""
+        ...
+
+    async def stop(self) -> None:
+        """Count no more. Raises RequestError, ExecutionError."""
+        ...
+
+    async def dump(self) -> dict[str, Any]:
+        """What was counted, which begins again at zero. Raises RequestError, ExecutionError."""
+        ...
+
+
+class RequestFrontend(Protocol):
+    """What the server needs of the TokenizerManager."""
 
     def generate_request(
         self,
@@ -97,11 +111,11 @@ class RequestFrontend(Protocol):
         session_id: str | None = None,
         timeout_s: float | None = None,
         caller: Caller = ...,
-    ) -> str:
+    ) -> Soon[str]:
         """A new session's id. Raises RequestError, CapacityError."""
         ...
 
-    def close_session(self, session_id: str, caller: Caller = ...) -> None:
+    def close_session(self, session_id: str, caller: Caller = ...) -> Soon[None]:
         """Forget a session of the caller's, or for an admin anybody's. Raises NotFoundError."""
         ...
 
@@ -133,7 +147,7 @@ class RequestFrontend(Protocol):
         """The engine is alive; with `generate`, it has also just made a token."""
         ...
 
-    def timelines(self, rid: str, caller: Caller = ...) -> list[dict[str, Any]]:
+    def timelines(self, rid: str, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
         """What happened to a request's samples, of the caller's or for an admin of anybody's. Raises NotFoundError."""
         ...
 
@@ -152,7 +166,7 @@ class RequestFrontend(Protocol):
         level: Literal["debug", "info", "warning", "error"] | None,
         log_requests: bool | None,
         log_requests_level: int | None,
-    ) -> dict[str, Any]:
+    ) -> Soon[dict[str, Any]]:
         """Change what is logged; what now holds. Raises RequestError."""
         ...
 
@@ -160,16 +174,21 @@ class RequestFrontend(Protocol):
         """Write what the last requests were; the file's name and how many. Raises RequestError, ExecutionError."""
         ...
 
-    def freeze_gc(self) -> None:
+    def freeze_gc(self) -> Soon[None]:
         """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
         ...
 
-    def set_internal_state(self, changes: LimitChanges) -> Limits:
+    def set_internal_state(self, changes: LimitChanges) -> Soon[Limits]:
         """Change limits in every replica; what now holds. Raises RequestError, CapacityError."""
         ...
 
-    def changed_options(self) -> dict[str, Any]:
+    def changed_options(self) -> Soon[dict[str, Any]]:
         """Options that were changed since the start, with their values of now."""
+        ...
+
+    @property
+    def experts(self) -> ExpertsFrontend:
+        """Which experts a mixture chooses."""
         ...
 
     @property
@@ -177,13 +196,22 @@ class RequestFrontend(Protocol):
         """Operations on weights, generation and memory."""
         ...
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> Soon[dict[str, int]]:
         """Counters of this process."""
+        ...
+
+    def metrics_text(self) -> Soon[bytes]:
+        """Every metric, in Prometheus' text format."""
         ...
 
     async def inject_fault(self, fault: FaultReq) -> None:
         """Test hook."""
         ...
+
+
+async def answer(soon: Soon[T]) -> T:
+    """The answer, once it is there."""
+    return await soon if isinstance(soon, Awaitable) else soon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +243,12 @@ class ServerStatus:
 
 @dataclass(slots=True)
 class ServingContext:
-    """Shared by all handlers. `metrics` None = no /metrics."""
+    """Shared by all handlers."""
 
     frontend: RequestFrontend
     model: ServedModel
     args: ServerArgs
     status: ServerStatus
-    metrics: Metrics | None = None
     text_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-text")
     )

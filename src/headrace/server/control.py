@@ -11,8 +11,8 @@ from headrace.errors import AuthError, RequestError
 from headrace.frontend.data_parallel_controller import sum_of_states
 from headrace.frontend.server_info import describe_load, describe_server, model_name_of
 from headrace.messages.control import FaultReq
-from headrace.metrics.export import CONTENT_TYPE, render
-from headrace.server.context import ServingContext
+from headrace.metrics.export import CONTENT_TYPE
+from headrace.server.context import ServingContext, answer
 from headrace.server.http import Exchange, send_response
 
 
@@ -117,7 +117,8 @@ class ControlAPI:
         info["weight_version"] = frontend.weights.version
         if frontend.weights.model_path is not None:
             info["model_path"] = model_name_of(frontend.weights.model_path)
-        await exchange.reply_json(info | frontend.changed_options() | {"frontend": frontend.counters()})
+        changed = await answer(frontend.changed_options())
+        await exchange.reply_json(info | changed | {"frontend": await answer(frontend.counters())})
 
     async def loads(self, exchange: Exchange) -> None:
         """Load of each replica, for routers: requests, tokens, throughput."""
@@ -131,7 +132,7 @@ class ControlAPI:
     async def _state(self) -> dict[str, object]:
         frontend = self.context.frontend
         states = await frontend.internal_states()
-        state = {**msgspec.structs.asdict(sum_of_states(states)), "frontend": frontend.counters()}
+        state = {**msgspec.structs.asdict(sum_of_states(states)), "frontend": await answer(frontend.counters())}
         if self.context.args.dp_size > 1:
             state["replicas"] = states
         return state
@@ -158,10 +159,8 @@ class ControlAPI:
 
     async def metrics(self, exchange: Exchange) -> None:
         """The Prometheus text."""
-        assert self.context.metrics is not None, "the route exists only with metrics"
-        await send_response(
-            exchange.send, 200, render(self.context.metrics, self.context.args.metrics_compat), CONTENT_TYPE.encode()
-        )
+        text = await answer(self.context.frontend.metrics_text())
+        await send_response(exchange.send, 200, text, CONTENT_TYPE.encode())
 
     async def inject_fault(self, exchange: Exchange) -> None:
         """Test hook; the route exists only under --enable-fault-injection."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headrace.server.context import ServingContext
+from headrace.server.context import ServingContext, answer
 from headrace.server.http import Exchange
 
 
@@ -39,7 +39,7 @@ class DiagnosticsAPI:
 
     async def explain_request(self, exchange: Exchange) -> None:
         """What happened to one of the last requests, without its text. The admin key sees everybody's, other keys their own."""
-        samples = self.context.frontend.timelines(exchange.path_param("id"), exchange.caller)
+        samples = await answer(self.context.frontend.timelines(exchange.path_param("id"), exchange.caller))
         await exchange.reply_json({"object": "list", "data": samples})
 
     async def start_profile(self, exchange: Exchange) -> None:
@@ -57,7 +57,9 @@ class DiagnosticsAPI:
     async def configure_logging(self, exchange: Exchange) -> None:
         """Change what is logged, in every process."""
         body = await exchange.read_json(_LOGGING)
-        now = self.context.frontend.configure_logging(body.level, body.log_requests, body.log_requests_level)
+        now = await answer(
+            self.context.frontend.configure_logging(body.level, body.log_requests, body.log_requests_level)
+        )
         await exchange.reply_json({"success": True, **now})
 
     async def dump_requests(self, exchange: Exchange) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.frontend.tenants import Tenant, TenantLimits
 from headrace.log import get_logger
@@ -41,14 +42,22 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ApiKeys:
-    """Tenants by the SHA-256 of their keys. `path` is a .toml or a .json file. Raises ConfigError."""
+    """Tenants by the SHA-256 of their keys. `path` is a .toml or a .json file. Raises ConfigError.
+
+    generation: how often the file was asked to be read again.
+    """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = Path(path)
         self._clock = clock
         self._by_name: dict[str, Tenant] = {}
         self._by_digest: dict[bytes, Tenant] = {}
+        self.generation = 0
         self.load()
+
+    def of_name(self, name: str) -> Tenant | None:
+        """The tenant of a name in the file."""
+        return self._by_name.get(name)
 
     def __len__(self) -> int:
         """Number of keys."""
@@ -80,6 +89,7 @@ class ApiKeys:
 
     def reload(self) -> None:
         """As `load`; a file that cannot be used is logged and changes nothing."""
+        self.generation += 1
         try:
             self.load()
         except ConfigError as error:
@@ -132,3 +142,8 @@ class ApiKeys:
 
     def _error(self, what: str) -> ConfigError:
         return ConfigError(f"--api-key-file {self._path}: {what}")
+
+
+def open_keys(args: ServerArgs) -> ApiKeys | None:
+    """The keys of --api-key-file, if there is one. Raises ConfigError."""
+    return ApiKeys(args.api_key_file) if args.api_key_file is not None else None

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
 from headrace.log import get_logger
-from headrace.server.address import bind
+from headrace.server.address import bind, local_url
 from headrace.server.connection import LimitedProtocol
 
 log = get_logger(__name__)
@@ -65,8 +65,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where clients on this machine reach it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return local_url(self.host, self.port)
 
     def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serve in an event loop of its own until stopped. `on_started` is called in the loop once requests are accepted.

@@ -5,7 +5,7 @@ Runs in the event loop of the main process. Who may call them is declared in app
 
 import msgspec
 
-from headrace.server.context import ServingContext
+from headrace.server.context import ServingContext, answer
 from headrace.server.http import Exchange
 
 
@@ -36,13 +36,13 @@ class SessionAPI:
     async def open(self, exchange: Exchange) -> None:
         """A new session of the caller's; the answer is its id, a JSON string."""
         body = await exchange.read_json(_OPEN)
-        session_id = self.context.frontend.open_session(
-            body.capacity_of_str_len, body.session_id, body.timeout, exchange.caller
+        session_id = await answer(
+            self.context.frontend.open_session(body.capacity_of_str_len, body.session_id, body.timeout, exchange.caller)
         )
         await exchange.reply_json(session_id)
 
     async def close(self, exchange: Exchange) -> None:
         """Forget a session of the caller's, or anybody's with the admin key; 404 when there is none of this id."""
         body = await exchange.read_json(_CLOSE)
-        self.context.frontend.close_session(body.session_id, exchange.caller)
+        await answer(self.context.frontend.close_session(body.session_id, exchange.caller))
         await exchange.reply_json({"success": True, "message": "the session is closed"})

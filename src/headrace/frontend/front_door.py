@@ -1,0 +1,213 @@
+"""Where the calls of HTTP workers (--tokenizer-worker-num) enter the main process.
+
+Owns the calls under way: each is a task that calls a method of the front end and sends back what it gives. A stream's outputs wait here
+for a worker that does not take them, as they would for a slow client, so that the front end joins what comes meanwhile. Does not own
+requests, limits or the engine: the `TokenizerManager` does, for all workers. Runs in the main process's event loop, but where it says so.
+
+    HTTP worker 0 ──FrontCall──┐                                  ┌─> TokenizerManager ── engine
+    HTTP worker 1 ──FrontCall──┴─> FrontDoor ── a task for each ──┘
+                 <──FrontReplies, one message a turn of the loop──
+"""
+
+import asyncio
+import inspect
+import operator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import msgspec
+
+from headrace.errors import AuthError, RequestError
+from headrace.frontend.remote_methods import RemoteMethod, WireCaller, fault_of
+from headrace.frontend.tenants import Caller, Tenant
+from headrace.messages.channel import Receiver, Sender
+from headrace.messages.front import (
+    FrontCall,
+    FrontCancel,
+    FrontEnd,
+    FrontNews,
+    FrontOutput,
+    FrontReplies,
+    FrontTaken,
+)
+
+WINDOW = 8
+"""Outputs of a stream that may be on their way to a worker, or lie there untaken."""
+
+NEWS_S = 0.5
+"""News that no call brought are looked for this often."""
+
+
+class _Call:
+    """A call under way. room: how many outputs of a stream may still be sent."""
+
+    __slots__ = ("room", "task", "wake")
+
+    def __init__(self) -> None:
+        self.room = WINDOW
+        self.wake = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def taken(self, count: int) -> None:
+        """The worker has taken so many outputs."""
+        self.room += count
+        self.wake.set()
+
+    async def use_room(self) -> None:
+        """An output was sent; returns when one more may be."""
+        self.room -= 1
+        while self.room <= 0:
+            self.wake.clear()
+            await self.wake.wait()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class _Worker:
+    """One life of a worker. waiting: replies of this turn of the loop. news: what it was told last."""
+
+    __slots__ = ("calls", "news", "sender", "waiting")
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+        self.calls: dict[int, _Call] = {}
+        self.waiting: list[FrontOutput | FrontEnd] = []
+        self.news: FrontNews | None = None
+
+
+class FrontDoor:
+    """See the module's text.
+
+    frontend: whose methods are called. methods: which, by name (`weights.operate` is one of what it holds). receiver: calls of all
+    workers. make_news: what workers are to know. find_tenant: by the name that a worker gives.
+    """
+
+    def __init__(
+        self,
+        frontend: object,
+        methods: dict[str, RemoteMethod],
+        receiver: Receiver,
+        make_news: Callable[[], FrontNews],
+        find_tenant: Callable[[str], Tenant | None],
+    ) -> None:
+        self._frontend = frontend
+        self._methods = methods
+        self._receiver = receiver
+        self._make_news = make_news
+        self._find_tenant = find_tenant
+        self._encoder = msgspec.msgpack.Encoder()
+        self._workers: dict[int, _Worker] = {}
+
+    @property
+    def num_calls(self) -> int:
+        """Calls under way."""
+        return sum(len(worker.calls) for worker in self._workers.values())
+
+    def add(self, number: int, sender: Sender) -> None:
+        """A worker begins. number: of this life of it, never used again."""
+        self._workers[number] = _Worker(sender)
+        self.tell_news()
+
+    def remove(self, number: int) -> None:
+        """It has ended, or is to get no more: its calls are aborted. Unknown numbers are ignored."""
+        worker = self._workers.pop(number, None)
+        if worker is not None:
+            for call in worker.calls.values():
+                call.cancel()
+            worker.sender.close()
+
+    def tell_news(self) -> None:
+        """Send each worker what has changed since it was last told."""
+        news = self._make_news()
+        for worker in self._workers.values():
+            if worker.news != news:
+                worker.news = news
+                worker.sender.send(news)
+
+    async def run(self) -> None:
+        """Take calls until cancelled; then what is under way is aborted."""
+        news = asyncio.get_running_loop().create_task(self._look_for_news())
+        try:
+            while True:
+                message = await self._receiver.arecv()
+                if not isinstance(message, FrontCall | FrontTaken | FrontCancel):
+                    continue
+                worker = self._workers.get(message.worker)
+                if worker is None:
+                    continue  # said by a life that has ended
+                if isinstance(message, FrontCall):
+                    self._begin(worker, message)
+                elif (call := worker.calls.get(message.id)) is None:
+                    continue
+                elif isinstance(message, FrontTaken):
+                    call.taken(message.count)
+                else:
+                    call.cancel()
+        finally:
+            news.cancel()
+            for number in list(self._workers):
+                self.remove(number)
+
+    async def _look_for_news(self) -> None:
+        while True:
+            self.tell_news()
+            await asyncio.sleep(NEWS_S)
+
+    def _begin(self, worker: _Worker, message: FrontCall) -> None:
+        call = worker.calls[message.id] = _Call()
+        call.task = asyncio.get_running_loop().create_task(self._carry_out(worker, call, message))
+        call.task.add_done_callback(lambda _: worker.calls.pop(message.id, None))
+
+    async def _carry_out(self, worker: _Worker, call: _Call, message: FrontCall) -> None:
+        try:
+            method = self._methods.get(message.method)
+            if method is None:
+                raise RequestError(f"the front end has no method {message.method!r:.40}")
+            arguments = self._arguments(method, message.arguments)
+            bound = operator.attrgetter(message.method)(self._frontend)
+            if method.streams:
+                await self._stream(worker, call, message.id, bound(**arguments))
+                end = FrontEnd(message.id)
+            else:
+                result = bound(**arguments)
+                end = FrontEnd(
+                    message.id, self._encoder.encode(await result if inspect.isawaitable(result) else result)
+                )
+        except Exception as error:
+            end = FrontEnd(message.id, fault=fault_of(error))
+        self.tell_news()
+        self._reply(worker, end)
+
+    async def _stream(self, worker: _Worker, call: _Call, call_id: int, outputs: AsyncGenerator[object, None]) -> None:
+        async with aclosing(outputs):
+            async for output in outputs:
+                self._reply(worker, FrontOutput(call_id, self._encoder.encode(output)))
+                await call.use_room()
+
+    def _arguments(self, method: RemoteMethod, packed: bytes) -> dict[str, object]:
+        given = msgspec.structs.asdict(msgspec.msgpack.decode(packed, type=method.arguments))
+        return {
+            name: self._caller(value) if isinstance(value, WireCaller) else value
+            for name, value in given.items()
+            if value is not msgspec.UNSET
+        }
+
+    def _caller(self, caller: WireCaller) -> Caller:
+        tenant = self._find_tenant(caller.tenant) if caller.tenant is not None else None
+        if caller.tenant is not None and tenant is None:
+            raise AuthError("the key is no longer accepted")
+        return Caller(tenant, caller.traceparent, caller.is_admin)
+
+    def _reply(self, worker: _Worker, reply: FrontOutput | FrontEnd) -> None:
+        """Into the message that goes out when this turn of the loop is over: one for all streams of a step."""
+        if not worker.waiting:
+            asyncio.get_running_loop().call_soon(self._flush, worker)
+        worker.waiting.append(reply)
+
+    @staticmethod
+    def _flush(worker: _Worker) -> None:
+        replies, worker.waiting = worker.waiting, []
+        worker.sender.send(FrontReplies(replies))

@@ -1,0 +1,196 @@
+"""HTTP workers (--tokenizer-worker-num): processes that read requests, tokenize them and write replies, for many streams at once.
+
+Owns their start, their end, and what a worker runs. With one worker, the default, none of this exists: the main process does it all.
+With more, the main process keeps what there is one of (the `TokenizerManager` with its rids, limits, sessions and adapters, and the way
+to the engine), and the workers share its listening socket. Part of the composition root.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from headrace import log
+from headrace.child import ChildProcess
+from headrace.config.server_args import ServerArgs
+from headrace.frontend.front_door import FrontDoor
+from headrace.frontend.recovery import Recovery, RestartBudget
+from headrace.frontend.supervisor import Supervisor
+from headrace.messages.channel import Channels, Ports
+from headrace.messages.control import ReadyInfo, ShutdownReq
+from headrace.messages.front import FrontNews, HttpWorkerStart
+from headrace.server.address import local_url
+
+if TYPE_CHECKING:
+    from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.server.context import ServedModel, ServerStatus
+    from headrace.server.keys import ApiKeys
+
+logger = log.get_logger(__name__)
+
+STOP_WORKER_S = 5.0
+"""A worker that was told to leave writes the replies under way; after so many seconds it is ended in any case."""
+
+OnReady = Callable[[ReadyInfo | None], None]
+
+
+class HttpWorkers:
+    """The workers of a server, in place of its `Server`: see there for `serve`, `shutdown` and `url`.
+
+    listening: the socket that they share. keys: of --api-key-file. status: of the server. on_death: set by the owner; called from a
+    thread with a message when a worker has ended for good.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        manager: "TokenizerManager",
+        channels: Channels,
+        ports: Ports,
+        listening: socket.socket,
+        keys: "ApiKeys | None",
+        status: "ServerStatus",
+    ) -> None:
+        from headrace.server.remote_frontend import METHODS
+
+        self.url = local_url(args.host, listening.getsockname()[1])
+        self.on_death: Callable[[str], None] = lambda message: None
+        self.children: list[ChildProcess] = []
+        self._args = args
+        self._manager = manager
+        self._channels = channels
+        self._ports = ports
+        self._listening = listening
+        self._keys = keys
+        self._status = status
+        self._numbers = itertools.count()
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._door = FrontDoor(
+            manager,
+            METHODS,
+            channels.receiver("to_front"),
+            self._news,
+            lambda name: keys.of_name(name) if keys is not None else None,
+        )
+
+    async def serve(self, on_started: Callable[[], None]) -> None:
+        """Start the workers and serve until `shutdown`. Raises why one of them cannot."""
+        taking = self._loop.create_task(self._door.run())
+        budget = RestartBudget(0 if self._args.disable_recovery else self._args.max_restarts)
+        recovery = Recovery(
+            self.children,
+            budget,
+            self._respawn,
+            on_down=self._down,
+            on_up=lambda child: None,
+            on_failure=self._gone,
+            on_refused=self._gone,
+            start_limit_s=self._args.watchdog_timeout_s,
+        )
+        supervisor = Supervisor(self.children, self._died, recover=recovery.recover)
+        try:
+            self.children += [self._start(slot) for slot in range(self._args.tokenizer_worker_num)]
+            await asyncio.gather(
+                *(asyncio.to_thread(child.wait_ready, should_stop=self._stop.is_set) for child in self.children)
+            )
+            supervisor.start()
+            on_started()
+            await self._stop.wait()
+        finally:
+            await asyncio.to_thread(self._end, supervisor, recovery)
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+            self._listening.close()
+
+    def shutdown(self, force: bool = False) -> None:
+        """Stop; `force` does not wait for replies that are being written. From the loop."""
+        if force:
+            for child in self.children:
+                child.kill()
+        self._stop.set()
+
+    def _start(self, slot: int) -> ChildProcess:
+        number = next(self._numbers)
+        args = self._args if slot == 0 else dataclasses.replace(self._args, warmups="", skip_server_warmup=True)
+        start = HttpWorkerStart(number, slot, self._listening.fileno(), self._manager.ready)
+        child = ChildProcess("http", args, self._ports, rank=slot, source=number, http=start)
+        sender = self._channels.sender("to_worker", slot)
+        self._loop.call_soon_threadsafe(self._door.add, number, sender)
+        return child
+
+    def _died(self, message: str) -> None:
+        self.on_death(message)
+
+    def _gone(self, dead: ChildProcess, message: str) -> None:
+        self._died(message)
+
+    def _respawn(self, dead: ChildProcess) -> ChildProcess:
+        return self._start(dead.rank)
+
+    def _down(self, dead: ChildProcess) -> None:
+        self._loop.call_soon_threadsafe(self._door.remove, dead.source)
+
+    def _end(self, supervisor: Supervisor[ChildProcess], recovery: Recovery[ChildProcess]) -> None:
+        supervisor.stop()
+        recovery.stop()
+        for child in self.children:
+            sender = self._channels.sender("to_worker", child.rank)
+            sender.send(ShutdownReq())
+        deadline_s = time.monotonic() + STOP_WORKER_S
+        for child in self.children:
+            child.stop(max(0.0, deadline_s - time.monotonic()))
+
+    def _news(self) -> FrontNews:
+        return FrontNews(
+            self._manager.lora_adapters(),
+            self._manager.weights.version,
+            accepting=not self._status.draining,
+            model_path=self._manager.weights.model_path,
+            log_level=self._manager.settings.log_level,
+            keys_generation=self._keys.generation if self._keys is not None else 0,
+        )
+
+
+def serve_http(
+    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
+) -> None:
+    """What a worker runs: the HTTP application over a front end that is elsewhere, until a ShutdownReq."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(args, channels, on_ready, start, model))
+
+
+async def _serve(
+    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
+) -> None:
+    from headrace.server.app import create_app
+    from headrace.server.context import ServerStatus
+    from headrace.server.listener import Server
+    from headrace.server.remote_frontend import RemoteFrontend
+
+    status = ServerStatus()
+    frontend = RemoteFrontend(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
+    app = create_app(frontend, args, model, status)
+    server = Server(app, args, listening=socket.socket(fileno=start.listening_fd))
+
+    def on_news(before: FrontNews, news: FrontNews) -> None:
+        status.draining = not news.accepting
+        if before.log_level != news.log_level:
+            log.set_level(news.log_level)
+        if before.keys_generation != news.keys_generation and app.state.keys is not None:
+            app.state.keys.reload()
+
+    frontend.on_news = on_news
+    frontend.on_shutdown = server.shutdown
+    taking = asyncio.get_running_loop().create_task(frontend.run())
+    try:
+        await frontend.wait_for_news()
+        await server.serve(lambda: on_ready(None))
+    finally:
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)

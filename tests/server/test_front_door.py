@@ -1,0 +1,230 @@
+"""The front end's methods from another process: what a worker gets is what the main process would have given."""
+
+import asyncio
+import inspect
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from fake_frontend import FakeFrontend, Script
+
+from headrace.errors import (
+    AuthError,
+    CapacityError,
+    ContextLengthError,
+    ExecutionError,
+    ForbiddenError,
+    LateError,
+    NotFoundError,
+    RequestError,
+    TooLargeError,
+)
+from headrace.frontend.front_door import WINDOW, FrontDoor
+from headrace.frontend.tenants import Caller, Tenant, TenantLimits
+from headrace.messages.channel import LocalQueue
+from headrace.messages.control import ShutdownReq
+from headrace.messages.front import FrontCall, FrontNews
+from headrace.messages.requests import GenerateReqInput
+from headrace.messages.weights import ContinueGeneration
+from headrace.sampling.params import SamplingParams
+from headrace.server.context import RequestFrontend
+from headrace.server.http import describe_error
+from headrace.server.remote_frontend import METHODS, RemoteFrontend
+
+
+class House:
+    """A main process with a fake front end, and workers around it, all in one loop."""
+
+    def __init__(self) -> None:
+        self.frontend = FakeFrontend()
+        self.tenants = {"ann": Tenant(TenantLimits(name="ann"))}
+        self.to_front = LocalQueue()
+        self.accepting = True
+        self.door = FrontDoor(self.frontend, METHODS, self.to_front, self._news, self.tenants.get)
+        self.tasks = [asyncio.create_task(self.door.run())]
+
+    def _news(self) -> FrontNews:
+        return FrontNews(list(self.frontend.adapters), self.frontend.weights.version, self.accepting, "info")
+
+    async def worker(self, number: int) -> RemoteFrontend:
+        queue = LocalQueue()
+        remote = RemoteFrontend(number, self.to_front, queue)
+        remote.queue = queue
+        self.tasks.append(asyncio.create_task(remote.run()))
+        self.door.add(number, queue)
+        await remote.wait_for_news()
+        return remote
+
+
+@asynccontextmanager
+async def house():
+    made = House()
+    yield made
+    for task in made.tasks:
+        task.cancel()
+    await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+async def outputs_of(frontend, **fields):
+    call = GenerateReqInput(text="hi", rid="r", sampling_params=SamplingParams(max_new_tokens=9), **fields)
+    async with aclosing(frontend.generate_request(call)) as outputs:
+        return [output async for output in outputs]
+
+
+async def until(condition):
+    """Turns of the loop until it holds; the test's own limit ends what never does."""
+    while not condition():  # noqa: ASYNC110, what is waited for has no event
+        await asyncio.sleep(0)
+
+
+def test_every_method_of_the_front_end_crosses():
+    methods = {name for name, value in vars(RequestFrontend).items() if inspect.isfunction(value) and name[0] != "_"}
+
+    assert methods - {"lora_adapters"} <= set(vars(RemoteFrontend))
+    assert {name for name in METHODS if "." not in name} == methods
+    assert {name for name in METHODS if "." in name} == {
+        "weights.operate",
+        "experts.start",
+        "experts.stop",
+        "experts.dump",
+    }
+    for name in methods:
+        wanted, got = (inspect.signature(getattr(kind, name)).parameters for kind in (RequestFrontend, RemoteFrontend))
+        assert list(wanted) == list(got), name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_outputs_are_those_of_the_front_end(stream):
+    async with house() as home:
+        remote = await home.worker(0)
+
+        assert await outputs_of(remote, stream=stream) == await outputs_of(home.frontend, stream=stream)
+        assert home.frontend.calls[0] == home.frontend.calls[1]
+        await until(lambda: home.door.num_calls == 0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("wrong", "text", "bad"),
+        ContextLengthError.of_prompt("text", 8, 9),
+        NotFoundError("none", "model", "model_not_found"),
+        AuthError("who?"),
+        ForbiddenError("no"),
+        LateError("late"),
+        TooLargeError("large"),
+        CapacityError("full", 3.5),
+        CapacityError("yours", 2.0, 429, "tokens"),
+        ExecutionError("broken"),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 2])
+async def test_errors_are_answered_the_same(error, at):
+    async with house() as home:
+        remote = await home.worker(0)
+        home.frontend.script = Script(fail_at=at, error=error)
+
+        with pytest.raises(Exception) as raised:
+            await outputs_of(remote, stream=True)
+
+        assert describe_error(raised.value) == describe_error(error)
+        assert isinstance(raised.value, type(error)) or isinstance(error, ContextLengthError)
+
+
+async def test_a_fault_of_ours_is_not_described(caplog):
+    async with house() as home:
+        remote = await home.worker(0)
+        home.frontend.script = Script(fail_at=0, error=ZeroDivisionError("secret"))
+
+        with pytest.raises(ExecutionError, match=r"internal error; the server's log has the cause"):
+            await outputs_of(remote)
+
+
+async def test_a_client_that_leaves_ends_the_call():
+    async with house() as home:
+        remote = await home.worker(0)
+        home.frontend.script = Script(hold_at=2)
+        call = GenerateReqInput(text="hi", stream=True, sampling_params=SamplingParams(max_new_tokens=9))
+
+        async with aclosing(remote.generate_request(call)) as outputs:
+            await anext(outputs)
+        await until(home.frontend.closed_early.is_set)
+
+        await until(lambda: home.door.num_calls == 0)
+
+
+async def test_a_slow_client_holds_only_its_own_outputs_back():
+    async with house() as home:
+        remote = await home.worker(0)
+        home.frontend.script = Script(text="x" * 100)
+        call = GenerateReqInput(text="hi", stream=True, sampling_params=SamplingParams(max_new_tokens=100))
+
+        async with aclosing(remote.generate_request(call)) as slow:
+            first = await anext(slow)
+            await outputs_of(remote, stream=True)
+            [results] = remote._calls.values()
+            assert len(results.outputs) < WINDOW
+            rest = [output async for output in slow]
+
+    assert [len(output["output_ids"]) for output in (first, *rest)] == list(range(1, 101))
+
+
+async def test_a_worker_that_ends_takes_its_own_calls_with_it_and_is_not_heard_again():
+    async with house() as home:
+        one, other = await home.worker(0), await home.worker(1)
+        home.frontend.script = Script(hold_at=1)
+        calls = [asyncio.create_task(outputs_of(remote, stream=True)) for remote in (one, other)]
+        await until(lambda: home.frontend.num_active == 2)
+
+        home.door.remove(0)
+        await until(lambda: home.frontend.num_active == 1)
+        home.to_front.send(FrontCall(0, 99, "flush_cache", b"\x80"))
+        assert (await other.flush_cache()).success
+
+        assert home.door.num_calls == 1
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await until(lambda: home.door.num_calls == 0)
+
+
+async def test_what_one_worker_changes_the_others_know():
+    async with house() as home:
+        one, other = await home.worker(0), await home.worker(1)
+
+        await one.load_lora_adapter("new", "path")
+        assert one.lora_adapters() == ["new"], "news come before the reply"
+        await until(lambda: other.lora_adapters() == ["new"])
+        home.frontend.weights.version = "two"
+        await one.weights.operate(ContinueGeneration())
+        await until(lambda: (one.weights.version, other.weights.version) == ("two", "two"))
+
+
+async def test_callers_are_known_by_the_name_of_their_key():
+    async with house() as home:
+        remote = await home.worker(0)
+        await remote.open_session(caller=Caller(Tenant(TenantLimits(name="ann")), is_admin=True))
+        assert home.frontend.asked_by[-1][1] == Caller(home.tenants["ann"], is_admin=True)
+
+        with pytest.raises(AuthError, match="no longer accepted"):
+            await remote.open_session(caller=Caller(Tenant(TenantLimits(name="gone"))))
+
+
+async def test_malformed_calls_are_refused_and_hurt_nobody():
+    async with house() as home:
+        remote = await home.worker(0)
+        _, results = remote._send("nonsense", {})
+        await results.wake.wait()
+
+        assert isinstance(results.error, RequestError)
+        with pytest.raises(ExecutionError):
+            await remote.call("load_lora_adapter", lora_name=5, lora_path="p")
+        assert await remote.health() is True
+
+
+async def test_a_worker_that_is_told_to_leave_says_so():
+    async with house() as home:
+        remote = await home.worker(0)
+        left = asyncio.Event()
+        remote.on_shutdown = left.set
+        remote.queue.send(ShutdownReq())
+        await left.wait()
