@@ -182,6 +182,7 @@ def test_what_is_no_http_or_too_much_of_it_is_refused(server: Running, sent: byt
         sock.sendall(sent)
         answer = read_all(sock)
         assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+        assert b"\r\nx-request-id: " in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert httpx.get(server.url + "/ping").status_code == 200
 

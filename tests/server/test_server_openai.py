@@ -242,6 +242,26 @@ def test_a_sample_that_fails_midway_ends_alone(client: httpx.Client, server: Run
     assert [c["finish_reason"] for c in plain["choices"]] == ["length", "abort", "length"]
 
 
+@pytest.mark.parametrize(
+    "status,kind,code",
+    [
+        (500, "internal_error", None),
+        (503, "overloaded_error", None),
+        (429, "requests", "rate_limit_exceeded"),
+        (404, "not_found_error", None),
+        (400, "invalid_request_error", None),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/generate"])
+def test_an_error_frame_says_what_a_status_would(
+    client: httpx.Client, server: Running, route: str, status: int, kind: str, code: str | None
+):
+    server.frontend.script.ends = {0: {"type": "abort", "message": "broke", "status_code": status}}
+    body = {"text": "hi"} if route == "/generate" else CHAT
+    error = events(client.post(route, json=body | {"stream": True}))[-1]["error"]
+    assert error == {"message": "broke", "type": kind, "param": None, "code": code}
+
+
 def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Running):
     server.frontend.script.ends = {0: {"type": "abort", "message": "aborted", "status_code": 0}}
     frames = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))

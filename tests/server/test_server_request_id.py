@@ -60,3 +60,9 @@ def test_so_has_a_refused_key():
         reply = httpx.get(running.url + "/v1/models")
     assert reply.status_code == 401
     assert reply.headers["x-request-id"]
+
+
+def test_a_page_of_an_allowed_origin_may_read_it():
+    with running_server(allow_origins="https://a.example") as running:
+        reply = httpx.get(running.url + "/ping", headers={"origin": "https://a.example"})
+    assert "x-request-id" in reply.headers["access-control-expose-headers"]

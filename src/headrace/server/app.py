@@ -169,7 +169,13 @@ def create_app(
     app.add_middleware(ErrorBoundary)
     origins = parse_origins(args.allow_origins)
     if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=sorted(origins), allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     app.add_middleware(RequestIdMiddleware)
     return app

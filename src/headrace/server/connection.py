@@ -11,6 +11,7 @@ read. Does not look at bodies or routes. Runs in the event loop of the main proc
 
 import asyncio
 import resource
+import uuid
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -208,8 +209,9 @@ class LimitedProtocol(HttpToolsProtocol):
             kind = "overloaded_error" if status == 503 else "invalid_request_error"
             body = error_body(ApiError(message, kind, None, None))
             self.transport.write(
-                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
-                % (status, _PHRASES[status], len(body), headers, body)
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
+                b"%bconnection: close\r\n\r\n%b"
+                % (status, _PHRASES[status], len(body), uuid.uuid4().hex.encode(), headers, body)
             )
             if len(self.connections) < self._max_connections + MAX_LINGERING:
                 self._linger()

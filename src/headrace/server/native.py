@@ -8,10 +8,12 @@ from contextlib import aclosing
 
 import msgspec
 
+from headrace.frontend.request_state import error_of
+from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
 from headrace.server.embeds_body import embeds_to_base64
-from headrace.server.http import ApiError, Exchange, encode_json
+from headrace.server.http import ApiError, Exchange, describe_error, encode_json
 from headrace.server.sse import error_frame, frame, stream_reply
 
 _DECODER = msgspec.json.Decoder(GenerateReqInput)
@@ -61,8 +63,7 @@ def failure(output: Output) -> ApiError | None:
     reason = output["meta_info"]["finish_reason"]
     if reason is None or reason["type"] != "abort" or reason.get("status_code", 0) < 400:
         return None
-    status = reason["status_code"]
-    kind = (
-        "internal_error" if status == 500 else "overloaded_error" if status in (429, 503) else "invalid_request_error"
+    finish = FinishReason(
+        "abort", message=reason.get("message", "the request was aborted"), status_code=reason["status_code"]
     )
-    return ApiError(reason.get("message", "the request was aborted"), kind, None, None)
+    return describe_error(error_of(finish))[2]
