@@ -125,6 +125,14 @@ def test_prompts_are_cut_down(client: httpx.Client, server: Running, asked: dict
         assert all(row == ids_of(kept) for row in (ids if isinstance(ids[0], list) else [ids]))
 
 
+@pytest.mark.parametrize("prompt", ["", [""], ["a", ""], [], [[]]])
+def test_empty_prompts_are_refused(client: httpx.Client, prompt: Any):
+    for asked in ({"return_token_ids": True}, {"truncate_prompt_tokens": 2}, {"add_special_tokens": False}):
+        reply = client.post("/v1/completions", json={"prompt": prompt} | asked)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == "prompt"
+
+
 def test_minus_one_leaves_room_for_the_output(client: httpx.Client, server: Running):
     long = "x" * (2 * CONTEXT_LENGTH)
     for body, room in (

@@ -1,8 +1,13 @@
 """Requests on their way in: as the front end receives them and as they cross to the scheduler."""
 
+from typing import Annotated
+
 import msgspec
 
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
+
+NotYet = Annotated[object | None, msgspec.Meta(extra_json_schema={"enum": [None, False, "", [], {}, [None]]})]
+"""A field that is known and not supported: refused by name when it asks for something."""
 
 
 class SessionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,13 +52,13 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     cache_salt: str | list[str | None] | None = None
     lora_path: str | list[str | None] | None = None
     session_params: SessionParams | list[SessionParams] | None = None
-    image_data: object | None = None
-    audio_data: object | None = None
-    video_data: object | None = None
+    image_data: NotYet = None
+    audio_data: NotYet = None
+    video_data: NotYet = None
     routed_dp_rank: int | None = None
-    bootstrap_host: object | None = None
-    bootstrap_port: object | None = None
-    bootstrap_room: object | None = None
+    bootstrap_host: NotYet = None
+    bootstrap_port: NotYet = None
+    bootstrap_room: NotYet = None
 
 
 class LogprobSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):

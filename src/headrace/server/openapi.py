@@ -37,6 +37,7 @@ class OpenApi:
         schemas, components = msgspec.json.schema_components(
             [*in_order, ErrorReply], schema_hook=_any_value, ref_template="#/components/schemas/{name}"
         )
+        _bound_numbers([schemas, components])
         schema_of = dict(zip([*in_order, ErrorReply], schemas, strict=True))
         paths: dict[str, Any] = {}
         for route in self.routes:
@@ -93,6 +94,16 @@ class OpenApi:
             f'<p>Bodies: <a href="/openapi.json">openapi.json</a></p><table>{rows}</table>'
         )
         await send_response(exchange.send, 200, page.encode(), b"text/html; charset=utf-8")
+
+
+def _bound_numbers(schema: Any) -> None:
+    """Say of every number without bounds of its own that it is within 64 bits: larger integers are refused everywhere."""
+    for item in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(item, (dict, list)):
+            _bound_numbers(item)
+    if isinstance(schema, dict) and schema.get("type") in ("integer", "number"):
+        schema.setdefault("minimum", -(2**63))
+        schema.setdefault("maximum", 2**63 - 1)
 
 
 def _any_value(kind: type) -> dict[str, Any]:

@@ -27,10 +27,9 @@ from headrace.server.openai.base import (
     Usage,
     finite_logprob,
 )
-from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, ChatMessage, refuse_unsupported
+from headrace.server.openai.protocol import MAX_LOGPROBS, ROLES, ChatCompletionRequest, ChatMessage, refuse_unsupported
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 
-_ROLES = ("system", "developer", "user", "assistant")
 _MESSAGE_FIELDS_NOT_YET = (
     "audio",
     "tool_calls",
@@ -206,9 +205,9 @@ def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None
         where = f"messages[{number}]"
         if message.role in ("tool", "function"):
             raise RequestError(f"{where}.role: {message.role} messages are not supported yet", f"{where}.role")
-        if message.role not in _ROLES:
+        if message.role not in ROLES:
             shown = message.role[:50]
-            raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown!r}", f"{where}.role")
+            raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown!r}", f"{where}.role")
         for name in _MESSAGE_FIELDS_NOT_YET:
             if not is_empty(getattr(message, name)):
                 raise RequestError(f"{where}.{name} is not supported yet", f"{where}.{name}", "unsupported_parameter")

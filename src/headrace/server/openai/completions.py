@@ -67,6 +67,8 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         if text is not None and (shortened or request.return_token_ids or request.add_special_tokens is False):
             texts, special = [text] if isinstance(text, str) else text, request.add_special_tokens is not False
             tokenizer = self.context.model.tokenizer
+            if not all(texts):
+                raise RequestError("prompt: a prompt is empty", "prompt")
             rows = await self.context.in_text_thread(lambda: tokenizer.encode_batch(texts, special, True))
             ids = self._truncated([*rows[0]] if isinstance(text, str) else [*rows], request)
             text = None

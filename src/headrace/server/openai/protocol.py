@@ -2,12 +2,14 @@
 
 A field is honoured, or refused by name where it asks for something this server does not do; `refuse_unsupported` and
 `NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they ask for nothing
-(`messages/neutral.py`). Runs in the event loop of the main process.
+(`messages/neutral.py`). Bounds in `extra_json_schema` are for openapi.json: they are checked where the message can be better.
+Runs in the event loop of the main process.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from headrace.errors import RequestError
 from headrace.messages.neutral import asks_for_nothing
@@ -19,6 +21,8 @@ MAX_LOGPROBS = 20
 
 AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
+
+ROLES = ("system", "developer", "user", "assistant")
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -46,21 +50,21 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    n: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    max_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
+    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
+    frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     # Ours.
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
+    top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    min_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
+    repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
     stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
     bad_words: list[str] | None = None
@@ -78,9 +82,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cache_salt: str | None = None
     # vLLM's, see token_details.py.
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     truncation_side: Literal["left", "right"] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
 
@@ -159,7 +163,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     suffix: str | None = None
 
     @property
@@ -196,7 +200,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     sees them, and they are accepted without effect. `reasoning` is `reasoning_content` by another name.
     """
 
-    role: str
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -214,10 +218,10 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
+    max_completion_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
