@@ -25,6 +25,7 @@ ADMIN_ONLY = {
     "/update_weights_from_distributed",
     "/destroy_weights_update_group",
     "/get_weights_by_name",
+    "/save_sharded_state",
     "/update_weight_version",
     "/release_memory_occupation",
     "/resume_memory_occupation",

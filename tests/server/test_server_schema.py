@@ -45,6 +45,7 @@ CONTROL = (
     "/destroy_weights_update_group",
     "/get_weights_by_name",
     "/update_weight_version",
+    "/save_sharded_state",
     "/release_memory_occupation",
     "/resume_memory_occupation",
     "/abort_request",

@@ -14,6 +14,7 @@ from headrace.messages.weights import (
     PauseGeneration,
     ReleaseMemory,
     ResumeMemory,
+    SaveWeights,
     SetWeightVersion,
     UpdateFromDisk,
     UpdateFromDistributed,
@@ -48,6 +49,7 @@ SENT = [
     ),
     ("/destroy_weights_update_group", {"group_name": "g"}, DestroyGroup("g")),
     ("/update_weight_version", {"new_version": "5", "abort_all_requests": True}, SetWeightVersion("5", True)),
+    ("/save_sharded_state", {"path": "step-7", "pattern": None, "max_size": None}, SaveWeights("step-7")),
     ("/release_memory_occupation", {}, ReleaseMemory(("kv_cache", "weights"))),
     ("/resume_memory_occupation", {"tags": ["weights"]}, ResumeMemory(("weights",))),
 ]  # fmt: skip

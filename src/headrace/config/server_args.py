@@ -58,8 +58,8 @@ class ServerArgs:
         None, _M, "Name in /v1/models and in replies; default: the name or the file's stem."
     )
     chat_template: str | None = _opt(None, _M, "A Jinja file or text that replaces the model's chat template.")
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _opt(
-        "auto", _M, "dummy = random weights from config.json alone."
+    load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"] = _opt(
+        "auto", _M, "dummy = random weights from config.json alone; sharded_state = what /save_sharded_state wrote."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
         "auto", _M, "Weights and compute. On CPU, bfloat16 = bfloat16 weights with float32 activations (auto)."
@@ -287,6 +287,9 @@ class ServerArgs:
     )
     otlp_traces_endpoint: str | None = _opt(
         None, _O, "Send a span per request to this OTLP/HTTP URL; needs the extra `otel`.", _FILLED
+    )
+    save_dir: str | None = _opt(
+        None, _S, "Folder below which /save_sharded_state may write the weights; without it nothing is saved.", _FILLED
     )
     weight_update_timeout_s: float = _opt(
         600.0,

@@ -30,6 +30,7 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, give_back_free_memory, kv_token_budget
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
+from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
 from headrace.execution.weight_cache import Progress, open_cache
@@ -148,6 +149,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         weights = ModelWeights(model, attention, pool, rename, spec.ignored, load)
         # transformers builds a model under a default dtype of its own, which is the whole process's. On a CPU it is the usual one.
         weights.holds_steps = spec.name == "transformers" and config.device != "cpu"
+        weights.saver = WeightSaver(args.save_dir, model_config.raw, config.quantization)
         loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
         _load_adapters(args, loras)
         runner = ModelRunner(model, attention, table, sampler, loras)
@@ -220,7 +222,9 @@ def open_model(args: ServerArgs) -> Checkpoint:
     if args.load_format == "dummy":
         return dummy_checkpoint(path)
     checkpoint = open_checkpoint(path)
-    wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "gguf": "gguf"}[args.load_format]
+    wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
+        args.load_format
+    ]
     if checkpoint.kind != wanted:
         raise ModelError(f"--load-format {args.load_format}: {path.name} is a {checkpoint.kind} checkpoint")
     return checkpoint

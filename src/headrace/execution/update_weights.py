@@ -27,6 +27,7 @@ from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, 
 from headrace.errors import ExecutionError, ModelError, RequestError
 from headrace.execution.memory import give_back_free_memory
 from headrace.execution.released import Released, release_kv, release_weights
+from headrace.execution.save_weights import WeightSaver
 from headrace.layers.weight import Keeper, Kept, Weight
 from headrace.messages.safetensors_bytes import DTYPE_NAMES
 from headrace.messages.weights import (
@@ -37,6 +38,7 @@ from headrace.messages.weights import (
     Prepared,
     ReleaseMemory,
     ResumeMemory,
+    SaveWeights,
     UpdateFromDisk,
     UpdateFromDistributed,
     UpdateFromTensors,
@@ -179,6 +181,7 @@ class ModelWeights:
     pool: the KV cache. rename: the model's name of a tensor. ignored: parts of names that may be sent and the model does not need.
     load: another checkpoint of the same model, as a model of its own, and the fingerprint of its files. Raises ModelError.
     moved: called when the weights lie elsewhere. holds_steps: see `WeightExecutor`.
+    saver: writes them to the operator's folder.
     """
 
     model: CausalLM
@@ -189,6 +192,7 @@ class ModelWeights:
     load: Callable[[str, LoadFormat], tuple[CausalLM, str]]
     moved: Callable[[], None] = lambda: None
     holds_steps: bool = False
+    saver: WeightSaver = field(default_factory=lambda: WeightSaver(None, {}, "none"))
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
     _released: dict[MemoryTag, Released] = field(default_factory=dict)
 
@@ -210,6 +214,8 @@ class ModelWeights:
                 return self._destroy_group(operation.group_name)
             case GetWeight():
                 return self._get(operation)
+            case SaveWeights():
+                return self.saver.save(self.model.weights(), operation.path)
             case ReleaseMemory():
                 return self._release(operation.tags)
             case ResumeMemory():

@@ -34,6 +34,7 @@ from headrace.messages.weights import (
     PauseGeneration,
     ReleaseMemory,
     ResumeMemory,
+    SaveWeights,
     SchedulerOperation,
     SetWeightVersion,
     Update,
@@ -99,7 +100,7 @@ class WeightControl:
         match operation:
             case PauseGeneration() | ContinueGeneration():
                 reply = await self._tell(operation)
-            case GetWeight():
+            case GetWeight() | SaveWeights():
                 reply = _sum_of(await self._ask(self._up()[:1], operation))
             case CancelUpdate():
                 reply = await self._cancel()

@@ -23,6 +23,7 @@ from headrace.messages.weights import (
     PauseMode,
     ReleaseMemory,
     ResumeMemory,
+    SaveWeights,
     SetWeightVersion,
     UpdateFromDisk,
     UpdateFromDistributed,
@@ -154,6 +155,10 @@ class WeightOperations(ABC):
     def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
         """The first rows of a weight (elements of a vector) as lists. Raises RequestError when there is none of that name."""
         return nested_values(self._operate(GetWeight(name, checked_truncate_size(truncate_size))))
+
+    def save_sharded_state(self, path: str) -> Result:
+        """Write the weights as they serve to a new folder called `path` below --save-dir, from which they can be served again."""
+        return _result(self._operate(SaveWeights(path)))
 
     def update_weight_version(self, new_version: str, *, abort_all_requests: bool = False) -> Result:
         """Name the weights that are served; `meta_info.weight_version` of what ends from now on."""

@@ -89,6 +89,12 @@ class GetWeight(_Operation, frozen=True, tag=True, array_like=True, gc=False):
     truncate_size: int
 
 
+class SaveWeights(_Operation, frozen=True, tag=True, array_like=True, gc=False):
+    """Write all weights as they serve to a new folder called `path` below --save-dir."""
+
+    path: str
+
+
 class SetWeightVersion(_Operation, frozen=True, tag=True, array_like=True, gc=False):
     """Name the weights that are served."""
 
@@ -149,7 +155,7 @@ class CancelUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False)
     and is installed, is past that."""
 
 
-WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | ReleaseMemory | ResumeMemory
+WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | SaveWeights | ReleaseMemory | ResumeMemory
 """What the worker does; the rest is the scheduler's own."""
 WeightOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion | CancelUpdate
 """What a client may ask for. An update is carried out in phases, so that all replicas have it or none."""

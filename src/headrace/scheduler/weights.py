@@ -34,6 +34,7 @@ from headrace.messages.weights import (
     PrepareUpdate,
     ReleaseMemory,
     ResumeMemory,
+    SaveWeights,
     SetWeightVersion,
     Update,
     UpdateFromDisk,
@@ -147,6 +148,7 @@ class WeightControl:
                 | InitGroup()
                 | DestroyGroup()
                 | GetWeight()
+                | SaveWeights()
                 | ReleaseMemory()
                 | ResumeMemory()
             ):
@@ -220,7 +222,7 @@ class WeightControl:
             # The joining ends by itself, unless it hangs.
             limit_s = work.timeout_s + JOIN_GRACE_S
         try:
-            if "weights" in self._state.gate.released and isinstance(work, _UPDATES | GetWeight):
+            if "weights" in self._state.gate.released and isinstance(work, _UPDATES | GetWeight | SaveWeights):
                 raise RequestError("the weights are released; resume them first")
             job = self._executor().start(work)
         except HeadraceError as error:

@@ -30,6 +30,7 @@ from headrace.messages.weights import (
     PauseGeneration,
     ReleaseMemory,
     ResumeMemory,
+    SaveWeights,
     SetWeightVersion,
     UpdateFromDisk,
     UpdateFromDistributed,
@@ -131,6 +132,12 @@ class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
     abort_all_requests: bool = False
 
 
+class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
+    """path: name of a new folder below --save-dir, never a path."""
+
+    path: str
+
+
 class MemoryBody(msgspec.Struct, forbid_unknown_fields=True):
     """What to release or resume; null or empty: everything. cuda_graph: there is nothing of it here, and nothing is done for it."""
 
@@ -155,6 +162,7 @@ _DISTRIBUTED = msgspec.json.Decoder(DistributedBody)
 _DESTROY = msgspec.json.Decoder(DestroyBody)
 _GET = msgspec.json.Decoder(GetWeightBody)
 _VERSION = msgspec.json.Decoder(VersionBody)
+_SAVE = msgspec.json.Decoder(SaveBody)
 _MEMORY = msgspec.json.Decoder(MemoryBody)
 
 
@@ -179,6 +187,7 @@ class WeightsAPI:
             RouteSpec("/destroy_weights_update_group", post, "admin", self.destroy_group, "Leave a group", DestroyBody, True, failed),
             RouteSpec("/get_weights_by_name", ("GET", "POST"), "admin", self.get_weight, "Rows of a weight", GetWeightBody, True, failed),
             RouteSpec("/update_weight_version", post, "admin", self.set_version, "Name the weights", VersionBody, True, failed),
+            RouteSpec("/save_sharded_state", post, "admin", self.save, "Weights to a folder of the operator", SaveBody, True, failed),
             RouteSpec("/weight_version", get, "user", self.version, "What the weights are called"),
             RouteSpec("/get_weight_version", get, "user", self.version, "Alias of /weight_version"),
             RouteSpec("/release_memory_occupation", post, "admin", self.release_memory, "Give memory back", MemoryBody, True, failed),
@@ -274,6 +283,11 @@ class WeightsAPI:
         """Only the name changes."""
         body = await exchange.read_json(_VERSION)
         await self._operate(exchange, SetWeightVersion(body.new_version, body.abort_all_requests))
+
+    async def save(self, exchange: Exchange) -> None:
+        """A new folder below --save-dir."""
+        body = await exchange.read_json(_SAVE)
+        await self._operate(exchange, SaveWeights(body.path))
 
     async def version(self, exchange: Exchange) -> None:
         """{weight_version}."""

@@ -1,0 +1,47 @@
+"""Weights that serve, written to the operator's folder and served again."""
+
+import json
+from pathlib import Path
+
+import pytest
+from weights_harness import engine_of, fresh, tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_saved_is_what_serves(dtype, old, new, tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.execution.save_weights.PART_BYTES", 100_000)
+    with engine_of(old, dtype=dtype, save_dir=str(tmp_path)) as engine:
+        assert engine.update_weights_from_disk(new)[0]
+        want = tokens(engine)
+        success, message = engine.save_sharded_state("step-7")
+        assert success, message
+        assert str(tmp_path) not in message
+    folder = tmp_path / "step-7"
+    assert len(list(folder.glob("model-rank-0-part-*.safetensors"))) > 1
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 64
+    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+    again = {"dtype": dtype, "load_format": "sharded_state", "tokenizer_path": old}
+    assert want == fresh(str(folder), **again) == fresh(new, dtype=dtype)
+
+
+def test_only_new_folders_below_the_operators(old, tmp_path):
+    (tmp_path / "there").mkdir()
+    with engine_of(old, save_dir=str(tmp_path)) as engine:
+        for name in ("there", "", "..", ".hidden", "a/b", "/tmp/x", "x" * 65, "a\n"):
+            success, _ = engine.save_sharded_state(name)
+            assert not success, name
+        assert [path.name for path in tmp_path.iterdir()] == ["there"]
+        assert tokens(engine)
+
+
+def test_what_cannot_be_saved_is_refused(old, tmp_path):
+    with engine_of(old) as engine:
+        assert "--save-dir" in engine.save_sharded_state("x")[1]
+    (tmp_path / "file").write_text("")
+    with engine_of(old, save_dir=str(tmp_path / "file")) as engine:
+        success, message = engine.save_sharded_state("x")
+        assert not success
+        assert "could not be written" in message
+    with engine_of(old, save_dir=str(tmp_path), quantization="int8") as engine:
+        assert "headrace quantize" in engine.save_sharded_state("x")[1]
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["file"]
