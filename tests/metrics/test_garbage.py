@@ -1,0 +1,28 @@
+"""Frozen objects are left out of collections while the process lives, and go with it."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import gc
+from headrace.garbage import freeze
+
+class Ring:
+    def __init__(self):
+        self.ring = self
+    def __del__(self):
+        print("gone")
+
+ring = Ring()
+count = freeze()
+assert count > 0 and freeze() >= count
+del ring
+gc.collect()
+print("still here")
+"""
+
+
+def test_frozen_garbage_goes_at_the_end_of_the_process():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n") == ["still here", "gone", ""]
+    assert done.stderr == ""
