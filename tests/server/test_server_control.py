@@ -86,6 +86,13 @@ def test_model_cards_say_where_a_model_comes_from(client: httpx.Client, server: 
     assert [client.get(f"/v1/models/{card['id']}").json() for card in cards] == cards
 
 
+def test_server_info_names_the_weights_that_serve(client: httpx.Client, server: Running):
+    server.frontend.weights.model_path = "/srv/private/step-7"
+    server.frontend.weights.version = "7"
+    info = client.get("/server_info").json()
+    assert (info["model_path"], info["weight_version"]) == ("step-7", "7")
+
+
 def test_server_info_tells_no_keys_and_no_folders():
     secret = {"api_key": "sesame-1", "admin_api_key": "sesame-2"}
     with running_server(model_path="/srv/private/weights.gguf", tokenizer_path="/srv/private/tok", **secret) as running:

@@ -202,7 +202,9 @@ class Engine(WeightOperations):
         manager = self._manager
         states = self._wait(self._submit(manager.internal_states()))
         info = describe_server(manager.args, self._running.ready, manager.lora_adapters(), states)
-        return info | manager.changed_options()
+        model = self.get_model_info()
+        now = {name: model[name] for name in ("model_path", "weight_version")}
+        return info | now | manager.changed_options()
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine lives; with `generate`, whether it makes a token."""

@@ -114,6 +114,7 @@ class ControlAPI:
         states = await frontend.internal_states()
         info = describe_server(context.args, context.model.ready, frontend.lora_adapters(), states)
         info["served_model_name"] = context.model.name
+        info["model_path"] = model_name_of(frontend.weights.model_path or context.args.model_path)
         info["weight_version"] = frontend.weights.version
         if frontend.weights.model_path is not None:
             info["model_path"] = model_name_of(frontend.weights.model_path)
