@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from headrace.errors import CapacityError
 from headrace.frontend.tenants import QueuePace
 
+OWN_PER_FREE = 4
+"""A key that is alone may have four fifths of the queue."""
+
 
 @dataclass(slots=True)
 class SampleQueue:
@@ -36,10 +39,23 @@ class SampleQueue:
         """Samples that an idle server takes."""
         return self.num_slots + self.max_waiting
 
-    def check(self, count: int, now_s: float) -> None:
-        """Raises CapacityError unless there is room for `count` more."""
-        free = max(0, self.num_slots - self.num_running)
-        if self.num_queued + count > free + self.max_waiting:
+    def check(self, count: int, now_s: float, own: int | None = None) -> None:
+        """Raises CapacityError unless there is room for `count` more.
+
+        own: queued samples of the key that asks, where there are several keys; None = it is the only one. No key fills the queue: what a
+        key has queued is at most `OWN_PER_FREE` times what is left free, so that there is always room for another one. This is the dynamic
+        threshold of A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+        """
+        room = max(0, self.num_slots - self.num_running) + self.max_waiting
+        left = room - self.num_queued - count
+        if own is not None and left >= 0 and own + count > OWN_PER_FREE * left:
+            raise CapacityError(
+                f"the limit of this key is reached: {own} of its samples are queued, {count} more were asked for, and {left} places would be "
+                "left for other keys",
+                self.retry_after_s(now_s),
+                status_code=429,
+            )
+        if left < 0:
             raise CapacityError(
                 f"the queue is full: {self.num_running} samples run, {self.num_waiting} of at most {self.max_waiting} wait, "
                 f"and {count} more were asked for",

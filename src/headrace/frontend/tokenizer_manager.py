@@ -349,9 +349,10 @@ class TokenizerManager:
             shown = taken[0].removeprefix(scope) if taken else call.rid
             raise RequestError(f"Duplicate request ID {shown[:100]!r}: the rid is in use by another request", "rid")
         try:
-            self.queue.check(len(rids), now)
-        except CapacityError:
-            self.metrics.count_rejected("queue_full")
+            tenant = state.tenant
+            self.queue.check(len(rids), now, tenant.num_queued if tenant.limits.share < 1 else None)
+        except CapacityError as error:
+            self.metrics.count_rejected("key_limit" if error.status_code == 429 else "queue_full")
             raise
         try:
             state.tenant.enter(len(rids), now)
