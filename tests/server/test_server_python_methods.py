@@ -59,6 +59,7 @@ METHODS = {
     "/update_weight_version": ("update_weight_version",),
     "/weight_version": ("get_model_info",),
     "/get_weight_version": ("get_model_info",),
+    "/save_sharded_state": ("save_sharded_state",),
     "/release_memory_occupation": ("release_memory_occupation",),
     "/resume_memory_occupation": ("resume_memory_occupation",),
 }
