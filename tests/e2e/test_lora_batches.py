@@ -1,5 +1,6 @@
 """Adapters through a whole engine: greedy answers of the merged model, mixed batches, caches, pressure, quantised bases."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,24 @@ def test_one_more_adapter_than_fits_takes_the_place_of_the_one_not_used_longest(
         with pytest.raises(CapacityError, match="in use or pinned"):
             ids_of(engine, PROMPT, "x")
         assert len(ids_of(engine, PROMPT, "y")) == GREEDY["max_new_tokens"]
+
+
+@pytest.mark.parametrize("is_of_the_start", [False, True], ids=["loaded", "from the start"])
+def test_an_adapter_is_never_another_under_its_name(tiny_model: str, adapters, tmp_path: Path, is_of_the_start: bool):
+    folder = tmp_path / "x"
+    shutil.copytree(adapters["x"][0], folder)
+    options = {"lora_paths": f"x={folder}"} if is_of_the_start else {}
+    with running_engine(tiny_model, dtype="float32", max_loras=1, **options) as engine:
+        if not is_of_the_start:
+            engine.load_lora_adapter("x", str(folder))
+        for file in Path(adapters["z"][0]).iterdir():
+            shutil.copy(file, folder)
+        engine.load_lora_adapter("y", adapters["y"][0])  # in the place of x
+        with pytest.raises(RequestError, match="unload it and load it again"):
+            ids_of(engine, PROMPT, "x")
+        engine.unload_lora_adapter("x")
+        engine.load_lora_adapter("x", str(folder))
+        assert len(ids_of(engine, PROMPT, "x")) == GREEDY["max_new_tokens"]
 
 
 def test_adapters_come_and_go_a_hundred_times_while_requests_run(engine: Engine, adapters):

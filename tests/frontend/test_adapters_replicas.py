@@ -134,6 +134,26 @@ async def test_a_replica_that_comes_back_joins_a_load_under_way(pair, is_late):
     assert pair.manager.lora_adapters() == ["old", "new"]
 
 
+async def test_an_adapter_keeps_the_files_that_it_was_loaded_from(pair):
+    loading = pair.load("new")
+    for asked, fingerprint in zip(await pair.both_hear(), ("one", "another"), strict=True):
+        assert asked.fingerprint == "", "it may be any"
+        pair.from_engine.send(LoraReply(asked.id, asked.lora_id, fingerprint=fingerprint))
+    for undone in await pair.both_hear():
+        pair.answer(undone)
+    with pytest.raises(RequestError, match="changed while it was loaded"):
+        await loading
+
+    loading = pair.load("new")
+    for asked in await pair.both_hear():
+        pair.from_engine.send(LoraReply(asked.id, asked.lora_id, fingerprint="one"))
+    await loading
+    pair.manager.part_down("scheduler 1", 1)
+    pair.inboxes[1] = LocalQueue()
+    pair.manager.part_up("scheduler 1", 1, 7, pair.inboxes[1])
+    assert [(await pair.heard(1)).fingerprint for _ in range(2)] == ["", "one"]
+
+
 async def test_a_load_under_which_all_die_has_not_been(pair):
     loading = pair.load("new")
     await pair.both_hear()

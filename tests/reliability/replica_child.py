@@ -121,11 +121,12 @@ class DiskWorker(FakeWorker):
         time.sleep(STEP_S)
         return super().collect()
 
-    def load_lora(self, lora_id: int, path: str) -> None:
+    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
         if not os.path.exists(path):
             raise ModelError("there is no such adapter")
         time.sleep(LOAD_S)
         self.loras.add(lora_id)
+        return ""
 
 
 def run_scheduler(args: ServerArgs, channels: Channels, on_ready, on_progress, rank: int = 0, source: int = 0) -> None:

@@ -136,10 +136,11 @@ class FakeWorker:
     def close(self) -> None:
         self.closed = True
 
-    def load_lora(self, lora_id: int, path: str) -> None:
+    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
         if path in self.bad_paths:
             raise ModelError("no good")
         self.loras.add(lora_id)
+        return ""
 
     def unload_lora(self, lora_id: int) -> None:
         self.loras.discard(lora_id)

@@ -58,11 +58,11 @@ def test_an_adapter_that_hangs_is_given_up_and_holds_up_nobody():
     reading, comes_back = threading.Event(), threading.Event()
     load = rig.worker.load_lora
 
-    def read(lora_id: int, path: str) -> None:
+    def read(lora_id: int, path: str, fingerprint: str) -> str:
         if path == "/hangs":
             reading.set()
             assert comes_back.wait(60)
-        load(lora_id, path)
+        return load(lora_id, path, fingerprint)
 
     rig.worker.load_lora = read
     rig.inbox.send(LoadLoraReq(1, 5, "/hangs"))

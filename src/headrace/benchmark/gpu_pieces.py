@@ -708,8 +708,8 @@ class _MarkedWorker:
     def collect(self) -> StepResult:
         return self._worker.collect()
 
-    def load_lora(self, lora_id: int, path: str) -> None:
-        self._worker.load_lora(lora_id, path)
+    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
+        return self._worker.load_lora(lora_id, path, fingerprint)
 
     def unload_lora(self, lora_id: int) -> None:
         self._worker.unload_lora(lora_id)

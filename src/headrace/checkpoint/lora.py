@@ -18,6 +18,7 @@ import re2
 
 from headrace.checkpoint.model_config import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
+from headrace.checkpoint.weight_cache import identity
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class LoraCheckpoint:
     """
 
     def __init__(self, path: Path | str) -> None:
-        path = Path(path)
+        self._path = path = Path(path)
         if not path.is_dir():
             raise ModelError("the adapter's path is not a folder that can be read")
         self.config = parse_lora_config(read_json_object(path / CONFIG_NAME))
@@ -155,6 +156,13 @@ class LoraCheckpoint:
             if entry.dtype not in _FLOATS:
                 raise ModelError(f"{WEIGHTS_NAME}: tensor {name} is {entry.dtype}; served are {', '.join(_FLOATS)}")
             self.modules[name.removeprefix(_PREFIX).removesuffix(suffix), _SUFFIXES[suffix]] = name
+
+    def fingerprint(self) -> str:
+        """Of the adapter's files as they are now; see `identity`. Raises ModelError."""
+        try:
+            return identity([self._path / CONFIG_NAME, self._path / WEIGHTS_NAME], {})
+        except OSError as error:
+            raise ModelError(f"the adapter's files cannot be read: {error.strerror}") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor `name` of the file."""

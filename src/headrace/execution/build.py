@@ -151,7 +151,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         weights.holds_steps = spec.name == "transformers" and config.device != "cpu"
         weights.saver = WeightSaver(args.save_dir, model_config.raw, config.quantization)
         loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
-        _load_adapters(args, loras)
+        lora_fingerprints = _load_adapters(args, loras)
         runner = ModelRunner(model, attention, table, sampler, loras)
         worker: Worker
         if link is not None:
@@ -190,16 +190,19 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         chunked_prefill_size=config.chunked_prefill_size,
         decisions=tuple(decisions),
         fingerprint=fingerprint,
+        lora_fingerprints=lora_fingerprints,
     )
 
 
-def _load_adapters(args: ServerArgs, loras: LoraPool) -> None:
-    """Those of --lora-paths, numbered from 1. Raises ModelError naming the adapter."""
+def _load_adapters(args: ServerArgs, loras: LoraPool) -> tuple[str, ...]:
+    """Those of --lora-paths, numbered from 1; the fingerprints of their files. Raises ModelError naming the adapter."""
+    fingerprints = []
     for lora_id, (name, path) in enumerate(lora_paths(args), start=1):
         try:
-            loras.load(lora_id, path)
+            fingerprints.append(loras.load(lora_id, path))
         except ModelError as error:
             raise ModelError(f"--lora-paths: adapter {name!r:.80}: {error.message}") from None
+    return tuple(fingerprints)
 
 
 def device_facts() -> DeviceFacts:

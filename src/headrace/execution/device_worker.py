@@ -54,9 +54,9 @@ class DeviceWorker:
             raise result
         return result
 
-    def load_lora(self, lora_id: int, path: str) -> None:
+    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
         """See `Worker.load_lora`."""
-        self.runner.runner.loras.load(lora_id, path)
+        return self.runner.runner.loras.load(lora_id, path, fingerprint)
 
     def unload_lora(self, lora_id: int) -> None:
         """See `Worker.unload_lora`."""

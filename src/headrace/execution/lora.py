@@ -67,8 +67,11 @@ class LoraPool:
         """Adapters loaded."""
         return len(self._loaded)
 
-    def load(self, lora_id: int, path: str) -> None:
-        """Read the adapter in the folder `path`. Raises ModelError, and then nothing has changed."""
+    def load(self, lora_id: int, path: str, fingerprint: str = "") -> str:
+        """Read the adapter in the folder `path`, whose files have this fingerprint (empty = any); theirs.
+
+        Raises ModelError, and then nothing has changed.
+        """
         assert lora_id > 0, lora_id
         with self._lock:
             assert lora_id not in self._loaded, lora_id
@@ -76,8 +79,15 @@ class LoraPool:
             self._loading.add(lora_id)
         try:
             # Not under the lock: a file system that hangs holds up this adapter alone.
-            factors = self._read(LoraCheckpoint(path))
+            checkpoint = LoraCheckpoint(path)
+            found = checkpoint.fingerprint()
+            if fingerprint and found != fingerprint:
+                raise ModelError("its files are not those that were loaded under its name; unload it and load it again")
+            factors = self._read(checkpoint)
+            if checkpoint.fingerprint() != found:
+                raise ModelError("its files were changed while they were read; load it again")
             self._take(lora_id, factors)
+            return found
         finally:
             with self._lock:
                 self._loading.discard(lora_id)

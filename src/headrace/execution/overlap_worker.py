@@ -51,9 +51,9 @@ class TpModelWorkerClient:
             raise result
         return result
 
-    def load_lora(self, lora_id: int, path: str) -> None:
+    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
         """See `Worker.load_lora`."""
-        self._worker.load_lora(lora_id, path)
+        return self._worker.load_lora(lora_id, path, fingerprint)
 
     def unload_lora(self, lora_id: int) -> None:
         """See `Worker.unload_lora`."""

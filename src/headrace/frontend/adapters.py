@@ -20,16 +20,20 @@ logger = get_logger(__name__)
 MAX_NAME_LENGTH = 256
 
 CallEngine = Callable[[Callable[[int], LoadLoraReq | UnloadLoraReq]], Awaitable[list[LoraReply]]]
-"""Sends the request made for an id to every replica that lives, and gives their replies. Raises ExecutionError when they do not all come,
-CapacityError when a replica dies or comes back before they have."""
+"""Sends the request made for an id to every replica that lives, also to one that comes back meanwhile, and gives the replies of those that
+live then. Raises ExecutionError when they do not all come, CapacityError when nobody lives."""
 
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """lora_id: the engine's number of it while it is in memory, else 0; each load gives it another. num_users: samples that use it."""
+    """lora_id: the engine's number of it while it is in memory, else 0; each load gives it another. num_users: samples that use it.
+
+    fingerprint: of the files that it was loaded from; empty = of none yet. It is never another adapter under the same name.
+    """
 
     name: str
     path: str
+    fingerprint: str = ""
     pinned: bool = False
     lora_id: int = 0
     num_users: int = 0
@@ -39,14 +43,25 @@ class Adapter:
 
 
 class Adapters:
-    """See the module's text. loaded: (name, path) of those that the engine has loaded at start, as its numbers 1, 2, ..."""
+    """See the module's text. loaded: (name, path) of those that the engine has loaded at start, as its numbers 1, 2, ...
 
-    def __init__(self, max_loras: int, loaded: Sequence[tuple[str, str]], call_engine: CallEngine) -> None:
+    fingerprints: of their files.
+    """
+
+    def __init__(
+        self,
+        max_loras: int,
+        loaded: Sequence[tuple[str, str]],
+        call_engine: CallEngine,
+        fingerprints: Sequence[str] = (),
+    ) -> None:
         self._max_loras = max_loras
         self._call = call_engine
         self._by_name = {
             name: Adapter(name, path, lora_id=number) for number, (name, path) in enumerate(loaded, start=1)
         }
+        for adapter, fingerprint in zip(self._by_name.values(), fingerprints, strict=False):
+            adapter.fingerprint = fingerprint
         self._ids = itertools.count(len(loaded) + 1)
         self._uses = itertools.count(1)
         # What is in memory is changed by one operation at a time.
@@ -78,7 +93,7 @@ class Adapters:
         async with self._lock:
             if name in self._by_name:
                 raise RequestError(f"an adapter {name!r} is there already; unload it first", "lora_name")
-            adapter = Adapter(name, path, pinned, last_used=next(self._uses))
+            adapter = Adapter(name, path, pinned=pinned, last_used=next(self._uses))
             await self._bring_in(adapter)
             self._by_name[name] = adapter
 
@@ -127,7 +142,7 @@ class Adapters:
         """Send what is in memory to a scheduler that begins another life; before the requests that use it."""
         for adapter in self._by_name.values():
             if adapter.lora_id:
-                sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, at_once=True))
+                sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, True, adapter.fingerprint))
 
     def lost(self, reply: LoraReply) -> bool:
         """Take the reply to what `restore` sent: whether the adapter could not be read and must leave the other replicas too.
@@ -168,13 +183,17 @@ class Adapters:
             await self._take_out(min(idle, key=lambda other: other.last_used))
         lora_id = next(self._ids)
         try:
-            replies = await self._call(lambda i: LoadLoraReq(i, lora_id, adapter.path))
+            replies = await self._call(lambda i: LoadLoraReq(i, lora_id, adapter.path, False, adapter.fingerprint))
             _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
+            if len({reply.fingerprint for reply in replies}) > 1:
+                raise RequestError(
+                    f"the adapter {adapter.name!r} changed while it was loaded; load it again", "lora_path"
+                )
         except BaseException:
             # Nobody knows who has loaded it: it must not stay.
             await asyncio.shield(self._call(lambda i: UnloadLoraReq(i, lora_id)))
             raise
-        adapter.lora_id = lora_id
+        adapter.lora_id, adapter.fingerprint = lora_id, replies[0].fingerprint
 
     async def _take_out(self, adapter: Adapter) -> None:
         """Under the lock: no request will find its KV again, since the number is never used twice."""

@@ -179,8 +179,10 @@ def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
     first = infos[0]
     if len({info.device for info in infos}) > 1:
         raise ConfigError("--dp-size: there is not a GPU for each replica; say --device cpu, or fewer replicas")
-    if len({info.fingerprint for info in infos}) > 1:
-        raise ConfigError("the checkpoint changed while the replicas read it, so that they would differ; start again")
+    if len({(info.fingerprint, info.lora_fingerprints) for info in infos}) > 1:
+        raise ConfigError(
+            "the checkpoint (or an adapter) changed while the replicas read it, so that they would differ; start again"
+        )
     return msgspec.structs.replace(
         first,
         max_total_tokens=min(info.max_total_tokens for info in infos),

@@ -233,7 +233,7 @@ class TokenizerManager:
         self._states = Communicator[InternalStateReply]("internal_state")
         self._healths = Communicator[HealthCheckReply]("health")
         self._lora_replies = Communicator[LoraReply]("adapters")
-        self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora)
+        self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora, ready.lora_fingerprints)
         self._profiles = Communicator[ProfileReply]("profile")
         self.experts = ExpertRecording(self.link.replicas_up, self._check_control)
         self._communicators = (

@@ -195,7 +195,10 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class ReadyInfo(msgspec.Struct, frozen=True):
-    """What a scheduler says of its model and memory when it is ready (the ready pipe; JSON). fingerprint: of the checkpoint's files."""
+    """What a scheduler says of its model and memory when it is ready (the ready pipe; JSON). fingerprint: of the checkpoint's files.
+
+    lora_fingerprints: of the adapters of --lora-paths, in their order.
+    """
 
     max_total_tokens: int
     max_running_requests: int
@@ -215,6 +218,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     chunked_prefill_size: int = 512
     decisions: tuple[str, ...] = ()
     fingerprint: str = ""
+    lora_fingerprints: tuple[str, ...] = ()
 
     @property
     def weights(self) -> str:

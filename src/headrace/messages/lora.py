@@ -12,13 +12,15 @@ RESTORED = 0
 class LoadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Read the adapter in the folder `path` and keep it as `lora_id`. Nothing changes when that fails.
 
-    at_once: before the next message is read, which may be a request that uses it; else beside the steps.
+    at_once: before the next message is read, which may be a request that uses it; else beside the steps. fingerprint: which its files must
+    have, empty = any.
     """
 
     id: int
     lora_id: int
     path: str
     at_once: bool = False
+    fingerprint: str = ""
 
 
 class UnloadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -29,9 +31,13 @@ class UnloadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=F
 
 
 class LoraReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """What became of either. message: why it failed. status_code: 400 when the adapter is at fault, 500 when we are; 200 = done."""
+    """What became of either. message: why it failed. status_code: 400 when the adapter is at fault, 500 when we are; 200 = done.
+
+    fingerprint: of the files of an adapter that was loaded.
+    """
 
     id: int
     lora_id: int
     status_code: int = 200
     message: str = ""
+    fingerprint: str = ""

@@ -106,8 +106,11 @@ class Worker(Protocol):
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when that whole step failed (its rows gave nothing)."""
 
-    def load_lora(self, lora_id: int, path: str) -> None:
-        """Read an adapter. From a thread of its own, while steps run; nothing has changed when it raises ModelError."""
+    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
+        """Read an adapter whose files have this fingerprint (empty = any); theirs. From a thread of its own, while steps run.
+
+        Raises ModelError, and then nothing has changed.
+        """
 
     def unload_lora(self, lora_id: int) -> None:
         """Forget an adapter that no step in flight uses. One that is not there is nothing."""

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 """How long the end waits for what is being read."""
 
-Task = tuple[LoadLoraReq | UnloadLoraReq, Callable[[], None]]
+Task = tuple[LoadLoraReq | UnloadLoraReq, Callable[[], str]]
 
 
 class Lane:
@@ -82,8 +82,8 @@ class LoraLoader:
     def load(self, request: LoadLoraReq) -> None:
         """Begin to load; the reply comes from the thread, unless it is to be there at once."""
 
-        def work() -> None:
-            self._worker.load_lora(request.lora_id, request.path)
+        def work() -> str:
+            return self._worker.load_lora(request.lora_id, request.path, request.fingerprint)
 
         if request.at_once:
             self._replies.send(self._outcome((request, work)))
@@ -111,8 +111,12 @@ class LoraLoader:
         """End the thread after what it is at."""
         self._lane.close()
 
-    def _unloading(self, lora_id: int) -> Callable[[], None]:
-        return lambda: self._worker.unload_lora(lora_id)
+    def _unloading(self, lora_id: int) -> Callable[[], str]:
+        def work() -> str:
+            self._worker.unload_lora(lora_id)
+            return ""
+
+        return work
 
     def _give_up(self, now_s: float) -> None:
         """What hangs cannot be interrupted: its thread is left alone, and the next tasks get another one."""
@@ -142,11 +146,11 @@ class LoraLoader:
         """The boundary of one operation's faults."""
         request, work = task
         try:
-            work()
+            fingerprint = work()
         except HeadraceError as error:
             status_code = 400 if isinstance(error, ModelError) else 500
             return LoraReply(request.id, request.lora_id, status_code, error.message)
         except Exception:
             logger.exception("an adapter could not be loaded or unloaded")
             return LoraReply(request.id, request.lora_id, 500, "internal error")
-        return LoraReply(request.id, request.lora_id)
+        return LoraReply(request.id, request.lora_id, fingerprint=fingerprint)
