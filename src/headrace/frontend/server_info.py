@@ -70,6 +70,18 @@ def _shown(name: str, value: Any) -> Any:
     return value if name in _NOT_PATHS else model_name_of(value)
 
 
+def describe_short_load(state: InternalState) -> dict[str, int]:
+    """The load of a replica as SGLang's routers read it. num_reqs: running or waiting. num_tokens: in use or waiting."""
+    pool = state.pool
+    used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
+    return {
+        "dp_rank": state.dp_rank,
+        "num_reqs": state.num_running + state.num_waiting,
+        "num_waiting_reqs": state.num_waiting,
+        "num_tokens": used + state.waiting_tokens,
+    }
+
+
 def describe_load(state: InternalState) -> dict[str, Any]:
     """A replica's load, for routers: requests, tokens, throughput."""
     pool = state.pool

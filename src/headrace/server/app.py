@@ -77,7 +77,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/server_info", get, "user", control.server_info, "Options, memory plan and state"),
         RouteSpec("/get_server_info", get, "user", control.server_info, "Alias of /server_info"),
         RouteSpec("/v1/loads", get, "user", control.loads, "Load of each replica"),
-        RouteSpec("/get_load", get, "user", control.loads, "Alias of /v1/loads"),
+        RouteSpec("/get_load", get, "user", control.get_load, "Load of each replica, for SGLang's routers"),
         RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),

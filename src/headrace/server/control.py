@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.errors import AuthError, RequestError
 from headrace.frontend.data_parallel_controller import sum_of_states
-from headrace.frontend.server_info import describe_load, describe_server, model_name_of
+from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE
 from headrace.server.context import ServingContext, answer
@@ -125,6 +125,11 @@ class ControlAPI:
         """Load of each replica, for routers: requests, tokens, throughput."""
         states = await self.context.frontend.internal_states()
         await exchange.reply_json({"loads": [describe_load(state) for state in states]})
+
+    async def get_load(self, exchange: Exchange) -> None:
+        """The same as SGLang's routers read it: a list with three counts for each replica."""
+        states = await self.context.frontend.internal_states()
+        await exchange.reply_json([describe_short_load(state) for state in states])
 
     async def internal_state(self, exchange: Exchange) -> None:
         """Counters and pool accounting of the scheduler, as they are, and the counters of this process under `frontend`."""
