@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from headrace.child import ChildProcess
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.frontend.replay import GIVEN_UP
+from headrace.frontend.request_state import ReqState
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.launch import ChildParts
 from headrace.messages.channel import IpcDir, Ports
@@ -49,7 +50,7 @@ class Asked:
     prompt: list[int]
     max_new_tokens: int
     num_samples: int
-    lora_id: int
+    rid: str
     begin_s: float
     task: "asyncio.Task[Any]"
     end_s: float = 0.0
@@ -86,6 +87,7 @@ class Fleet:
         self.resources = contextlib.ExitStack()
         self.deaths: list[str] = []
         self.numbers = itertools.count(1)
+        self.rids = itertools.count()
         self.weights = 0
         self.adapters: dict[str, str] = {}
         (folder / "0").write_text("0")
@@ -113,7 +115,14 @@ class Fleet:
             more_schedulers=[self.parts.channels.sender("to_scheduler", 1)],
         )
         self.manager.start()
+        self.lora_ids: dict[str, int] = {}
+        self._submit, self.manager.link.submit = self.manager.link.submit, self._note_and_submit
         self.parts.watch(self.manager, self._on_death)
+
+    def _note_and_submit(self, samples: Sequence[ReqState]) -> None:
+        """Under which number a request's adapter is in memory is known when it is sent."""
+        self.lora_ids |= {sample.shown_id: sample.request.lora_id for sample in samples if sample.request is not None}
+        self._submit(samples)
 
     def _on_death(self, message: str) -> None:
         self.deaths.append(message)
@@ -159,8 +168,15 @@ class Fleet:
             "max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, "n": num_samples,
             "skip_special_tokens": False,
         }  # fmt: skip
+        rid = f"q{next(self.rids)}"
         asked = request(
-            None, input_ids=prompt, sampling_params=sampling, stream=stream, routed_dp_rank=rank, lora_path=lora
+            None,
+            rid=rid,
+            input_ids=prompt,
+            sampling_params=sampling,
+            stream=stream,
+            routed_dp_rank=rank,
+            lora_path=lora,
         )
 
         async def collect() -> Any:
@@ -180,10 +196,7 @@ class Fleet:
                 one.end_s = time.monotonic()
             return list(last.values())
 
-        lora_id = 0
-        if lora is not None and lora in self.manager.lora_adapters():
-            lora_id = self.manager._adapters._by_name[lora].lora_id
-        one = Asked(prompt, max_new_tokens, num_samples, lora_id, time.monotonic(), asyncio.create_task(collect()))
+        one = Asked(prompt, max_new_tokens, num_samples, rid, time.monotonic(), asyncio.create_task(collect()))
         history.asked.append(one)
         return one
 
@@ -271,7 +284,9 @@ class Fleet:
         await asyncio.gather(*(one.task for one in probes.asked))
         for one in probes.asked:
             (answer,) = one.task.result()
-            want = expected_outputs(one.prompt, 24, replica_child.EOS_EVERY, True, self.weights, one.lora_id)
+            want = expected_outputs(
+                one.prompt, 24, replica_child.EOS_EVERY, True, self.weights, self.lora_ids.get(one.rid, 0)
+            )
             assert answer["output_ids"] == want, ("a replica has other weights", history.log)
 
     def _check_request(self, history: History, one: Asked) -> None:
@@ -292,7 +307,9 @@ class Fleet:
             if history.may_mix(one):
                 continue
             number = 0 if meta["weight_version"] == "default" else int(meta["weight_version"])
-            want = expected_outputs(one.prompt, one.max_new_tokens, replica_child.EOS_EVERY, True, number, one.lora_id)
+            want = expected_outputs(
+                one.prompt, one.max_new_tokens, replica_child.EOS_EVERY, True, number, self.lora_ids.get(one.rid, 0)
+            )
             assert ids == want[: len(ids)], ("weights are mixed", one, history.log)
         assert (
             len(versions) == 1
