@@ -128,6 +128,20 @@ def test_weights_that_are_gone_are_not_tried_again():
     assert rig.children == []
 
 
+def test_one_that_was_given_up_already_is_not_recovered_once_more():
+    def gone(process):
+        raise ModelError("the weights that serve could not be loaded again")
+
+    rig = Rig(on_up=gone)
+    rig.die()
+    heard = list(rig.heard)
+
+    assert rig.recovery.recover(rig.spawned[0]), "the supervisor had looked before it was taken out"
+
+    assert rig.heard == heard
+    assert len(rig.spawned) == 1
+
+
 def test_one_that_dies_while_it_is_put_into_service_is_one_death_and_one_line(caplog):
     rig = None
 

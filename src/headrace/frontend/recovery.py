@@ -97,13 +97,21 @@ class Recovery(Generic[P]):
         self._on_refused = on_refused
         self._start_limit_s = start_limit_s
         self._stopping = threading.Event()
+        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
     def recover(self, dead: P) -> bool:
         """Take a death in hand. False: there have been too many, or the end has begun."""
-        if self._stopping.is_set() or not self._budget.take():
+        if self._stopping.is_set():
             return False
-        self.retire(dead)
+        with self._lock:
+            if dead not in self._children:
+                return True  # whoever started it has seen it too
+            if not self._budget.take():
+                return False
+            self._children.remove(dead)
+        dead.kill()
+        self._on_down(dead)
         thread = threading.Thread(target=self._restart, args=(dead,), name=f"restart {dead.name}", daemon=True)
         self._threads = [other for other in self._threads if other.is_alive()] + [thread]
         thread.start()
@@ -111,9 +119,9 @@ class Recovery(Generic[P]):
 
     def retire(self, dead: P) -> None:
         """Take a dead process out of service, without another in its place."""
-        self._children.remove(dead)
-        dead.kill()
-        self._on_down(dead)
+        if self._take_out(dead):
+            dead.kill()
+            self._on_down(dead)
 
     def stop(self) -> None:
         """Start nothing any more, and end what is only just starting. Idempotent; from any thread."""
@@ -155,12 +163,18 @@ class Recovery(Generic[P]):
         try:
             self._on_up(process)
         except HeadraceError as error:
-            try:
-                self._children.remove(process)
-            except ValueError:
+            if not self._take_out(process):
                 return _DiedAgain(f"the {process.name} process died while it was put into service: {error.message}")
             return error
         return None
+
+    def _take_out(self, process: P) -> bool:
+        """Whether it was still among the children. The supervisor and a restart may come to it at once; one of them deals with it."""
+        with self._lock:
+            if process not in self._children:
+                return False
+            self._children.remove(process)
+            return True
 
     def _why_not_ready(self, process: P) -> HeadraceError | None:
         end_s = time.monotonic() + self._start_limit_s
