@@ -131,6 +131,19 @@ def test_its_kv_cache_may_be_int8(backend: str, tmp_path: Path):
             },
             "attention sinks",
         ),
+        (
+            "gemma3n_text",
+            {
+                **_SHAPE,
+                "head_dim": 16,
+                "hidden_size_per_layer_input": 16,
+                "vocab_size_per_layer_input": 199,
+                "laurel_rank": 8,
+                "num_kv_shared_layers": 0,
+                "activation_sparsity_pattern": [0.0, 0.0],
+            },
+            "more with the ids of tokens",
+        ),
         ("lfm2", {**_SHAPE, "layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
         (
             "mamba",

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 
+T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -106,7 +107,8 @@ class GgufFile:
         self._cursor = 0
         try:
             self._read_header()
-        except struct.error:
+        # A length of 2**63 or more is no offset at all.
+        except (struct.error, OverflowError):
             raise self._broken("it ends inside the header") from None
         except UnicodeDecodeError:
             raise self._broken("a name in the header is not UTF-8") from None
@@ -132,6 +134,27 @@ class GgufFile:
         if key not in self._values:
             raise self._broken(f"metadata key {key} is missing")
         return self.get(key)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The whole number above 0 of `key`. Raises ModelError when it is another value, or absent without a default."""
+        value = self.require(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise self._broken(f"metadata key {key} is {value!r:.80}; expected a whole number above 0")
+        return value
+
+    def decimal(self, key: str, default: float | None = None) -> float:
+        """The finite number of `key`, as the short decimal that its float32 came from. Raises ModelError as `count`."""
+        value = self.require(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
+            raise self._broken(f"metadata key {key} is {value!r:.80}; expected a number")
+        return float(str(np.float32(value)))
+
+    def listed(self, key: str, kind: type[T]) -> list[T]:
+        """The list of `key`, all of type `kind`. Raises ModelError when it is another value, or absent."""
+        value = self.require(key)
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise self._broken(f"metadata key {key} is {value!r:.80}; expected a list of {kind.__name__}")
+        return value
 
     # --- tensors
 

@@ -133,9 +133,11 @@ def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
 def architecture(file: GgufFile) -> str:
     """`general.architecture`, one of MODEL_TYPES. Raises ModelError for another."""
     arch = file.require("general.architecture")
-    if arch not in MODEL_TYPES:
-        raise ModelError(f"{file.path.name}: architecture {arch!r} is not supported; known: {', '.join(MODEL_TYPES)}")
-    return str(arch)
+    if not isinstance(arch, str) or arch not in MODEL_TYPES:
+        raise ModelError(
+            f"{file.path.name}: architecture {arch!r:.80} is not supported; known: {', '.join(MODEL_TYPES)}"
+        )
+    return arch
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
@@ -143,8 +145,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     arch = architecture(file)
     model_type = MODEL_TYPES[arch]
     num_heads = _head_count(file, arch, "head_count")
-    hidden_size = file.require(f"{arch}.embedding_length")
-    head_dim = file.get(f"{arch}.attention.key_length", hidden_size // num_heads)
+    hidden_size = file.count(f"{arch}.embedding_length")
+    head_dim = file.count(f"{arch}.attention.key_length", max(1, hidden_size // num_heads))
     if head_dim != file.get(f"{arch}.attention.value_length", head_dim):
         raise ModelError(f"{file.path.name}: keys and values of different width are not supported")
     if file.get(f"{arch}.rope.dimension_count", head_dim) != head_dim:
@@ -154,15 +156,15 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "architectures": [_ARCHITECTURES[model_type]],
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
-        "num_hidden_layers": file.require(f"{arch}.block_count"),
+        "num_hidden_layers": file.count(f"{arch}.block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _head_count(file, arch, "head_count_kv"),
         "head_dim": head_dim,
-        "intermediate_size": file.require(f"{arch}.feed_forward_length"),
-        "max_position_embeddings": file.require(f"{arch}.context_length"),
-        "rms_norm_eps": _decimal(file.require(f"{arch}.attention.layer_norm_rms_epsilon")),
+        "intermediate_size": file.count(f"{arch}.feed_forward_length"),
+        "max_position_embeddings": file.count(f"{arch}.context_length"),
+        "rms_norm_eps": file.decimal(f"{arch}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_theta": _decimal(file.get(f"{arch}.rope.freq_base", 10000.0)),
+        "rope_theta": file.decimal(f"{arch}.rope.freq_base", 10000.0),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos(file),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
@@ -172,9 +174,9 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     if arch == "qwen3moe":
         config |= {
-            "num_experts": file.require(f"{arch}.expert_count"),
-            "num_experts_per_tok": file.require(f"{arch}.expert_used_count"),
-            "moe_intermediate_size": file.require(f"{arch}.expert_feed_forward_length"),
+            "num_experts": file.count(f"{arch}.expert_count"),
+            "num_experts_per_tok": file.count(f"{arch}.expert_used_count"),
+            "moe_intermediate_size": file.count(f"{arch}.expert_feed_forward_length"),
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -198,8 +200,8 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
-        "sliding_window": file.require("gemma3.attention.sliding_window"),
-        "rope_local_base_freq": _decimal(file.get("gemma3.rope.freq_base_swa", 10000.0)),
+        "sliding_window": file.count("gemma3.attention.sliding_window"),
+        "rope_local_base_freq": file.decimal("gemma3.rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": file.get("gemma3.final_logit_softcapping"),
         "attn_logit_softcapping": file.get("gemma3.attn_logit_softcapping"),
     }
@@ -215,15 +217,15 @@ def _rope_scaling(file: GgufFile, arch: str, config: dict[str, Any]) -> dict[str
         return _llama3_scaling(file, config)
     kind: Literal["none", "linear", "yarn"] = file.get(f"{arch}.rope.scaling.type", "none")
     if kind == "none":
-        factor = file.get(f"{arch}.rope.scale_linear", 1.0)
+        factor = file.decimal(f"{arch}.rope.scale_linear", 1.0)
         return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
-    factor = file.require(f"{arch}.rope.scaling.factor")
+    factor = file.decimal(f"{arch}.rope.scaling.factor")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        original = file.require(f"{arch}.rope.scaling.original_context_length")
+        original = file.count(f"{arch}.rope.scaling.original_context_length")
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise ModelError(f"{file.path.name}: rope scaling {kind!r} is not supported; known: linear, yarn, llama 3's")
+    raise ModelError(f"{file.path.name}: rope scaling {kind!r:.80} is not supported; known: linear, yarn, llama 3's")
 
 
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -254,11 +256,11 @@ def _head_count(file: GgufFile, arch: str, key: str) -> int:
     if count is None and key == "head_count_kv":
         count = file.require(f"{arch}.attention.head_count")
     if isinstance(count, list):
-        if len(set(count)) != 1:
+        if any(one != count[0] for one in count):
             raise ModelError(f"{file.path.name}: layers with different numbers of heads are not supported")
-        count = count[0]
+        count = count[0] if count else None
     if not isinstance(count, int) or count < 1:
-        raise ModelError(f"{file.path.name}: {arch}.attention.{key} is {count!r}; expected a whole number above 0")
+        raise ModelError(f"{file.path.name}: {arch}.attention.{key} is {count!r:.80}; expected a whole number above 0")
     return count
 
 
@@ -274,8 +276,3 @@ def _eos(file: GgufFile) -> list[int]:
     """End of sequence, and end of turn where the file has one of its own."""
     ids = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return list(dict.fromkeys(token for token in ids if isinstance(token, int)))
-
-
-def _decimal(value: float) -> float:
-    """The short decimal that a float32 came from: 9.999999747378752e-06 -> 1e-05."""
-    return float(str(np.float32(value)))

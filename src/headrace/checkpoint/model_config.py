@@ -7,8 +7,9 @@ use it. GGUF metadata is first turned into a Hugging Face style dict (`gguf_name
 
 import json
 import math
+import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -141,6 +142,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 _SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+T = TypeVar("T")
+_MAX_HEAD_DIM = 4096
+_LISTED_FACTORS = ("long_factor", "short_factor")
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +284,11 @@ def parse_hf_config(
     head_dim = keys.count("head_dim", default=hidden_size // num_q_heads)
     if num_q_heads % num_kv_heads:
         raise ModelError(f"{origin}: {num_q_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
+    if head_dim > _MAX_HEAD_DIM:
+        raise ModelError(f"{origin}: head_dim is {head_dim}; heads of more than {_MAX_HEAD_DIM} are not served")
+    scalar = keys.optional_number("query_pre_attn_scalar")
+    if scalar is not None and scalar <= 0:
+        raise ModelError(f"{origin}: query_pre_attn_scalar is {scalar:g}; expected a number above 0")
     if head_dim % 2:
         raise ModelError(f"{origin}: head_dim is {head_dim}; rotary embedding needs an even number")
     sliding_window, layer_types = _layers(keys, model_type, num_layers)
@@ -285,7 +296,7 @@ def parse_hf_config(
     act = "hidden_activation" if keys.get("hidden_activation") else "hidden_act"
     return ModelConfig(
         model_type=model_type,
-        architectures=tuple(str(name) for name in config.get("architectures") or ()),
+        architectures=keys.listed("architectures", str, "names"),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_q_heads=num_q_heads,
@@ -301,7 +312,7 @@ def parse_hf_config(
         layer_types=layer_types,
         attn_logit_softcapping=keys.optional_number("attn_logit_softcapping"),
         final_logit_softcapping=keys.optional_number("final_logit_softcapping"),
-        query_pre_attn_scalar=keys.optional_number("query_pre_attn_scalar"),
+        query_pre_attn_scalar=scalar,
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
         attention_bias=keys.flag("qkv_bias" if "qkv_bias" in config else "attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
@@ -312,7 +323,7 @@ def parse_hf_config(
         bos_token_id=keys.token("bos_token_id"),
         pad_token_id=keys.token("pad_token_id"),
         sampling_defaults=from_generation_config(generation),
-        quantization=config.get("quantization_config"),
+        quantization=keys.optional_object("quantization_config"),
         raw=config,
     )
 
@@ -347,6 +358,11 @@ class _Keys:
             raise ModelError(f"{self.origin}: {key} is {value!r}; expected a whole number above 0")
         return value
 
+    def count_or_none(self, key: str) -> int:
+        """A whole number >= 0; absent or null is 0."""
+        value = self.get(key)
+        return 0 if value is None or (value == 0 and type(value) is int) else self.count(key)
+
     def number(self, key: str) -> float:
         """A finite number."""
         value = self.optional_number(key)
@@ -359,9 +375,25 @@ class _Keys:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_finite(value):
             raise ModelError(f"{self.origin}: {key} is {value!r}; expected a finite number")
         return float(value)
+
+    def listed(self, key: str, kind: type[T], words: str) -> tuple[T, ...]:
+        """The values of a list, all of type `kind`; absent or null is none. words: what they are, for the message."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise ModelError(f"{self.origin}: {key} is {value!r:.80}; expected a list of {words}")
+        return tuple(value)
+
+    def optional_object(self, key: str) -> dict[str, Any] | None:
+        """An object, or None when absent or null."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"{self.origin}: {key} is {value!r:.80}; expected an object")
+        return value
 
     def flag(self, key: str) -> bool:
         """A boolean; absent or null is False."""
@@ -435,11 +467,10 @@ def _slides(keys: _Keys, model_type: str, layer: int) -> bool:
     if model_type == "gemma2":
         return layer % 2 == 0
     if model_type == "gemma3_text":
-        pattern = keys.get("_sliding_window_pattern") or keys.get("sliding_window_pattern")
-        return bool((layer + 1) % int(pattern))
+        name = "_sliding_window_pattern" if keys.get("_sliding_window_pattern") else "sliding_window_pattern"
+        return bool((layer + 1) % keys.count(name))
     if model_type.startswith("qwen"):
-        first = keys.get("max_window_layers")
-        return layer >= (28 if first is None else int(first))
+        return layer >= (28 if keys.get("max_window_layers") is None else keys.count_or_none("max_window_layers"))
     return True
 
 
@@ -447,17 +478,13 @@ def _rope(keys: _Keys, model_type: str) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotary parameters of full layers, and of sliding layers where the architecture has its own."""
     theta = keys.number("rope_theta")
     local = keys.optional_number("rope_local_base_freq")
-    parameters = keys.get("rope_parameters") or {}
-    if not isinstance(parameters, dict):
-        raise ModelError(f"{keys.origin}: rope_parameters is {parameters!r}; expected an object")
+    parameters = keys.optional_object("rope_parameters") or {}
     per_layer = {kind: parameters[kind] for kind in LAYER_TYPES if isinstance(parameters.get(kind), dict)}
     if per_layer:
         full = _one_rope(keys, per_layer.get("full_attention", {}), theta)
         sliding = per_layer.get("sliding_attention")
         return full, None if sliding is None else _one_rope(keys, sliding, theta if local is None else local)
-    scaling = keys.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelError(f"{keys.origin}: rope_scaling is {scaling!r}; expected an object")
+    scaling = keys.optional_object("rope_scaling") or {}
     full = _one_rope(keys, scaling | parameters, theta)
     # gemma3's scaling is for the full layers only: the local ones keep plain positions.
     return full, None if local is None else RopeConfig(theta=local)
@@ -474,8 +501,15 @@ def _one_rope(keys: _Keys, parameters: dict[str, Any], theta: float) -> RopeConf
         kind = "default"  # the family's own code rotates
     if kind not in ROPE_TYPES:
         raise ModelError(f"{keys.origin}: rope type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+    if keys.is_foreign:
+        parameters = {key: value for key, value in parameters.items() if _is_numeric(value)}
+    for name, value in parameters.items():
+        if not _is_numeric(value) or (isinstance(value, list) and name not in _LISTED_FACTORS):
+            raise ModelError(f"{keys.origin}: {name} of the rope parameters is {value!r:.80}; expected a finite number")
     theta = float(parameters.pop("rope_theta", theta))
-    partial = float(parameters.pop("partial_rotary_factor", keys.get("partial_rotary_factor") or 1.0))
+    if theta <= 0:
+        raise ModelError(f"{keys.origin}: rope_theta is {theta:g}; expected a number above 0")
+    partial = float(parameters.pop("partial_rotary_factor", keys.optional_number("partial_rotary_factor") or 1.0))
     factor = parameters.get("factor")
     if kind in ("linear", "dynamic", "yarn", "llama3") and not (
         isinstance(factor, int | float) and math.isfinite(factor) and factor > 0
@@ -494,6 +528,16 @@ def _one_rope(keys: _Keys, parameters: dict[str, Any], theta: float) -> RopeConf
         scaling={} if kind == "default" else parameters,
         partial_rotary_factor=partial,
     )
+
+
+def _is_numeric(value: object) -> bool:
+    """A flag, a finite number, or a list of finite numbers."""
+    return all(map(_is_finite, value)) if isinstance(value, list) else isinstance(value, bool) or _is_finite(value)
+
+
+def _is_finite(value: object) -> bool:
+    """A number that a float can hold; whole numbers of a JSON file may be larger."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < sys.float_info.max
 
 
 def _moe(keys: _Keys) -> MoeConfig | None:
@@ -520,8 +564,8 @@ def _moe(keys: _Keys) -> MoeConfig | None:
         intermediate_size=keys.count("moe_intermediate_size", default=keys.count("intermediate_size")),
         norm_topk_prob=keys.flag("norm_topk_prob"),
         decoder_sparse_step=keys.count("decoder_sparse_step", default=1),
-        mlp_only_layers=tuple(keys.get("mlp_only_layers") or ()),
-        shared_expert_intermediate_size=int(keys.get("shared_expert_intermediate_size") or 0),
+        mlp_only_layers=keys.listed("mlp_only_layers", int, "numbers of layers"),
+        shared_expert_intermediate_size=keys.count_or_none("shared_expert_intermediate_size"),
     )
 
 

@@ -434,8 +434,10 @@ def _folder_template(path: Path, config: dict[str, Any]) -> dict[str, str]:
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported."""
     kind = file.require("tokenizer.ggml.model")
-    tokens: list[str] = _unique(file.require("tokenizer.ggml.tokens"))
-    types: list[int] = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    tokens: list[str] = _unique(file.listed("tokenizer.ggml.tokens", str))
+    types = [_NORMAL] * len(tokens)
+    if file.get("tokenizer.ggml.token_type"):
+        types = file.listed("tokenizer.ggml.token_type", int)
     if len(types) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(types)} token types")
     if kind == "gpt2":
@@ -454,7 +456,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     bos, eos = _gguf_id(file, tokens, "bos"), _gguf_id(file, tokens, "eos")
     add_bos = file.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
-        add_bos = kind == "llama" or file.get("tokenizer.ggml.pre") in _LLAMA3_KINDS
+        add_bos = kind == "llama" or str(file.get("tokenizer.ggml.pre")) in _LLAMA3_KINDS
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
     if (add_bos and bos is not None) or (add_eos and eos is not None):
         _frame_texts(backend, bos if add_bos else None, eos if add_eos else None)
@@ -496,10 +498,10 @@ def _gguf_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
 
 def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     """GPT-2's byte pairs with the merges of the file."""
-    pre = file.get("tokenizer.ggml.pre", "default")
+    pre = str(file.get("tokenizer.ggml.pre", "default"))
     vocab = {token: index for index, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []
-    for merge in file.require("tokenizer.ggml.merges"):
+    for merge in file.listed("tokenizer.ggml.merges", str):
         left, _, right = merge.partition(" ")
         # The library aborts on such a merge instead of raising.
         if left not in vocab or right not in vocab or left + right not in vocab:
@@ -529,7 +531,7 @@ def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int]) -> t
     A merge list in order of score does the same: every way to cut a piece in two pieces of the vocabulary is a merge, and
     its rank is the rank of the piece (Kudo and Richardson, 2018, https://arxiv.org/abs/1808.06226).
     """
-    scores: list[float] = file.require("tokenizer.ggml.scores")
+    scores = file.listed("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(scores)} scores")
     vocab = {token: index for index, token in enumerate(tokens)}

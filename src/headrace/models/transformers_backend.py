@@ -36,6 +36,10 @@ _STATEFUL = re.compile(
 )
 """In names of modules that keep a state of their own from token to token."""
 
+_IGNORED = (
+    *("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias"),
+    *("vision_tower.", "multi_modal_projector."),
+)
 _EXTRAS = {
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
@@ -196,6 +200,7 @@ class TransformersLM:
         try:
             with torch.inference_mode():
                 first, second = (self._without_attention(token) for token in (0, 1))
+                by_ids = self._without_attention(1, by_ids=True)
                 self.logits(first)
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
@@ -208,17 +213,29 @@ class TransformersLM:
                 f"model type {config.model_type} cannot be served: its {config.num_layers} layers attend {len(called)} times "
                 "through transformers' attention interface, not once each"
             )
-        if not torch.allclose(first[1], second[1], rtol=_SAME, atol=_SAME * float(first[1].abs().max())):
+        if not _same(by_ids, second):
+            raise ModelError(
+                f"model type {config.model_type} cannot be served: it does more with the ids of tokens than to embed them"
+            )
+        if not _same(first[1], second[1]):
             raise ModelError(
                 f"model type {config.model_type} cannot be served: beside attention something else in it looks at earlier "
                 "tokens (a convolution, a recurrence, a shift), and only keys and values are kept"
             )
 
-    def _without_attention(self, first: int) -> torch.Tensor:
-        """Hidden states [2, hidden_size] of token `first` and then token 2, with attention that gives zeros."""
+    def _without_attention(self, first: int, by_ids: bool = False) -> torch.Tensor:
+        """Hidden states [2, hidden_size] of token `first` and then token 2, with attention that gives zeros.
+
+        by_ids: the model embeds them itself.
+        """
         device = self._placement.device
-        hidden = self.embed(torch.tensor([first, 2], device=device))
-        return self.forward(hidden, torch.arange(2, device=device), _Recorder())
+        ids, positions = torch.tensor([first, 2], device=device), torch.arange(2, device=device)
+        if not by_ids:
+            return self.forward(self.embed(ids), positions, _Recorder())
+        self._step.attention, self._step.layers_called = _Recorder(), []
+        out = self._layers(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        states: torch.Tensor = out.last_hidden_state.squeeze(0)
+        return states
 
     def _replace_linears(self, tied: bool) -> None:
         head = self._model.get_output_embeddings()
@@ -396,6 +413,10 @@ def _unsupported(config: ModelConfig) -> list[str]:
     return []
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=_SAME, atol=_SAME * float(one.abs().max()))
+
+
 def _copy_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
     target.copy_(tensor)
 
@@ -415,7 +436,7 @@ SPEC = ModelSpec(
     (),
     build,
     unsupported=_unsupported,
-    ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias"),
+    ignored=_IGNORED,
     renaming=_renaming,
     check=_check,
 )
