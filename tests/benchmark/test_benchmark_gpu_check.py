@@ -4,8 +4,11 @@ import json
 
 import pytest
 
-from headrace.benchmark import gpu_check, gpu_pieces
-from headrace.benchmark.gpu_check import MODELS, PIECES, main
+from headrace.benchmark.gpu import kernels, pieces
+from headrace.benchmark.gpu.bench import SMALL, Bench, row
+from headrace.benchmark.gpu.check import LIMIT_S, PIECES, main
+from headrace.benchmark.gpu.floor import Work
+from headrace.benchmark.gpu.options import CONFIGS, MODELS, Options
 from headrace.checkpoint.model_config import load_model_config
 from headrace.models.spec import model_class_for
 
@@ -14,11 +17,15 @@ DRY = ["--device", "cpu", "--tiny"]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_a_config_that_our_own_code_serves(name):
-    config = load_model_config(gpu_check.CONFIGS / name)
+    config = load_model_config(CONFIGS / name)
 
     assert model_class_for(config).name == config.model_type
-    billions = gpu_pieces.Work.of(config).weight_bytes / 2e9
+    billions = Work.of(config).weight_bytes / 2e9
     assert billions == pytest.approx({"l": 8.0, "q": 8.2 if "8b" in name else 30.5, "s": 0.134}[name[0]], rel=0.02)
+
+
+def test_every_piece_has_its_measure_and_its_limit():
+    assert list(pieces.MEASURES) == list(PIECES) == list(LIMIT_S)
 
 
 def test_all_pieces_run_and_leave_a_document(tmp_path, capsys):
@@ -44,7 +51,7 @@ def test_all_pieces_run_and_leave_a_document(tmp_path, capsys):
 
 def test_what_fails_is_said_and_the_next_piece_runs(monkeypatch, capsys):
     def broken(bench, rows):
-        rows.append(gpu_pieces.row("before", "1"))
+        rows.append(row("before", "1"))
         raise RuntimeError("out of luck")
 
     def wrong(device, dtype):
@@ -52,11 +59,11 @@ def test_what_fails_is_said_and_the_next_piece_runs(monkeypatch, capsys):
         yield "op wrong", lambda: (0.5, 0.1)
         yield "op broken", lambda: 1 / 0
 
-    monkeypatch.setattr(gpu_pieces, "measure_rates", broken)
-    monkeypatch.setattr(gpu_pieces, "_op_checks", wrong)
-    for name in ("_attention_checks", "_format_checks"):
-        monkeypatch.setattr(gpu_pieces, name, lambda *args: ())
-    monkeypatch.setattr(gpu_pieces, "_token_check", lambda bench: (0.0, 0.0))
+    monkeypatch.setitem(pieces.MEASURES, "rates", broken)
+    monkeypatch.setattr(kernels, "op_checks", wrong)
+    for name in ("attention_checks", "format_checks"):
+        monkeypatch.setattr(kernels, name, lambda *args: ())
+    monkeypatch.setattr(kernels, "token_check", lambda bench: (0.0, 0.0))
 
     code = main([*DRY, "--in-process", "--only", "rates,kernels"])
 
@@ -74,7 +81,7 @@ def test_a_piece_in_a_process_of_its_own_reports_and_may_run_out_of_time(monkeyp
     assert main([*DRY, "--only", "device"]) == 0
     assert "device: ok" in capsys.readouterr().out
 
-    monkeypatch.setitem(gpu_check.LIMIT_S, "device", 0.01)
+    monkeypatch.setitem(LIMIT_S, "device", 0.01)
     assert main([*DRY, "--only", "device"]) == 1
     assert "not done after" in capsys.readouterr().out
 
@@ -89,10 +96,10 @@ def test_names_that_do_not_exist_are_refused(capsys):
 
 
 def test_a_floor_counts_the_experts_that_are_met(monkeypatch):
-    config = load_model_config(gpu_check.CONFIGS / "qwen3-30b-a3b")
-    work = gpu_pieces.Work.of(config)
+    config = load_model_config(CONFIGS / "qwen3-30b-a3b")
+    work = Work.of(config)
     rates = [{"what": "copy bandwidth", "bytes_per_s": 1e12}, {"what": "bfloat16 products", "flops_per_s": 1e15}]
-    bench = gpu_pieces.Bench(gpu_check.Options("cpu", False, ()), gpu_pieces.SMALL, {"rates": {"rows": rates}})
+    bench = Bench(Options("cpu", False, ()), SMALL, {"rates": {"rows": rates}})
 
     one, many = work.floor_s(bench, 1, 1, 0), work.floor_s(bench, 256, 1, 0)
 

@@ -1,6 +1,6 @@
-"""`python -m headrace.benchmark.gpu_check`: what has to be seen on a GPU, in one command.
+"""`python -m headrace.benchmark.gpu.check`: what has to be seen on a GPU, in one command.
 
-Owns the order of the pieces, the time they may take, the results document and its table. Does not measure (`gpu_pieces`). Every piece
+Owns the order of the pieces, the time they may take, the results document and its table. Does not measure (`pieces`). Every piece
 runs in a process of its own: one that fails, hangs or runs out of memory says so in the results, and the next one begins with an empty
 device. Needs torch and the packages that the runtime imports; neither a network nor the native CPU kernels. Exit code 1 when a piece
 failed or an expectation was missed.
@@ -13,15 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.benchmark.gpu.options import MODELS, Options
 from headrace.benchmark.results import write_json
 from headrace.benchmark.timing import timing_document
-
-CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"
-MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "smollm2-135m")
 
 PIECES = {
     "device": "which device and versions",
@@ -43,18 +40,9 @@ LIMIT_S = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """device: cuda or cpu. tiny: the models' shapes with a few small layers, to try the whole run. models: of CONFIGS."""
-
-    device: str
-    tiny: bool
-    models: tuple[str, ...]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m headrace.benchmark.gpu_check", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m headrace.benchmark.gpu.check", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(PIECES), help="pieces, comma-separated: " + ", ".join(PIECES))
     parser.add_argument("--models", default="", help="comma-separated: " + ", ".join(MODELS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -117,12 +105,12 @@ def _run(name: str, options: Options, earlier: dict[str, Any]) -> dict[str, Any]
     """One piece, here. What it raises becomes its status: the boundary of a piece."""
     import traceback
 
-    from headrace.benchmark import gpu_pieces
+    from headrace.benchmark.gpu import pieces
 
     begin, rows = time.monotonic(), list[dict[str, Any]]()
     status = "ok"
     try:
-        gpu_pieces.run(name, options, earlier, rows)
+        pieces.run(name, options, earlier, rows)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         status = f"failed: {type(error).__name__}: {error}"[:500]
@@ -134,7 +122,7 @@ def _in_child(name: str, options: Options, earlier: dict[str, Any], limit_s: flo
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(earlier, file)
         file.flush()
-        command = [sys.executable, "-m", "headrace.benchmark.gpu_check", "--piece", name, "--earlier", file.name]
+        command = [sys.executable, "-m", "headrace.benchmark.gpu.check", "--piece", name, "--earlier", file.name]
         command += ["--device", options.device, "--models", ",".join(options.models)]
         command += ["--tiny"] if options.tiny else []
         try:

@@ -1,0 +1,1 @@
+"""What has to be seen on a GPU, in one command: `scripts/gpu_check`."""

@@ -1,0 +1,55 @@
+"""A worker whose steps are marked on the clock of the device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.benchmark.gpu.bench import Clock
+from headrace.messages.control import ProfileReq
+from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.step import ModelWorkerBatch, StepResult, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedStep:
+    """How large a step was, and its marks on the clock."""
+
+    num_rows: int
+    num_tokens: int
+    begin: Any
+    end: Any
+
+
+class MarkedWorker:
+    """A `Worker` that marks the beginning and the end of each step in the queue of the device."""
+
+    def __init__(self, worker: Worker, clock: Clock) -> None:
+        self._worker = worker
+        self._clock = clock
+        self.weights = worker.weights
+        self.steps: list[MarkedStep] = []
+
+    def submit(self, batch: ModelWorkerBatch) -> None:
+        begin = self._clock.mark()
+        self._worker.submit(batch)
+        self.steps.append(MarkedStep(len(batch.seqs), batch.num_tokens, begin, self._clock.mark()))
+
+    def collect(self) -> StepResult:
+        return self._worker.collect()
+
+    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
+        return self._worker.load_lora(lora_id, path, fingerprint)
+
+    def unload_lora(self, lora_id: int) -> None:
+        self._worker.unload_lora(lora_id)
+
+    def has_lora(self, lora_id: int) -> bool:
+        return self._worker.has_lora(lora_id)
+
+    def profile(self, request: ProfileReq) -> str:
+        return self._worker.profile(request)
+
+    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        return self._worker.count_experts(request)
+
+    def close(self) -> None:
+        self._worker.close()
