@@ -41,7 +41,9 @@ def test_nothing_that_could_run_foreign_code_is_used(pattern):
     assert matches(pattern, files("src", suffixes={".py"})) == []
 
 
-@pytest.mark.parametrize("folder", ["src", "csrc", "tests", "scripts", "constraints", "docs", ".ci"])
+@pytest.mark.parametrize(
+    "folder", ["src", "csrc", "tests", "scripts", "constraints", "docs", "benchmarks/notes", ".ci"]
+)
 def test_no_paths_of_one_machine(folder):
     # Assembled, so that this line does not find itself.
     pattern = "|".join("/" + name + "/" for name in ("work", "root", "home", "opt"))
@@ -121,6 +123,17 @@ def test_commands_of_the_readme_exist():
     assert "\nscripts/test\n" in readme
     for linked in re.findall(r"\]\((?!https?:)([^)#]+)", readme):
         assert (ROOT / linked).exists(), f"README links to {linked}, which does not exist"
+
+
+@pytest.mark.parametrize("folder", ["docs", "benchmarks/notes"])
+def test_links_between_documents_lead_somewhere(folder):
+    lost = [
+        f"{path.relative_to(ROOT)}: {linked}"
+        for path in files(folder, suffixes={".md"})
+        for linked in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
+        if not (path.parent / linked).exists()
+    ]
+    assert lost == []
 
 
 def test_the_cpu_constraints_keep_cuda_out():
