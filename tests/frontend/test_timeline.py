@@ -135,6 +135,15 @@ async def test_logging_changes_while_running(make_frontend, caplog):
         frontend.manager.configure_logging(log_requests=False, log_requests_level=1)
 
 
+async def test_logging_of_requests_is_turned_off_whatever_its_level(make_frontend):
+    manager = make_frontend().manager
+    manager.configure_logging(log_requests=True, log_requests_level=3)
+    off = manager.configure_logging(log_requests=False)
+    assert (off["log_requests"], off["log_requests_level"]) == (False, 0)
+    on = manager.configure_logging(log_requests=True)
+    assert on["log_requests_level"] == 0
+
+
 @pytest.mark.parametrize(
     "value",
     ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01", f"ff-{TRACE}-{PARENT}-01", f"{TRACEPARENT}-x",

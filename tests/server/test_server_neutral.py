@@ -8,6 +8,8 @@ import pytest
 from fake_frontend import MODEL, Running, byte_tokenizer
 from other_apis import CHAT, COMPLETION, DETOKENIZE, GENERATE, SGLANG_SAMPLING, TOKENIZE, Defaults
 
+from headrace.sampling.params import SamplingParams
+
 EMPTY: list[Any] = [None, False, "", [], {}]
 USER = {"role": "user", "content": "hi"}
 GOOD: dict[str, dict[str, Any]] = {
@@ -148,8 +150,56 @@ def test_a_chat_may_go_without_the_generation_prompt(client: httpx.Client, serve
 
 
 def test_minus_one_output_tokens_are_as_many_as_fit(client: httpx.Client, server: Running):
-    reply = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": -1})
-    assert reply.json()["usage"]["completion_tokens"] > 16
+    for name in ("max_tokens", "max_completion_tokens"):
+        reply = client.post("/v1/completions", json={"prompt": "hi", name: -1})
+        assert reply.json()["usage"]["completion_tokens"] > 16
+
+
+def test_completions_know_the_output_limit_by_the_name_that_chats_have(client: httpx.Client):
+    body = GOOD["/v1/completions"]
+    reply = client.post("/v1/completions", json=body | {"max_completion_tokens": 3, "max_tokens": 3})
+    assert reply.json()["usage"]["completion_tokens"] == 3
+    assert client.post("/v1/completions", json=body | {"max_completion_tokens": 3, "max_tokens": 4}).status_code == 400
+    reply = client.post("/v1/completions", json=body | {"max_completion_tokens": 10_000})
+    assert reply.json()["error"]["param"] == "max_completion_tokens"
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_sampling_seed_is_seed(client: httpx.Client, server: Running, route: str):
+    assert client.post(route, json=GOOD[route] | {"sampling_seed": 5}).status_code == 200
+    sampling = server.frontend.calls[-1].sampling_params
+    assert isinstance(sampling, SamplingParams)
+    assert sampling.sampling_seed == 5
+
+
+def test_sampling_fields_beside_sampling_params_are_neutral_only_where_no_default_of_a_model_can_differ(
+    client: httpx.Client,
+):
+    neutral = {
+        "n": 1, "seed": -1, "sampling_seed": -1, "frequency_penalty": 0, "presence_penalty": 0.0, "min_tokens": 0,
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "model": "default", "detokenize": True,
+        "chat_template_kwargs": {"enable_thinking": False}, "tfs_z": 1.0,
+    }  # fmt: skip
+    reply = client.post("/generate", json=GOOD["/generate"] | neutral)
+    assert reply.status_code == 200, reply.text
+    asking = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "skip_special_tokens": False,
+        "detokenize": False,
+        "model": "other",
+    }
+    for name, value in asking.items():
+        reply = client.post("/generate", json=GOOD["/generate"] | {name: value})
+        assert reply.status_code == 400, name
+        assert reply.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_names_of_generate_at_their_defaults(client: httpx.Client, route: str):
+    body = GOOD[route] | {"logprob_start_len": -1, "top_logprobs_num": 0, "detokenize": True, "tfs_z": 1.0}
+    assert client.post(route, json=body).status_code == 200
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])

@@ -925,14 +925,19 @@ class TokenizerManager:
     ) -> dict[str, Any]:
         """Change what is logged, in every process; None = as it is. What now holds.
 
-        Raises RequestError for --log-requests-level without --log-requests.
+        log_requests off also puts the level back to 0. Raises RequestError for a level above 0 without log_requests.
         """
         log = self.request_log
         enabled = log.enabled if log_requests is None else log_requests
-        requests_level = log.level if log_requests_level is None else log_requests_level
+        if log_requests_level is None:
+            # Off puts the level back: whoever turns it on again does not write prompts without asking for them.
+            requests_level = log.level if enabled else 0
+        else:
+            requests_level = log_requests_level
         if requests_level and not enabled:
             raise RequestError(
-                f"log_requests_level {requests_level} says what log_requests writes: turn both on", "log_requests_level"
+                f"log_requests_level {requests_level} has no effect while log_requests is off: turn both on",
+                "log_requests_level",
             )
         log.enabled, log.level = enabled, requests_level
         if level is not None:

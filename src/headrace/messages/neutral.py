@@ -24,9 +24,22 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "token_step": (0,),
     "torch_empty_cache": (True, False),
     "selector": ("all",),
+    "model": ("default", "unknown"),
+    "logprob_start_len": (-1, 0),
+    "top_logprobs_num": (0,),
+    "n": (1,),
+    "seed": (-1,),
+    "sampling_seed": (-1,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "chat_template_kwargs": ({"enable_thinking": False},),
     # vLLM
     "include_reasoning": (True,),
     "return_mm_kwargs": (True, False),
+    "detokenize": (True,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "length_penalty": (1.0,),
     "thinking_token_budget": (-1,),
     "routed_experts_prompt_start": (0,),
@@ -63,6 +76,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
         ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
     ),
     "typical_p": (1.0,),
+    "tfs_z": (1.0,),
     "top_n_sigma": (-1.0,),
     "dynatemp_range": (0.0,),
     "dynatemp_exponent": (1.0,),
@@ -94,7 +108,17 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 Where a route knows the field itself, the route decides and not this table.
 """
 
-ASKS_WHEN_EMPTY = frozenset({"add_special_tokens", "cache_prompt", "include_reasoning", "parse_special"})
+ASKS_WHEN_EMPTY = frozenset(
+    {
+        "add_special_tokens",
+        "cache_prompt",
+        "detokenize",
+        "include_reasoning",
+        "parse_special",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
+)
 """Fields whose `false` asks for something, because their own default is true."""
 
 

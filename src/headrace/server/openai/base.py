@@ -159,6 +159,7 @@ class OpenAIServingBase(ABC, Generic[R]):
         try:
             request = self._with_adapter(request)
             request.check_stream_options()
+            request.check_output_limit()
             check_token_details(request)
             self.validate(request)
             generation = await self.convert(request)
@@ -203,7 +204,7 @@ class OpenAIServingBase(ABC, Generic[R]):
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
     def _outputs(self, exchange: Exchange, generation: Generation[R]) -> AsyncGenerator[Any, None]:
-        unbounded = generation.request.max_tokens == AS_MANY_AS_FIT
+        unbounded = generation.request.output_limit == AS_MANY_AS_FIT
         limit = self.context.model.context_length if unbounded else self.default_max_tokens
         return self.context.frontend.generate_request(
             generation.call, default_max_new_tokens=limit, incremental=True, caller=exchange.caller

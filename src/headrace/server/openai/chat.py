@@ -64,9 +64,6 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
                 "add_special_tokens",
                 "unsupported_parameter",
             )
-        both = (request.max_tokens, request.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise RequestError("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
         if request.top_logprobs is not None:
             if request.top_logprobs and not request.logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")

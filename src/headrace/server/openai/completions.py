@@ -76,7 +76,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         call = GenerateReqInput(
             text=text,
             input_ids=ids,
-            sampling_params=request.sampling_params(request.max_tokens),
+            sampling_params=request.sampling_params(request.output_limit),
             rid=generation_id,
             stream=bool(request.stream),
             **logprob_options(request, whole_prompt=bool(request.echo)),

@@ -52,12 +52,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     stream_options: StreamOptions | None = None
     n: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
     max_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    max_completion_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
     presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
     stop: str | list[str] | None = None
     seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    sampling_seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     # Ours.
@@ -100,8 +102,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def output_limit(self) -> int | None:
-        """Most output tokens, as asked for."""
-        return self.max_tokens
+        """Most output tokens, by either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def wants_usage(self) -> bool:
@@ -116,7 +118,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def limit_field(self) -> str:
         """The field that bounds the output, as this request spells it."""
-        return "max_tokens"
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_samples(self) -> int:
@@ -149,7 +151,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             bad_words=self.bad_words,
             allowed_token_ids=self.allowed_token_ids,
             seed=self.seed,
+            sampling_seed=self.sampling_seed,
         )
+
+    def check_output_limit(self) -> None:
+        """Raises RequestError when the two names of the output limit have different values."""
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise RequestError("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
 
     def check_stream_options(self) -> None:
         """Raises RequestError for stream options that ask for something without a stream."""
@@ -219,7 +228,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
-    max_completion_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": 20})] = None
     continue_final_message: bool | None = None
@@ -256,16 +264,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     def num_top_logprobs(self) -> int:
         """Alternatives per output token."""
         return self.top_logprobs or 0
-
-    @property
-    def output_limit(self) -> int | None:
-        """By either of its names."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def limit_field(self) -> str:
-        """`max_completion_tokens` when that was used."""
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 _NOT_YET = (
