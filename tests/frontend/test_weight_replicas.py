@@ -57,6 +57,8 @@ async def test_an_update_that_one_refuses_has_not_been(replicas, phase):
     reply = await replicas.done(replicas.operate(NEW), 0, 1)
     assert (reply.success, reply.message, reply.weight_version) == (False, "no good", "default")
     assert states(replicas) == [OLD, OLD]
+    for one in replicas.all:
+        one.obey()
     assert all(isinstance(one.heard[-1], DropUpdate) and not one.is_held for one in replicas.all)
     assert replicas.manager.weights.log.head == 0
 
@@ -159,8 +161,19 @@ async def test_a_cancelled_update_has_not_been_and_neither_have_those_behind_it(
     for one in (updating, behind):
         reply = await replicas.done(one, 0, 1)
         assert (reply.success, reply.message) == (False, "cancelled; nothing has changed")
+    for one in replicas.all:
+        one.obey()
     assert states(replicas) == [OLD, OLD]
     assert not any(one.is_held or one.staged for one in replicas.all)
+
+
+async def test_an_update_that_a_silent_replica_holds_up_can_be_cancelled(replicas):
+    updating = replicas.operate(NEW)
+    await replicas.until(lambda: replicas.all[1].asked(PrepareUpdate), 0)
+    assert (await replicas.done(replicas.operate(CancelUpdate()), 0)).message == "cancelled: 1 operation"
+    assert (await replicas.done(updating, 0)).message == "cancelled; nothing has changed"
+    assert (await replicas.done(replicas.operate(NEW), 0, 1)).success, "what it hears later does not disturb the next"
+    assert states(replicas) == [DONE, DONE]
 
 
 async def test_a_decided_update_is_not_cancelled_any_more(replicas):

@@ -13,15 +13,14 @@ Runs in the event loop of the tokenizer manager, one update at a time.
 """
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 
-from headrace.errors import CapacityError, HeadraceError
+from headrace.errors import CapacityError
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.operation_log import OperationLog, Standing
 from headrace.frontend.replica import RESTART_RETRY_S, Replica, nobody_lives
@@ -39,6 +38,8 @@ from headrace.messages.weights import (
 )
 
 logger = get_logger(__name__)
+
+Replies = dict[Replica, WeightOpReply]
 
 REPLY_TIMEOUT_S = 24 * 3600.0
 """The scheduler answers every operation, and its death ends the wait: this only bounds it."""
@@ -78,9 +79,30 @@ class Refused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Undecided:
-    """An operation that has not taken effect. is_cancelled: nor shall it."""
+    """An operation that has not taken effect."""
 
-    is_cancelled: bool = False
+    _cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Nor shall it."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """It shall not; also when a replica is silent."""
+        self._cancelled.set()
+
+    async def unless_cancelled(self, call: Coroutine[Any, Any, Replies], version: str) -> Replies:
+        """What the call gives. Raises `refused` when it is cancelled before that."""
+        calling, cancelling = asyncio.ensure_future(call), asyncio.ensure_future(self._cancelled.wait())
+        try:
+            await asyncio.wait({calling, cancelling}, return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+            raise self.refused(version)
+        finally:
+            calling.cancel()
+            cancelling.cancel()
 
     def refused(self, version: str) -> Refused:
         """What becomes of it then."""
@@ -106,14 +128,13 @@ class UpdatePhases:
         update_id = next(self._ids)
         try:
             prepared = await self._prepare_and_hold(update_id, update, undecided)
-        except Refused as refused:
-            with contextlib.suppress(HeadraceError):
-                await self._ask(self._fleet.replicas_up(), DropUpdate(update_id))
-            raise undecided.refused(self._log.standing.version) if undecided.is_cancelled else refused from None
+        except Refused:
+            self._drop(update_id)
+            if undecided.is_cancelled:
+                raise undecided.refused(self._log.standing.version) from None
+            raise
         except BaseException:
-            # Whoever asked is gone, or replicas are: nobody waits for the answers.
-            for replica in self._fleet.replicas_up():
-                replica.sender.send(WeightOpReq(NOBODY, DropUpdate(update_id)))
+            self._drop(update_id)
             raise
         # Nothing was awaited since the last look at who lives and what runs.
         before = self._log.standing
@@ -127,11 +148,9 @@ class UpdatePhases:
             await asyncio.wait([commit])
             raise
 
-    async def _prepare_and_hold(
-        self, update_id: int, update: Update, undecided: Undecided
-    ) -> dict[Replica, WeightOpReply]:
+    async def _prepare_and_hold(self, update_id: int, update: Update, undecided: Undecided) -> Replies:
         """Until every replica that lives is held with the update prepared, and nothing that has begun is left."""
-        prepared: dict[Replica, WeightOpReply] = {}
+        prepared: Replies = {}
         while True:
             if undecided.is_cancelled:
                 raise undecided.refused(self._log.standing.version)
@@ -140,10 +159,10 @@ class UpdatePhases:
                 raise nobody_lives()
             self._check_nobody_is_left_behind(update, prepared)
             if missing := [replica for replica in up if replica not in prepared]:
-                prepared |= await self._ask_all(missing, PrepareUpdate(update_id, update))
+                prepared |= await self._ask_all(missing, PrepareUpdate(update_id, update), undecided)
                 continue
             _check_same({replica: prepared[replica] for replica in up})
-            await self._ask_all(up, HoldForUpdate(update_id))
+            await self._ask_all(up, HoldForUpdate(update_id), undecided)
             if self._fleet.replicas_up() == up and not self._must_wait() and not undecided.is_cancelled:
                 return {replica: prepared[replica] for replica in up}
             await asyncio.sleep(AGAIN_S)
@@ -153,7 +172,7 @@ class UpdatePhases:
         standing = self._log.standing
         return standing.pause is None and not standing.released and self._fleet.has_begun()
 
-    def _check_nobody_is_left_behind(self, update: Update, prepared: dict[Replica, WeightOpReply]) -> None:
+    def _check_nobody_is_left_behind(self, update: Update, prepared: Replies) -> None:
         """Raises CapacityError for weights that are nowhere but here while a replica, which could never get them, is starting again."""
         if isinstance(update, UpdateFromDisk):
             return
@@ -185,21 +204,26 @@ class UpdatePhases:
         num_paused = sum(reply.num_paused_requests for reply in replies.values())
         return msgspec.structs.replace(prepared, weight_version=version, num_paused_requests=num_paused)
 
+    def _drop(self, update_id: int) -> None:
+        """Nobody waits for the answers: what is sent after it comes after it."""
+        for replica in self._fleet.replicas_up():
+            replica.sender.send(WeightOpReq(NOBODY, DropUpdate(update_id)))
+
     async def _ask_all(
-        self, replicas: Sequence[Replica], operation: SchedulerOperation
-    ) -> dict[Replica, WeightOpReply]:
-        """Raises Refused unless all that live do it."""
-        replies = await self._ask(replicas, operation)
+        self, replicas: Sequence[Replica], operation: SchedulerOperation, undecided: Undecided
+    ) -> Replies:
+        """Raises Refused unless all that live do it, and when it is cancelled."""
+        replies = await undecided.unless_cancelled(self._ask(replicas, operation), self._log.standing.version)
         failed = [reply for reply in replies.values() if not reply.success]
         if failed:
             raise Refused(failed[0], len(failed), len(replies))
         return replies
 
-    async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> dict[Replica, WeightOpReply]:
+    async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
         return await self._replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
 
 
-def _check_same(prepared: dict[Replica, WeightOpReply]) -> None:
+def _check_same(prepared: Replies) -> None:
     """Raises Refused when replicas read different files under one path."""
     replies = list(prepared.values())
     if len({reply.fingerprint for reply in replies}) > 1:

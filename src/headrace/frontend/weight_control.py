@@ -13,7 +13,7 @@ where it is said.
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelE
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.operation_log import OperationLog, Standing, Weights
 from headrace.frontend.replica import RESTART_RETRY_S, Replica, nobody_lives
-from headrace.frontend.update_phases import NOBODY, REPLY_TIMEOUT_S, Fleet, Refused, Undecided, UpdatePhases
+from headrace.frontend.update_phases import NOBODY, REPLY_TIMEOUT_S, Fleet, Refused, Replies, Undecided, UpdatePhases
 from headrace.log import get_logger
 from headrace.messages.weights import (
     CancelUpdate,
@@ -47,8 +47,6 @@ from headrace.messages.weights import (
 )
 
 logger = get_logger(__name__)
-
-Replies = Mapping[Replica, WeightOpReply]
 
 
 class WeightControl:
@@ -103,7 +101,7 @@ class WeightControl:
             case GetWeight() | SaveWeights():
                 reply = _sum_of(await self._ask(self._up()[:1], operation))
             case CancelUpdate():
-                reply = await self._cancel()
+                reply = self._cancel()
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
                 with self._cancellable() as undecided:
                     async with self._turn:
@@ -167,12 +165,13 @@ class WeightControl:
         finally:
             self._undecided.discard(undecided)
 
-    async def _cancel(self) -> WeightOpReply:
-        """Not what is decided. Replicas are told too, for what they wait for."""
+    def _cancel(self) -> WeightOpReply:
+        """Not what is decided. Replicas are told too, for what they wait for; one that is silent is not waited for."""
         number = len(self._undecided)
         for undecided in self._undecided:
-            undecided.is_cancelled = True
-        await self._ask(self._up(), CancelUpdate())
+            undecided.cancel()
+        for replica in self._up():
+            replica.sender.send(WeightOpReq(NOBODY, CancelUpdate()))
         text = f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
         return WeightOpReply(NOBODY, True, text, self.version)
 
@@ -237,7 +236,7 @@ class WeightControl:
             for replica, rank in ranks.items()
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        replies: dict[Replica, WeightOpReply] = {}
+        replies: Replies = {}
         for answer in answers:
             if isinstance(answer, dict):
                 replies |= answer
@@ -326,10 +325,10 @@ class WeightControl:
             raise nobody_lives()
         return replicas
 
-    async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> dict[Replica, WeightOpReply]:
+    async def _ask(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> Replies:
         return await self._replies.call(replicas, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S)
 
-    async def _ask_every(self, operation: SchedulerOperation) -> dict[Replica, WeightOpReply]:
+    async def _ask_every(self, operation: SchedulerOperation) -> Replies:
         return await self._replies.call_every(
             self._fleet.replicas_up, lambda i: WeightOpReq(i, operation), REPLY_TIMEOUT_S
         )
