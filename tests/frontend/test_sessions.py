@@ -132,8 +132,12 @@ def test_what_is_not_there_is_refused(sessions):
     assert s == "mine"
     with pytest.raises(RequestError, match="is open"):
         sessions.open("mine")
-    with pytest.raises(NotFoundError, match="no such session"):
+    with pytest.raises(NotFoundError, match="no such session") as unknown:
         sessions.begin(params("other"), "a", [1])
+    assert unknown.value.param == "session_params"
+    with pytest.raises(NotFoundError, match="no such session") as closed:
+        sessions.close("other")
+    assert closed.value.param == "session_id"
     with pytest.raises(RequestError, match="needs the id"):
         sessions.begin(params(None), "a", [1])
     turn(sessions, s, "a", [1], [])

@@ -167,7 +167,7 @@ async def test_a_session_is_known_to_its_key_only(make_frontend):
         unknown = [
             await failure(start(frontend, who, None, "?", session_params={"id": name})) for name in ("s", "none")
         ]
-        assert unknown[0] == unknown[1] == (404, "session_params: there is no such session; it may have been closed")
+        assert unknown[0] == unknown[1] == (404, "there is no such session; it may have been closed")
         for name in ("s", "none"):
             with pytest.raises(NotFoundError):
                 manager.close_session(name, who)

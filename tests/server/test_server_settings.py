@@ -52,3 +52,27 @@ def test_a_dump_names_its_file_without_the_folder(client: httpx.Client, server: 
     assert reply == {"success": True, **said}
     server.frontend.dumps = None
     assert client.post("/dump_requests").status_code == 400
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        "/freeze_gc",
+        "/dump_requests",
+        "/flush_cache",
+        "/stop_profile",
+        "/start_expert_distribution_record",
+        "/dump_expert_distribution_record",
+        "/stop_expert_distribution_record",
+    ],
+)
+def test_routes_without_fields_need_no_body_and_refuse_what_they_would_ignore(client: httpx.Client, route: str):
+    client.post("/start_expert_distribution_record")
+    reply = client.post(route, json={"prompts": True, "timeout": None})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "prompts"
+    assert client.post(route, content=b"nonsense").json()["error"]["code"] == "invalid_json"
+    for options in ({}, {"json": {}}, {"json": {"prompts": None}}):
+        said = client.post(route, **options).text
+        assert "prompts" not in said
+        assert "JSON" not in said

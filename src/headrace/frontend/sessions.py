@@ -152,7 +152,7 @@ class Sessions:
         if caller.is_admin:
             scopes = [scope for scope, name in self._open if name == session_id] or scopes
         for scope in scopes:
-            self._drop(self._find(session_id, scope))
+            self._drop(self._find(session_id, scope, "session_id"))
 
     def begin(
         self,
@@ -169,7 +169,7 @@ class Sessions:
         """
         if params.id is None:
             raise RequestError("session_params needs the id of a session", "session_params")
-        session = self._find(params.id, tenant.scope)
+        session = self._find(params.id, tenant.scope, "session_params")
         session.used_s = self._clock()
         if rid in session.turns:
             raise RequestError(f"rid {rid[:100]!r} is a turn of this session already", "rid")
@@ -204,13 +204,14 @@ class Sessions:
         if turn.output_ids is None and turn.session.turns.get(turn.rid) is turn:
             self._remove(turn)
 
-    def _find(self, session_id: str, scope: str) -> _Session:
+    def _find(self, session_id: str, scope: str, field: str) -> _Session:
+        """Raises NotFoundError, which blames `field` of the request."""
         session = self._open.get((scope, session_id))
         if session is not None and session.is_stale(self._clock()):
             self._drop(session)
             session = None
         if session is None:
-            raise NotFoundError("session_params: there is no such session; it may have been closed", "session_params")
+            raise NotFoundError("there is no such session; it may have been closed", field)
         return session
 
     @staticmethod

@@ -116,8 +116,6 @@ class ControlAPI:
         info["served_model_name"] = context.model.name
         info["model_path"] = model_name_of(frontend.weights.model_path or context.args.model_path)
         info["weight_version"] = frontend.weights.version
-        if frontend.weights.model_path is not None:
-            info["model_path"] = model_name_of(frontend.weights.model_path)
         changed = await answer(frontend.changed_options())
         await exchange.reply_json(info | changed | {"frontend": await answer(frontend.counters())})
 
@@ -146,6 +144,7 @@ class ControlAPI:
     async def flush_cache(self, exchange: Exchange) -> None:
         """Empty the prefix cache; 409 with the reason when requests run or wait still after the time given."""
         options = exchange.read_query(FlushQuery)
+        await exchange.read_no_fields()
         async with exchange.until_client_leaves():
             reply = await self.context.frontend.flush_cache(options.timeout)
         await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)

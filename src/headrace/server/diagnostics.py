@@ -51,6 +51,7 @@ class DiagnosticsAPI:
 
     async def stop_profile(self, exchange: Exchange) -> None:
         """Write the trace."""
+        await exchange.read_no_fields()
         message = await self.context.frontend.stop_profile()
         await exchange.reply_json({"success": True, "message": message})
 
@@ -64,6 +65,7 @@ class DiagnosticsAPI:
 
     async def dump_requests(self, exchange: Exchange) -> None:
         """Write what the last requests were to the operator's folder; the file's name, and how many they are."""
+        await exchange.read_no_fields()
         name, count = await self.context.frontend.dump_requests()
         message = f"{count} requests are in {name}"
         await exchange.reply_json({"success": True, "message": message, "file": name, "num_requests": count})

@@ -26,14 +26,17 @@ class ExpertsAPI:
 
     async def start(self, exchange: Exchange) -> None:
         """Count from zero."""
+        await exchange.read_no_fields()
         await self.context.frontend.experts.start()
         await exchange.reply_json({"success": True, "message": "the choice of experts is being recorded"})
 
     async def stop(self, exchange: Exchange) -> None:
         """Count no more."""
+        await exchange.read_no_fields()
         await self.context.frontend.experts.stop()
         await exchange.reply_json({"success": True, "message": "the choice of experts is not recorded any more"})
 
     async def dump(self, exchange: Exchange) -> None:
         """What was counted, which begins again at zero."""
+        await exchange.read_no_fields()
         await exchange.reply_json({"success": True, **await self.context.frontend.experts.dump()})

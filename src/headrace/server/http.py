@@ -183,6 +183,13 @@ def _refuse_wide_integers(value: object) -> None:
             pending.extend(item.values())
 
 
+class _NoFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a route that has no fields."""
+
+
+_NO_FIELDS = msgspec.json.Decoder(_NoFields)
+
+
 class Exchange:
     """One request and its reply."""
 
@@ -245,6 +252,14 @@ class Exchange:
         finally:
             del body
             self.forget_body()
+
+    async def read_no_fields(self) -> None:
+        """For a route without fields: it needs no body, and one that asks for something is refused by name. Raises as `read_json`."""
+        body = await self.read_body()
+        if body.strip():
+            await self.bodies.decode(body, lambda text: decode_json(text, _NO_FIELDS), None)
+        del body
+        self.forget_body()
 
     async def read_body(self) -> bytes:
         """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives.

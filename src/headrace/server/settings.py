@@ -33,6 +33,7 @@ class SettingsAPI:
 
     async def freeze_gc(self, exchange: Exchange) -> None:
         """Leave what lives now out of garbage collection, in every process."""
+        await exchange.read_no_fields()
         await answer(self.context.frontend.freeze_gc())
         message = "what lives now is left out of garbage collection, in every process"
         await exchange.reply_json({"success": True, "message": message})
