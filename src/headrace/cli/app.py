@@ -218,9 +218,10 @@ def quantize(
         Path | None,
         typer.Option(help="Text to calibrate on, like what the model will see; default: Python's reference."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Use its first so many tokens.", min=1)] = 16384,
+    calibration_tokens: Annotated[int, typer.Option(help="Use its first N tokens.", min=1, metavar="N")] = 16384,
     check_tokens: Annotated[
-        int, typer.Option(help="Compare perplexities on so many tokens of other text afterwards; 0 = do not.", min=0)
+        int,
+        typer.Option(help="Compare perplexities on N tokens of other text afterwards; 0 = do not.", min=0, metavar="N"),
     ] = 4096,
 ) -> None:
     """Write a quantised checkpoint of a model (docs/quantization.md)."""
@@ -254,7 +255,7 @@ _Tokenizer = Annotated[str, typer.Option(help="Model (name or path) whose tokeni
 _Repeat = Annotated[int, typer.Option(help="Run all of it so often; figures are medians, with their spread.")]
 _Rate = Annotated[float | None, typer.Option(help="Poisson arrivals per second instead of the presets' closed loop.")]
 _Concurrency = Annotated[int | None, typer.Option(help="Requests in flight, instead of the presets' own.")]
-_NumRequests = Annotated[int | None, typer.Option(help="Only the first so many requests of each preset.")]
+_NumRequests = Annotated[int | None, typer.Option(help="Only the first N requests of each preset.", metavar="N")]
 _WarmUp = Annotated[int, typer.Option(help="Requests before the clock starts.")]
 _WorkloadSeed = Annotated[int, typer.Option(help="Seed of the prompts; peers were measured with the default.")]
 _Output = Annotated[Path | None, typer.Option(help="Write everything as JSON to this file.")]
@@ -359,7 +360,7 @@ def bench_step(
     repeat: Annotated[int, typer.Option(help="Steps of each shape.")] = 20,
     phases: Annotated[bool, typer.Option("--phases", help="Print the parts of a step as well.")] = False,
     busy_neighbours: Annotated[
-        int, typer.Option(help="Measure again beside so many processes of full load.", metavar="N")
+        int, typer.Option(help="Measure again beside N processes of full load.", metavar="N")
     ] = 0,
     output: _Output = None,
     *,

@@ -131,36 +131,38 @@ class ServerArgs:
     disable_recovery: bool = _opt(
         False, _S, "Do not start a dead scheduler or detokenizer again: answer every waiter with an error and leave."
     )
-    max_restarts: int = _opt(5, _S, "Leave when more than so many restarts are needed within ten minutes.", _COUNT)
+    max_restarts: int = _opt(5, _S, "Leave when more than N restarts are needed within ten minutes.", _COUNT)
     max_n: int = _opt(64, _S, "Most samples of one prompt.", _POSITIVE)
     max_batch_prompts: int = _opt(1024, _S, "Most prompts of one request.", _POSITIVE)
     max_body_bytes: int = _opt(32 << 20, _S, "Largest request body.", _POSITIVE)
-    stream_interval: int = _opt(1, _S, "Send a chunk every so many tokens of a stream.", _POSITIVE)
+    stream_interval: int = _opt(1, _S, "Send a chunk every N tokens of a stream.", _POSITIVE)
     incremental_streaming_output: bool = _opt(
         False, _S, "Chunks of /generate streams hold what is new, not all so far."
     )
-    drain_timeout_s: float = _opt(30.0, _S, "After SIGTERM, wait so long for running requests.", _SECONDS)
+    drain_timeout_s: float = _opt(
+        30.0, _S, "After SIGTERM, wait at most this many seconds for running requests.", _SECONDS
+    )
     request_timeout_s: float = _opt(
         0.0,
         _S,
-        "Abort a request after so long (408, or what there is when it has begun to answer); 0 = never.",
+        "Abort a request after this many seconds (408, or the tokens made so far once it has begun to answer); 0 = never.",
         _SECONDS,
     )
     queue_timeout_s: float = _opt(
-        0.0, _S, "Refuse a request (503) that has waited so long and never ran; 0 = never.", _SECONDS
+        0.0, _S, "Refuse a request (503) that has waited this many seconds without running; 0 = never.", _SECONDS
     )
     max_stream_buffer_bytes: int = _opt(
         1 << 20,
         _S,
-        "Abort a stream whose client leaves so much output unread, beyond what the socket holds.",
+        "Abort a stream whose client leaves more than N bytes of output unread, beyond what the socket holds.",
         _POSITIVE,
     )
     max_sessions: int = _opt(1000, _S, "Most sessions that are open at once.", _COUNT)
     max_session_tokens: int = _opt(4_000_000, _S, "Most tokens that all sessions together may hold.", _COUNT)
     session_timeout_s: float = _opt(
-        3600.0, _S, "Close a session that nobody has used for so long; 0 = never.", _SECONDS
+        3600.0, _S, "Close a session that nobody has used for this many seconds; 0 = never.", _SECONDS
     )
-    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after so long.", _SECONDS)
+    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after N seconds.", _SECONDS)
     custom_logit_processors: str = _opt(
         "",
         _S,
@@ -207,7 +209,10 @@ class ServerArgs:
         4096, _Q, "Reserve KV for at most N output tokens of a request, however many it may make.", _POSITIVE
     )
     priority_ageing_s: float = _opt(
-        10.0, _Q, "With policy priority: waiting so long raises the priority by one.", _SECONDS
+        10.0,
+        _Q,
+        "With policy priority: the priority of a waiting request rises by one each time it has waited this many seconds.",
+        _SECONDS,
     )
     enable_priority_preemption: bool = _opt(
         False, _Q, "With policy priority: a waiting request takes the place of running ones of much lower priority."
@@ -262,13 +267,13 @@ class ServerArgs:
         "With --log-requests: 1 = also the sampling parameters, 2 = also the first 2,048 characters of input and output, 3 = all of them. "
         "Input and output are private.",
     )
-    decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every so many steps; 0 = never.", _COUNT)
+    decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every N steps; 0 = never.", _COUNT)
     disable_metrics: bool = _opt(False, _O, "No /metrics.")
     metrics_compat: Literal["none", "vllm", "sglang"] = _opt(
         "none", _O, "Export the metrics under the names of another server too, for its dashboards."
     )
     timeline_requests: int = _opt(
-        1000, _O, "/v1/requests/{rid} tells what happened to each of so many finished requests; 0 = none.", _COUNT
+        1000, _O, "/v1/requests/{rid} has a timeline of each of the last N finished requests; 0 = none.", _COUNT
     )
     profile_dir: str | None = _opt(
         None, _O, "Folder that /start_profile may write traces to; without it there is no profiling.", _FILLED
@@ -300,7 +305,9 @@ class ServerArgs:
     watchdog_timeout_s: float = _opt(
         300.0, _O, "End the server when a step takes longer than this; 0 = never.", _SECONDS
     )
-    soft_watchdog_timeout_s: float = _opt(30.0, _O, "Warn when a loop stands still for so long; 0 = never.", _SECONDS)
+    soft_watchdog_timeout_s: float = _opt(
+        30.0, _O, "Warn when a loop stands still for this many seconds; 0 = never.", _SECONDS
+    )
     enable_fault_injection: bool = _opt(False, _O, "Test hook: accept fault requests. Never in production.")
 
     @property
