@@ -7,7 +7,8 @@ import pytest
 from frontend_fakes import turns
 from replica_fakes import Replicas
 
-from headrace.errors import CapacityError, ModelError, RequestError
+from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
+from headrace.messages.control import FlushCacheReq
 from headrace.messages.weights import (
     CancelUpdate,
     CommitUpdate,
@@ -174,6 +175,13 @@ async def test_an_update_that_a_silent_replica_holds_up_can_be_cancelled(replica
     assert (await replicas.done(updating, 0)).message == "cancelled; nothing has changed"
     assert (await replicas.done(replicas.operate(NEW), 0, 1)).success, "what it hears later does not disturb the next"
     assert states(replicas) == [DONE, DONE]
+
+
+async def test_who_asks_when_the_engine_is_gone_does_not_wait(replicas):
+    replicas.manager.fail_all("gone")
+    asking = replicas.manager._flushes.call(replicas.manager.link.replicas_up(), FlushCacheReq, 60.0)
+    with pytest.raises(ExecutionError, match="gone"):
+        await asking
 
 
 async def test_a_decided_update_is_not_cancelled_any_more(replicas):

@@ -47,6 +47,7 @@ class Communicator(Generic[R]):
         self._name = name
         self._ids = itertools.count(1)
         self._waiting: dict[int, _Waiting[R]] = {}
+        self._error: HeadraceError | None = None
 
     async def call(
         self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float
@@ -55,6 +56,8 @@ class Communicator(Generic[R]):
 
         Raises CapacityError when none does, ExecutionError when the replies do not come within `timeout_s` seconds, or `fail_all`'s error.
         """
+        if self._error is not None:
+            raise self._error
         waiting = _Waiting[R](asyncio.get_running_loop().create_future())
         asked = {next(self._ids): replica for replica in replicas if not replica.is_lost}
         waiting.missing.update(asked)
@@ -102,7 +105,8 @@ class Communicator(Generic[R]):
                 waiting.check()
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`."""
+        """Every waiter gets `error`, and so does everybody from now on: the engine is gone."""
+        self._error = error
         for waiting in self._waiting.values():
             if not waiting.done.done():
                 waiting.done.set_exception(error)

@@ -124,7 +124,7 @@ class WeightControl:
         self._replies.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`."""
+        """Every waiter gets `error`, from now on."""
         self._replies.fail_all(error)
 
     # -- what holds at once
