@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -91,6 +92,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
+    "zaya": {"num_experts_per_tok": 1},
     "mamba2": {"head_dim": 16, "num_heads": 8, "expand": 2},
 }
 _NESTED = ("text_config", "decoder", "decoder_config")
@@ -117,7 +119,9 @@ def _sizes(config_class: Any, model_type: str) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(config_class)}
     changes = {name: value for name, value in _SIZES.items() if name in fields}
     if "qk_rope_head_dim" in fields:
-        changes.pop("head_dim", None)  # derived from the parts of a head
+        changes.pop("head_dim", None)  # derived from the parts of a head, of which each query head has its own
+        changes.pop("index_head_dim", None)
+        changes["num_key_value_heads"] = changes["num_attention_heads"]
     for name in _NESTED:
         inner = config_class.sub_configs.get(name)
         if name in fields and inner is not None and dataclasses.is_dataclass(inner):
@@ -187,11 +191,7 @@ def attempt(model_type: str, folder: Path) -> Result:
                 return Result(model_type, "differs", f"{difference:.2g} in chunks {chunks}")
     except HeadraceError as error:
         return Result(model_type, "refused", error.message.replace(folder.name, "model"))
-    except Exception as error:
-        import traceback
-
-        if os.environ.get("TB"):
-            traceback.print_exc()
+    except Exception as error:  # what should have been a refusal
         return Result(model_type, "error", f"{type(error).__name__}: {error}")
     return Result(model_type, "runs", f"{difference:.1g}")
 
@@ -217,6 +217,28 @@ def in_a_process(model_type: str) -> Result:
     return result
 
 
+def markdown(results: list[Result]) -> str:
+    """The table of docs/models.md: families by what became of them, refused ones by the reason."""
+    groups: dict[str, list[str]] = {}
+    for result in results:
+        detail = " ".join(result.detail.split())
+        if result.outcome == "runs":
+            reason = "**runs**"
+        elif result.outcome == "refused":
+            detail = re.sub(
+                rf"^config\.json: |^model: |model.type {result.model_type}\S* (cannot be served: )?", "", detail
+            )
+            reason = re.sub(r"\d+", "N", detail)
+        else:
+            reason = f"*{result.outcome}*"
+        groups.setdefault(reason, []).append(f"`{result.model_type}`")
+    order = sorted(
+        groups, key=lambda reason: (reason != "**runs**", reason.startswith("*"), -len(groups[reason]), reason)
+    )
+    rows = [f"| {reason} | {', '.join(groups[reason])} |" for reason in order]
+    return "\n".join(["| | families |", "|---|---|", *rows])
+
+
 def main() -> int:
     """Print one line a type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -233,11 +255,10 @@ def main() -> int:
     for model_type in args.model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         result = in_a_process(model_type)
         results.append(result)
-        detail = " ".join(result.detail.split())
-        if args.markdown:
-            print(f"| `{model_type}` | {result.outcome} | {detail if result.outcome != 'runs' else ''} |", flush=True)
-        else:
-            print(f"{model_type:26} {result.outcome:9} {detail}", flush=True)
+        if not args.markdown:
+            print(f"{model_type:26} {result.outcome:9} {' '.join(result.detail.split())}", flush=True)
+    if args.markdown:
+        print(markdown(results))
     return int(any(result.outcome in ("differs", "error") for result in results))
 
 

@@ -44,7 +44,8 @@ OTHERS = {
     "opt": {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
     | {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "olmoe": _MIXTURE,
-    "phimoe": {**_SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {**_SHAPE, "sliding_window": 21, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "moshi": {**_SHAPE, "sliding_window": 21},  # a window that its code does not use
     "granitemoe": {**_SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_neox": {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"},
     "olmo2": _SHAPE,

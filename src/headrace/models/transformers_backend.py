@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -55,6 +56,7 @@ class _Step:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
+        self.masks_slide = False
         self.attention: AttentionBackend
         self.layers_called: list[int] = []
 
@@ -122,6 +124,8 @@ class TransformersLM:
         self._step = _Step(config)
         self._model = _make(config, placement)
         self._names = read_names(self._model)
+        # Some families have a window in their config and never mask by it: only those whose code makes such masks slide.
+        self._step.masks_slide = "create_sliding_window_causal_mask" in vars(sys.modules[type(self._model).__module__])
         self._tied_head: Linear | None = None
         self._linears: dict[str, Linear] = {}
         self._replace_linears(bool(config.tie_word_embeddings))
@@ -321,7 +325,12 @@ def attend(
         raise ModelError(
             f"model type {config.model_type} cannot be served: its attention is not plain and causal, it has {' and '.join(extra)}"
         )
-    if sliding_window is None and layer < len(config.layer_types) and config.layer_types[layer] == "sliding_attention":
+    if (
+        sliding_window is None
+        and step.masks_slide
+        and layer < len(config.layer_types)
+        and config.layer_types[layer] == "sliding_attention"
+    ):
         sliding_window = config.sliding_window
     spec = AttentionLayerSpec(
         layer_id=layer,
