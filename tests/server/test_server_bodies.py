@@ -177,6 +177,21 @@ def test_unknown_fields_are_named(client: httpx.Client):
     assert error["param"] == "sampling_params.topp"
 
 
+def test_values_that_may_be_given_are_named_when_another_one_is(client: httpx.Client):
+    def message(route: str, **body: object) -> str:
+        reply = client.post(route, json=body)
+        assert reply.status_code == 400
+        return str(reply.json()["error"]["message"])
+
+    assert message("/release_memory_occupation", tags=["weights", "all"]).startswith(
+        "tags[1]: 'all' is not one of 'cuda_graph', "
+    )
+    assert message("/configure_logging", log_requests_level=4) == "log_requests_level: 4 is not one of 0, 1, 2, 3"
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert "'low'" in message("/v1/chat/completions", **chat, reasoning_effort="very")
+    assert len(message("/v1/chat/completions", **chat, reasoning_effort="x" * 1_000_000)) < 500
+
+
 def test_missing_fields_are_named(client: httpx.Client):
     assert check_error(client.post("/v1/completions", json={"model": MODEL}))["param"] == "prompt"
     assert check_error(client.post("/v1/chat/completions", json={"model": MODEL}))["param"] == "messages"

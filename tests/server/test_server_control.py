@@ -271,5 +271,7 @@ def test_a_flush_may_wait(client: httpx.Client, server: Running):
     assert client.post("/flush_cache?timeout=2.5").status_code == 200
     assert client.post("/flush_cache").status_code == 200
     assert server.frontend.flush_timeouts == [2.5, 0.0]
-    for query in ("timeout=soon", "timout=1"):
-        assert client.post(f"/flush_cache?{query}").status_code == 400
+    for query, param in (("timeout=soon", "timeout"), ("timout=1", "timout")):
+        reply = client.post(f"/flush_cache?{query}")
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == param

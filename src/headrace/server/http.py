@@ -19,6 +19,7 @@ from headrace.errors import CapacityError, ExecutionError, HeadraceError, Reques
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.neutral import without_neutral
+from headrace.server.allowed_values import allowed_values
 from headrace.server.body import Bodies, has_long_number
 
 Scope = MutableMapping[str, Any]
@@ -36,6 +37,7 @@ encode_json = msgspec.json.Encoder().encode
 _RID_IN_HEADER = re.compile(r"[\x21-\x7e]{1,256}")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
+_WRONG_VALUE = re.compile(r"invalid enum value (.*)", re.DOTALL)
 _AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
 
 
@@ -126,7 +128,7 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         if has_long_number(body):
             _refuse_wide_integers(msgspec.json.decode(body))
     except msgspec.ValidationError as exc:
-        raise _field_error(str(exc)) from None
+        raise _field_error(str(exc), decoder.type) from None
     except msgspec.DecodeError as exc:
         raise RequestError(f"the body is not valid JSON: {exc}", code="invalid_json") from None
     except UnicodeDecodeError as exc:
@@ -146,8 +148,8 @@ def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     return decoder.decode(encode_json(without_neutral(given, decoder.type)))
 
 
-def _field_error(text: str) -> RequestError:
-    """A RequestError for a message of msgspec, with the field spelled as the client wrote it."""
+def _field_error(text: str, kind: object) -> RequestError:
+    """A RequestError for a message of msgspec about a body of type `kind`, with the field spelled as the client wrote it."""
     path = found[1] if (found := _AT_FIELD.search(text)) else ""
     reason = _AT_FIELD.sub("", text)
     if field := _UNKNOWN_FIELD.search(reason):
@@ -157,6 +159,8 @@ def _field_error(text: str) -> RequestError:
         name = _join(path, field[1])
         return RequestError(f"missing field {name!r}", name, "missing_field")
     reason = reason[:1].lower() + reason[1:]
+    if (value := _WRONG_VALUE.fullmatch(reason)) and (allowed := allowed_values(kind, path)):
+        reason = f"{_shorten(value[1])} is not one of {', '.join(map(repr, allowed))}"
     where = _shorten(path)
     return RequestError(f"{where}: {reason}" if where else f"the body is not as expected: {reason}", where or None)
 
@@ -239,7 +243,7 @@ class Exchange:
         try:
             return msgspec.convert({name: values[-1] for name, values in given.items()}, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise RequestError(f"query: {error}") from None
+            raise _field_error(str(error), kind) from None
 
     async def read_json(self, decoder: "msgspec.json.Decoder[T]", shorten: Callable[[bytes], bytes] | None = None) -> T:
         """The body decoded, see `decode_json` and `Bodies.decode`. Raises RequestError, TooLargeError, CapacityError, ClientGone."""

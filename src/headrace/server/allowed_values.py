@@ -1,0 +1,35 @@
+"""Which values a field of a body takes, for messages about one that it does not. Pure functions; any process."""
+
+import re
+from collections.abc import Iterator
+
+from msgspec import inspect
+
+_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+
+
+def allowed_values(kind: object, path: str) -> tuple[object, ...]:
+    """The values listed for what lies at `path` (as `tags[0]`) of a body of type `kind`; empty when none are."""
+    found = list(_alternatives(inspect.type_info(kind)))
+    for step in _STEP.findall(path):
+        found = [alternative for each in found for inner in _inside(each, step) for alternative in _alternatives(inner)]
+    return tuple(value for each in found if isinstance(each, inspect.LiteralType) for value in each.values)
+
+
+def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    if isinstance(kind, inspect.ListType) and step.startswith("["):
+        yield kind.item_type
+    elif isinstance(kind, inspect.DictType) and step.startswith("["):
+        yield kind.value_type
+    elif isinstance(kind, inspect.StructType):
+        yield from (field.type for field in kind.fields if field.encode_name == step)
+
+
+def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        for each in kind.types:
+            yield from _alternatives(each)
+    else:
+        yield kind
