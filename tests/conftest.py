@@ -8,11 +8,18 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from headrace.checkpoint.names import cache_dir
 
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# No verdict depends on how fast the machine is. In CI the examples are the same every time; elsewhere each run looks for new ones.
+settings.register_profile(
+    "headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=os.environ.get("CI") == "true"
+)
+settings.load_profile("headrace")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -375,18 +375,18 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_counts(engine: Engine) ->
     long = random_ids(1100, seed=9)
 
     for stream in (False, True):
-        with pytest.raises(RequestError, match=r"1100 tokens.*1024"):
+        with pytest.raises(RequestError, match=r"1024 tokens.*1100 in the messages"):
             list(engine.generate(input_ids=long, sampling_params=GREEDY, stream=stream))
-        with pytest.raises(RequestError, match=r"prompt 1.*1100 tokens.*1024"):
+        with pytest.raises(RequestError, match=r"prompt 1.*1024 tokens.*1100 in the messages"):
             list(engine.generate(input_ids=[[17], long], sampling_params=GREEDY, stream=stream))
     assert engine.generate(input_ids=[17], sampling_params=GREEDY)["meta_info"]["completion_tokens"] == 16
 
 
 def test_a_request_that_can_never_fit_the_pool_is_refused_and_the_engine_lives_on(tiny_model: str) -> None:
     with running_engine(tiny_model, max_total_tokens=64) as engine:
-        with pytest.raises(RequestError, match="only 4 tokens"):
+        with pytest.raises(RequestError, match=r"64 tokens.*60 in the messages, 16 in the completion"):
             engine.generate(input_ids=random_ids(60, seed=1), sampling_params=GREEDY)
-        with pytest.raises(RequestError, match=r"65 tokens.*64"):
+        with pytest.raises(RequestError, match=r"64 tokens.*65 in the messages"):
             engine.generate(input_ids=random_ids(65, seed=1), sampling_params=GREEDY)
         fits = engine.generate(input_ids=random_ids(48, seed=1), sampling_params=GREEDY)
 

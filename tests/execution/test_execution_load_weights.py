@@ -121,7 +121,6 @@ def test_a_load_format_that_is_not_the_files_is_refused(tmp_path: Path):
         ({"json_model_override_args": '{"num_hidden_layers": 3}'}, ModelError),
         ({"context_length": 97}, ConfigError),
         ({"dtype": "float16"}, ConfigError),
-        ({"attention_backend": "cpu", "page_size": 1}, ConfigError),
         ({"max_total_tokens": 15, "page_size": 16}, ConfigError),
         ({"mem_fraction_static": 1e-9}, ConfigError),
         ({"custom_logit_processors": "nonsense"}, ConfigError),

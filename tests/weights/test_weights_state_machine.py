@@ -225,7 +225,8 @@ class Operations(RuleBasedStateMachine):
             return
         self.rig.inbox.send(WeightOpReq(0, ResumeMemory(("kv_cache", "weights"))))
         self.operate(ContinueGeneration())
-        self.operate(DropUpdate(self.next_version - 1))
+        for number in range(1, self.next_version):
+            self.operate(DropUpdate(number))
         for lora_id in self.loras - {0}:
             self.rig.inbox.send(UnloadLoraReq(2 * lora_id + 1, lora_id))
         for _ in range(4000):
