@@ -128,6 +128,13 @@ def test_messages_may_carry_labels_of_the_client_s_own(client: httpx.Client, ser
     assert first.input_ids == second.input_ids
 
 
+def test_a_choice_of_words_may_be_left_empty(client: httpx.Client):
+    chat = GOOD["/v1/chat/completions"]
+    assert client.post("/v1/chat/completions", json=chat | {"reasoning_effort": ""}).status_code == 200
+    assert client.post("/v1/chat/completions", json=chat | {"reasoning_effort": "most"}).status_code == 400
+    assert client.post("/v1/chat/completions", json={"messages": [{"role": "", "content": "a"}]}).status_code == 400
+
+
 def test_template_arguments_that_ask_for_nothing(client: httpx.Client):
     chat = GOOD["/v1/chat/completions"]
     for kwargs in ({"enable_thinking": False}, {"thinking": None}):

@@ -139,20 +139,21 @@ def asks_for_nothing(name: str, value: object) -> bool:
 def without_neutral(body: object, kind: type[Any]) -> object:
     """`body` (of JSON types) without the fields that `kind`, a Struct, need not know. What it can decode as it is, it keeps.
 
-    Dropped are unknown fields that ask for nothing, and null, [] and {} where a known field that may be left out does not
-    take them. What is nested in fields that hold structs is treated alike. `body` itself is not changed.
+    Dropped are unknown fields that ask for nothing, and null, [], {} and (in a choice of words) "" where a known field that may be left
+    out does not take them. What is nested in fields that hold structs is treated alike. `body` itself is not changed.
     """
     return _pruned(body, _shape_of(cast(Hashable, kind)))
 
 
 @dataclass(slots=True)
 class _Field:
-    """What may stand in a field. inner: of the struct it holds, alone or in a list; None = none."""
+    """What may stand in a field. takes_words: some words only. inner: of the struct it holds, alone or in a list; None = none."""
 
     required: bool
     takes_null: bool
     takes_list: bool
     takes_object: bool
+    takes_words: bool
     inner: "_Shape | None"
 
 
@@ -179,6 +180,8 @@ def _is_left_out(value: object, field: _Field) -> bool:
     """`value` is an empty one that the field cannot hold."""
     if value is None:
         return not field.takes_null
+    if value == "":
+        return field.takes_words
     if isinstance(value, list) and not value:
         return field.takes_object and not field.takes_list
     if isinstance(value, dict) and not value:
@@ -205,6 +208,8 @@ def _field(field: inspect.Field) -> _Field:
         takes_null=any(isinstance(kind, (inspect.NoneType, inspect.AnyType)) for kind in kinds),
         takes_list=bool(lists) or any(isinstance(kind, inspect.AnyType) for kind in kinds),
         takes_object=any(isinstance(kind, (inspect.DictType, inspect.StructType, inspect.AnyType)) for kind in kinds),
+        takes_words=any(isinstance(kind, inspect.LiteralType) for kind in kinds)
+        and not any(isinstance(kind, (inspect.StrType, inspect.AnyType)) for kind in kinds),
         inner=_shape_of(structs[0].cls) if structs else None,
     )
 
