@@ -25,7 +25,7 @@ import transformers
 
 import headrace
 from headrace.checkpoint.names import resolve_model
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer, load_tokenizer
 from headrace.weight_sync.sender import WeightSender, describe
 
 LOGPROB_TOLERANCE = 2e-3

@@ -32,7 +32,7 @@ from headrace.benchmark.targets import OpenAITarget
 from headrace.benchmark.workloads import CHECK_TEXTS, TokenIds
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import ConfigError
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 PEERS = {"llama.cpp": peer_llama_cpp.command_for, "openvino": peer_openvino.command_for}
 OURS = "Headrace"

@@ -44,14 +44,14 @@ from headrace.metrics.watchdog import Watchdog
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.checkpoint.model_config import ModelConfig
-    from headrace.frontend.chat_templates import ChatTemplate
     from headrace.frontend.spans import Spans
     from headrace.frontend.tokenizer_manager import TokenizerManager
-    from headrace.frontend.tokenizers import Tokenizer
     from headrace.metrics.catalog import Metrics
     from headrace.scheduler.state import SchedulerConfig
     from headrace.server.context import ServedModel
+    from headrace.text.chat_templates import ChatTemplate
     from headrace.text.stop import StopMatcher
+    from headrace.text.tokenizers import Tokenizer
 
 logger = log.get_logger(__name__)
 
@@ -83,7 +83,7 @@ def read_model_config(args: ServerArgs) -> "ModelConfig":
 def open_tokenizer(args: ServerArgs) -> "Tokenizer":
     """The tokenizer of the model, or the one of --tokenizer-path."""
     from headrace.frontend.no_tokenizer import NoTokenizer
-    from headrace.frontend.tokenizers import load_tokenizer
+    from headrace.text.tokenizers import load_tokenizer
 
     if args.skip_tokenizer_init:
         return NoTokenizer()
@@ -92,7 +92,7 @@ def open_tokenizer(args: ServerArgs) -> "Tokenizer":
 
 def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
     """The template of --chat-template or the model's own; None when there is none."""
-    from headrace.frontend.chat_templates import chat_template_of, read_template_argument
+    from headrace.text.chat_templates import chat_template_of, read_template_argument
 
     override = read_template_argument(args.chat_template) if args.chat_template else None
     try:
@@ -228,7 +228,7 @@ def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, sta
 
 def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
     """Turn ids into text until a ShutdownReq."""
-    from headrace.frontend.detokenizer_manager import DetokenizerManager
+    from headrace.text.detokenizer_manager import DetokenizerManager
 
     receiver = channels.receiver("to_detokenizer")
     watchdog = Watchdog("detokenizer", args.soft_watchdog_timeout_s)

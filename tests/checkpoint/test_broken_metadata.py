@@ -13,7 +13,7 @@ from headrace.checkpoint.model_config import load_model_config, parse_hf_config
 from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
-from headrace.frontend.tokenizers import load_tokenizer
+from headrace.text.tokenizers import load_tokenizer
 
 T = TypeVar("T")
 CONFIGS = {

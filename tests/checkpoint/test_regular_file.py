@@ -11,7 +11,7 @@ from headrace.checkpoint.lora import LoraCheckpoint
 from headrace.checkpoint.regular_file import open_regular
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
-from headrace.frontend.chat_templates import read_template_argument
+from headrace.text.chat_templates import read_template_argument
 
 CONFIG = {
     "model_type": "llama",

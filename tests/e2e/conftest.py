@@ -12,7 +12,7 @@ import model_harness
 import transformers
 
 from headrace.checkpoint.names import resolve_model
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from scripted_output import END_ID
 
 from headrace.errors import RequestError
 from headrace.frontend.engine import Engine
-from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import InternalState
+from headrace.text.tokenizers import Tokenizer
 
 SCRIPTED = {"custom_logit_processors": "play=scripted_output:play"}
 WORLD = "Ünïcödé 漢字かな交じり 한국어 😀👩‍👩‍👧‍👦🏴‍☠️🇫🇷 e\u0301 שלום"

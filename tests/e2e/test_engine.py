@@ -16,7 +16,7 @@ from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.frontend.engine import Engine
 from headrace.frontend.runtime import Runtime
-from headrace.frontend.tokenizers import Tokenizer
+from headrace.text.tokenizers import Tokenizer
 
 PROMPTS = [
     "The capital of France is",

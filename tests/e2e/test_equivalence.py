@@ -29,7 +29,7 @@ from engines import (
 )
 
 from headrace.frontend.engine import Engine
-from headrace.frontend.tokenizers import Tokenizer
+from headrace.text.tokenizers import Tokenizer
 
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
 CASES = make_cases([1, 17, 64, 130, 200], SAMPLINGS)

@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from server_process import ServerProcess, events, serving
 
-from headrace.frontend.tokenizers import Tokenizer
+from headrace.text.tokenizers import Tokenizer
 
 MODEL = "smollm2"
 MESSAGES: list[ChatCompletionMessageParam] = [

@@ -7,7 +7,6 @@ import threading
 import msgspec
 
 from headrace.config.server_args import ServerArgs
-from headrace.frontend.detokenizer_manager import DetokenizerManager
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalChannels
 from headrace.messages.control import (
@@ -25,6 +24,7 @@ from headrace.messages.control import (
 from headrace.messages.outputs import BatchTokenIDOut, DecodeOptions, FinishReason, SampleStats, TokenIDOut
 from headrace.messages.packing import pack_int32, unpack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, GenerateReqInput, TokenizedGenerateReqInput
+from headrace.text.detokenizer_manager import DetokenizerManager
 
 EOS = 256
 VOCAB_SIZE = 257

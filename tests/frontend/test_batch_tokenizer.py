@@ -7,7 +7,7 @@ import pytest
 from frontend_fakes import ByteTokenizer, turns
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.frontend.batch_tokenizer import (
+from headrace.text.batch_tokenizer import (
     BATCH_CHARACTERS,
     INLINE_CHARACTERS,
     LONG_CHARACTERS,

@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import ModelError, RequestError
-from headrace.frontend.chat_templates import (
+from headrace.text.chat_templates import (
     RESERVED_KWARGS,
     ChatTemplate,
     chat_template_of,
@@ -16,7 +16,7 @@ from headrace.frontend.chat_templates import (
     read_template_argument,
     with_joined_parts,
 )
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 SMOLLM2 = load_tokenizer(resolve_model("smollm2"))
 CHATML = chat_template_of(SMOLLM2)

@@ -5,7 +5,6 @@ from frontend_fakes import EOS, ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.frontend.detokenizer_manager import DetokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ShutdownReq
 from headrace.messages.outputs import (
@@ -17,6 +16,7 @@ from headrace.messages.outputs import (
     TokenIDOut,
 )
 from headrace.messages.packing import pack_int32
+from headrace.text.detokenizer_manager import DetokenizerManager
 from headrace.text.incremental import IncrementalDecoder
 from headrace.text.stop import StopMatcher
 
@@ -213,7 +213,7 @@ def test_a_rid_that_is_used_again_starts_afresh():
 
 
 def test_the_loop_serves_until_told_to_leave_and_gives_signs_of_life(monkeypatch):
-    monkeypatch.setattr("headrace.frontend.detokenizer_manager.HEARTBEAT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("headrace.text.detokenizer_manager.HEARTBEAT_INTERVAL_S", 0.0)
     detokenizer = Detokenizer()
     detokenizer.inbox.send(BatchTokenIDOut((detokenizer.row("r", [97], LENGTH),)))
     detokenizer.inbox.send(AbortReq())  # not for it

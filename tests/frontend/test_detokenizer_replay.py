@@ -3,10 +3,10 @@
 import pytest
 from frontend_fakes import ByteTokenizer
 
-from headrace.frontend.detokenizer_manager import DetokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.outputs import BatchTokenIDOut, DecodeOptions, FinishReason, TokenIDOut
 from headrace.messages.packing import pack_int32
+from headrace.text.detokenizer_manager import DetokenizerManager
 
 TEXT = "wörld 😀 and STO and then STOP after"
 STOP = "STOP"

@@ -13,8 +13,8 @@ from headrace.messages.control import ProfileReq
 POINTS = {
     "timelines": ("headrace.frontend.tokenizer_manager.Timeline", None),
     "number of adapters": ("headrace.frontend.adapters.Adapters.check_number", None),
-    "tokenizing": ("headrace.frontend.batch_tokenizer.AsyncDynamicBatchTokenizer.encode", None),
-    "bad words": ("headrace.frontend.batch_tokenizer.AsyncDynamicBatchTokenizer.encode_words", None),
+    "tokenizing": ("headrace.text.batch_tokenizer.AsyncDynamicBatchTokenizer.encode", None),
+    "bad words": ("headrace.text.batch_tokenizer.AsyncDynamicBatchTokenizer.encode_words", None),
     "session": ("headrace.frontend.sessions.Sessions.begin", None),
     "parameters": ("headrace.sampling.params.SamplingParams.resolve", None),
     "packing": ("headrace.frontend.tokenizer_manager.pack_int32", None),

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from headrace.checkpoint.gguf import GgufFile
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import ModelError, RequestError
-from headrace.frontend.tokenizers import (
+from headrace.text.tokenizers import (
     RenderedPrompt,
     Segment,
     SpecialTexts,

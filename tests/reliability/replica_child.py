@@ -22,7 +22,6 @@ from headrace.checkpoint.weight_cache import identity  # noqa: E402
 from headrace.config.server_args import ServerArgs  # noqa: E402
 from headrace.errors import ModelError  # noqa: E402
 from headrace.frontend.data_parallel_controller import FanOutSender  # noqa: E402
-from headrace.frontend.detokenizer_manager import DetokenizerManager  # noqa: E402
 from headrace.messages.channel import Channels  # noqa: E402
 from headrace.messages.control import ReadyInfo  # noqa: E402
 from headrace.messages.step import StepResult  # noqa: E402
@@ -31,6 +30,7 @@ from headrace.metrics.watchdog import Watchdog  # noqa: E402
 from headrace.scheduler.kv_manager import KVManager  # noqa: E402
 from headrace.scheduler.scheduler import Scheduler  # noqa: E402
 from headrace.scheduler.state import SchedulerConfig  # noqa: E402
+from headrace.text.detokenizer_manager import DetokenizerManager  # noqa: E402
 
 EOS_EVERY = 2
 """Every second token or so is another: a few of them tell weights apart."""

@@ -18,10 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import HeadraceError, NotFoundError, RequestError
-from headrace.frontend.chat_templates import ChatTemplate
 from headrace.frontend.prompts import CallLimits, split_call
 from headrace.frontend.runtime_settings import LimitChanges, Limits
-from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -31,6 +29,8 @@ from headrace.sampling.params import GenerationDefaults
 from headrace.server.app import create_app
 from headrace.server.context import ServedModel, ServerStatus
 from headrace.server.listener import Server
+from headrace.text.chat_templates import ChatTemplate
+from headrace.text.tokenizers import Tokenizer
 
 MODEL = "org/tiny"
 CONTEXT_LENGTH = 512

@@ -11,8 +11,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from headrace.errors import CapacityError, ExecutionError
-from headrace.frontend.chat_templates import ChatTemplate
 from headrace.server.openai.protocol import NO_EFFECT, ChatCompletionRequest, CompletionRequest
+from headrace.text.chat_templates import ChatTemplate
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = "Hello, wörld 🙂!"

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.checkpoint.names import resolve_model
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
 from headrace.text.incremental import IncrementalDecoder
+from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 SMOLLM2 = load_tokenizer(resolve_model("smollm2"))
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
-from headrace.frontend.tokenizers import load_tokenizer
 from headrace.text.incremental import IncrementalDecoder
 from headrace.text.stop import HoldBack, StopMatch, StopMatcher
 from headrace.text.stop_patterns import check_stop_regex
+from headrace.text.tokenizers import load_tokenizer
 
 TOKENIZER = load_tokenizer(resolve_model("smollm2"))
 

@@ -15,7 +15,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from headrace.checkpoint.names import resolve_model  # noqa: E402
-from headrace.frontend.tokenizers import load_tokenizer  # noqa: E402
+from headrace.text.tokenizers import load_tokenizer  # noqa: E402
 
 
 def save(folder: Path, seed: int, tied: bool) -> str:

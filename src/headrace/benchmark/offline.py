@@ -15,7 +15,7 @@ from headrace.benchmark.targets import EngineTarget
 from headrace.checkpoint.names import resolve_model
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.engine import Engine
-from headrace.frontend.tokenizers import load_tokenizer
+from headrace.text.tokenizers import load_tokenizer
 
 
 def run_offline(server_args: ServerArgs, options: LoadOptions, console: Console) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from headrace.benchmark.workloads import (
 )
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import ConfigError
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from headrace.errors import ConfigError
 from headrace.execution.calibrate import quantize_checkpoint
 from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner, perplexity
-from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
 from headrace.kernels import cpu
+from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 _HELD_OUT_EVERY = 4  # one topic in so many is never calibrated on
 _WINDOW = 512

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import models
 
 from headrace.frontend.prompts import refuse_text
-from headrace.frontend.tokenizers import RenderedPrompt, Tokenizer
+from headrace.text.tokenizers import RenderedPrompt, Tokenizer
 
 
 class NoTokenizer(Tokenizer):

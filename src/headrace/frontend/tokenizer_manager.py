@@ -29,7 +29,6 @@ from headrace.errors import (
     RequestError,
 )
 from headrace.frontend.adapters import Adapters
-from headrace.frontend.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
@@ -100,6 +99,7 @@ from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams, SamplingParams
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 
 logger = get_logger(__name__)
 

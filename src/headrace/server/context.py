@@ -13,14 +13,14 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
-from headrace.frontend.chat_templates import ChatTemplate
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, Limits
 from headrace.frontend.tenants import Caller
-from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
+from headrace.text.chat_templates import ChatTemplate
+from headrace.text.tokenizers import Tokenizer
 
 T = TypeVar("T")
 Soon: TypeAlias = T | Awaitable[T]

@@ -1,1 +1,1 @@
-"""Text as it grows token by token: incremental decoding and stop matching."""
+"""Text and token ids: tokenizers, chat templates, the detokenizer, incremental decoding and stop matching."""

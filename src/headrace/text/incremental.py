@@ -13,7 +13,7 @@ _MAX_HELD_TOKENS = 32  # of a decoder without fixed bytes whose text keeps endin
 
 
 class TokenText(Protocol):
-    """What decoding needs of a tokenizer; `headrace.frontend.tokenizers.Tokenizer` is one."""
+    """What decoding needs of a tokenizer; `headrace.text.tokenizers.Tokenizer` is one."""
 
     fixed_bytes: bool
     strips_first_space: bool

@@ -9,9 +9,6 @@ import re
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
-from headrace.frontend.batch_tokenizer import refuse_too_long
-from headrace.frontend.chat_templates import RESERVED_KWARGS
-from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.neutral import is_empty
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
@@ -29,6 +26,9 @@ from headrace.server.openai.base import (
 )
 from headrace.server.openai.protocol import MAX_LOGPROBS, ROLES, ChatCompletionRequest, ChatMessage, refuse_unsupported
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
+from headrace.text.batch_tokenizer import refuse_too_long
+from headrace.text.chat_templates import RESERVED_KWARGS
+from headrace.text.tokenizers import Tokenizer
 
 _MESSAGE_FIELDS_NOT_YET = (
     "audio",

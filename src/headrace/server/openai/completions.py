@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from headrace.errors import RequestError
-from headrace.frontend.tokenizers import Tokenizer
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Output, ServingContext
 from headrace.server.http import encode_json
@@ -27,6 +26,7 @@ from headrace.server.openai.base import (
 from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 from headrace.text.incremental import IncrementalDecoder
+from headrace.text.tokenizers import Tokenizer
 
 
 class CompletionServing(OpenAIServingBase[CompletionRequest]):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.frontend.tokenizers import Tokenizer
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, MAX_LOGPROBS, GenerationRequest
+from headrace.text.tokenizers import Tokenizer
 
 
 def check_token_details(request: GenerationRequest) -> None:

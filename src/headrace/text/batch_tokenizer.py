@@ -26,7 +26,7 @@ USUAL_CHARACTERS = 8
 
 
 class TextTokenizer(Protocol):
-    """What the front end needs of a tokenizer; see `frontend.tokenizers.Tokenizer`."""
+    """What the front end needs of a tokenizer; see `text.tokenizers.Tokenizer`."""
 
     @property
     def bos_id(self) -> int | None:

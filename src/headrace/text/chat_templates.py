@@ -30,7 +30,7 @@ import jinja2.sandbox
 
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError, RequestError
-from headrace.frontend.tokenizers import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
+from headrace.text.tokenizers import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
 
 MAX_RENDERED_CHARS: Final = 16_000_000
 MAX_RENDER_SECONDS: Final = 5.0

@@ -1,0 +1,38 @@
+"""Text to token ids and back, for the checkpoint that is served.
+
+Owns `Tokenizer`, a wrapper of the `tokenizers` library, and its making from a Hugging Face folder (`folder.py`) or from GGUF metadata (`gguf.py`).
+Does not render chat templates (`chat_templates.py`) and does not follow streams (`incremental.py`). Used by the
+main process and by the detokenizer process; imports neither torch nor, except for folders with only a sentencepiece
+model, transformers. A Tokenizer may be used from several threads.
+
+Text of users is never read as special tokens: `encode` recognises them only when told to, and `encode_rendered` only where
+the chat template wrote them.
+"""
+
+from pathlib import Path
+
+from headrace.checkpoint.gguf import GgufFile
+from headrace.text.tokenizers.base import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
+from headrace.text.tokenizers.folder import tokenizer_from_folder
+from headrace.text.tokenizers.gguf import tokenizer_from_gguf
+
+__all__ = [
+    "RenderedPrompt",
+    "Segment",
+    "SpecialTexts",
+    "Tokenizer",
+    "check_unicode",
+    "load_tokenizer",
+    "tokenizer_from_folder",
+    "tokenizer_from_gguf",
+]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint: a Hugging Face folder or a GGUF file. Raises ModelError."""
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) == 1 and not (path / "config.json").is_file():
+            return tokenizer_from_gguf(GgufFile(found[0]))
+        return tokenizer_from_folder(path)
+    return tokenizer_from_gguf(GgufFile(path))

@@ -1,0 +1,336 @@
+"""`Tokenizer`: the vocabulary of one model, ids to text and back. See the package's text."""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from headrace.errors import RequestError
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of a rendered prompt. template: special tokens in it are meant; else it is user text that looks like one."""
+
+    text: str
+    template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A chat rendered to text. The segments joined are the text."""
+
+    text: str
+    segments: tuple[Segment, ...]
+
+
+class SpecialTexts:
+    """Finds the texts of special tokens in a string: leftmost first, and of those the longest, as the library does."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = frozenset(text for text in texts if text)
+        self._lengths: dict[str, tuple[int, ...]] = {}
+        for first in {text[0] for text in self._texts}:
+            lengths = {len(text) for text in self._texts if text[0] == first}
+            self._lengths[first] = tuple(sorted(lengths, reverse=True))
+        firsts = "".join(re.escape(first) for first in sorted(self._lengths))
+        self._start = re.compile(f"[{firsts}]") if firsts else None
+        # A special token that a user wrote has one of these at its ends.
+        self.edges = frozenset(edge for text in self._texts for edge in (text[0], text[-1]))
+
+    def find(self, text: str) -> Iterator[tuple[int, int]]:
+        """(start, end) of every special text, in order, not overlapping. Time is linear in the text."""
+        if self._start is None:
+            return
+        at = 0
+        while found := self._start.search(text, at):
+            start = found.start()
+            at = start + 1
+            for length in self._lengths[text[start]]:
+                found_text = text[start : start + length]
+                if found_text in self._texts:
+                    at = start + len(found_text)
+                    yield start, at
+                    break
+
+
+class Tokenizer:
+    """The vocabulary of one model.
+
+    bos_id, pad_id: None when the model has none. eos_ids: what ends a text, possibly empty. vocab_size: ids are below it.
+    special_ids: tokens that `skip_special_tokens` leaves out. special_texts: finds their texts in a string.
+    chat_template: the checkpoint's own, by name ("default", "tool_use" ...); empty when there is none.
+    named_tokens: texts of special tokens by role (`bos_token` ...), which chat templates use.
+    fixed_bytes: every token stands for the same bytes wherever it is, so text is the concatenation of the tokens' bytes
+    (byte-level BPE, and sentencepiece with byte fallback). strips_first_space: the first space of a text is not shown.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        pad_id: int | None = None,
+        chat_template: dict[str, str] | None = None,
+        named_tokens: dict[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {token.content: token for token in added.values()}
+        self._added_ids = {token.content: index for index, token in added.items()}
+        self.bos_id = bos_id
+        self.eos_ids = tuple(eos_ids)
+        self.pad_id = pad_id
+        self.chat_template = chat_template or {}
+        self.named_tokens = named_tokens or {}
+        self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(index + 1 for index in added)])
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_texts = SpecialTexts(token.content for token in added.values() if token.special)
+        self._sentinels = {
+            (lstrip, rstrip): f"\ue000{secrets.token_hex(8)}{lstrip:d}{rstrip:d}\ue001"
+            for lstrip in (False, True)
+            for rstrip in (False, True)
+        }
+        self._plain = _without_specials(backend, self._sentinels)
+        self._sentinel_ids = {self._plain.token_to_id(text) for text in self._sentinels.values()}
+        self._pieces, self.strips_first_space = _fixed_pieces(backend)
+        self.fixed_bytes = self._pieces is not None
+
+    # --- encoding
+
+    def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        add_special_tokens: begin (and end) as the model wants a text to begin, usually with bos.
+        allow_special: read the texts of special tokens as these tokens; otherwise they are ordinary characters.
+        Raises RequestError for text that is not Unicode (a lone surrogate).
+        """
+        return self.encode_batch([text], add_special_tokens, allow_special)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
+    ) -> list[list[int]]:
+        """As `encode`, for several texts at once on several cores."""
+        backend = self._backend if allow_special else self._plain
+        try:
+            # Also for one text: `encode` of the library keeps the GIL for as long as it takes.
+            return [item.ids for item in backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        except (TypeError, UnicodeEncodeError):
+            for text in texts:
+                check_unicode(text)
+            raise
+
+    def encode_rendered(self, prompt: RenderedPrompt) -> list[int]:
+        """Token ids of a rendered chat; no bos is added, the template writes it.
+
+        Ordinary chats give exactly the ids of the rendered text. Where a user wrote the text of a special token, the
+        template's own special tokens are first replaced by sentinels nobody can guess, the text is encoded in one piece
+        with special tokens off, and the sentinels' ids are then replaced by those of the special tokens. So merges across
+        the border of template and user text are the same as ever. Raises RequestError as `encode`.
+        """
+        check_unicode(prompt.text)
+        if all(segment.template for segment in prompt.segments):
+            return list(self._backend.encode_batch_fast([prompt.text], add_special_tokens=False)[0].ids)
+        text, own = self._hide_template_specials(prompt)
+        ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        in_order = iter(own)
+        return [next(in_order) if index in self._sentinel_ids else index for index in ids]
+
+    def _hide_template_specials(self, prompt: RenderedPrompt) -> tuple[str, list[int]]:
+        """The text with the template's special tokens as sentinels, and the ids of these tokens in order."""
+        parts: list[str] = []
+        own: list[int] = []
+        for segment in prompt.segments:
+            at = 0
+            if segment.template:
+                for start, end in self.special_texts.find(segment.text):
+                    token = self._added[segment.text[start:end]]
+                    parts += [segment.text[at:start], self._sentinels[token.lstrip, token.rstrip]]
+                    own.append(self._added_ids[token.content])
+                    at = end
+            parts.append(segment.text[at:])
+        return "".join(parts), own
+
+    # --- decoding
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Text of token ids. Ids outside the vocabulary have no text; bytes that are no UTF-8 become U+FFFD.
+
+        spaces_between_special_tokens: False keeps a decoder that joins tokens with spaces from putting one beside a special
+        token. Decoders whose tokens carry their own spaces (nearly all) never put one there.
+        """
+        if skip_special_tokens:
+            ids = [index for index in ids if index not in self.special_ids]
+        if self._pieces is not None:
+            text = b"".join([self._pieces[index] for index in ids]).decode(errors="replace")
+            return text[1:] if self.strips_first_space and text.startswith(" ") else text
+        ids = [index for index in ids if 0 <= index < 2**32]
+        if spaces_between_special_tokens or skip_special_tokens:
+            return self._backend.decode(ids, skip_special_tokens=False)
+        return "".join(self._backend.decode(run, skip_special_tokens=False) for run in self._runs(ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, empty for an id outside the vocabulary. Only where `fixed_bytes`."""
+        assert self._pieces is not None, "tokens of this tokenizer have no fixed bytes"
+        return self._pieces[token_id]
+
+    def _runs(self, ids: Sequence[int]) -> Iterator[list[int]]:
+        """Cut before and after every special token."""
+        run: list[int] = []
+        for index in ids:
+            if index in self.special_ids:
+                yield from ([run, [index]] if run else [[index]])
+                run = []
+            else:
+                run.append(index)
+        if run:
+            yield run
+
+    # --- vocabulary
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token (not its text), None for an id outside."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry, None when there is none."""
+        return self._backend.token_to_id(token) if _is_unicode(token) else None
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` reads back as this tokenizer."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = dict(self.named_tokens)
+        if self.chat_template:
+            config["chat_template"] = [
+                {"name": name, "template": template} for name, template in self.chat_template.items()
+            ]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id of the special tokens."""
+        return {text: self._added_ids[text] for text, token in self._added.items() if token.special}
+
+
+def check_unicode(text: str) -> None:
+    """Raise RequestError unless the text is Unicode, naming the place of the lone surrogate."""
+    if not isinstance(text, str):
+        raise RequestError(f"expected text, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        raise RequestError(f"the text is not valid Unicode: lone surrogate at character {err.start}") from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def frame_texts(backend: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> None:
+    """Make the backend put bos before and eos after a text."""
+    frame = {index: str(backend.id_to_token(index)) for index in (bos, eos) if index is not None}
+    single = [f"{frame[bos]}:0"] if bos is not None else []
+    single.append("$A:0")
+    if eos is not None:
+        single.append(f"{frame[eos]}:0")
+    special_tokens = [(token, index) for index, token in frame.items()]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
+
+
+def _without_specials(backend: tokenizers.Tokenizer, sentinels: dict[tuple[bool, bool], str]) -> tokenizers.Tokenizer:
+    """A twin that reads special tokens as text and knows the sentinels. The vocabulary is shared, not copied."""
+    twin = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        twin.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        twin.pre_tokenizer = backend.pre_tokenizer
+    if backend.post_processor is not None:
+        twin.post_processor = backend.post_processor
+    added = backend.get_added_tokens_decoder()
+    twin.add_tokens([added[index] for index in sorted(added)])
+    if any(twin.token_to_id(token.content) != index for index, token in added.items()):
+        # Ids with holes between them cannot be given again in order: read the whole tokenizer twice instead.
+        twin = tokenizers.Tokenizer.from_str(backend.to_str())
+    twin.encode_special_tokens = True
+    twin.add_tokens(
+        [
+            AddedToken(text, lstrip=lstrip, rstrip=rstrip, normalized=False, special=False)
+            for (lstrip, rstrip), text in sentinels.items()
+        ]
+    )
+    return twin
+
+
+class _Pieces(dict[int, bytes]):
+    """Bytes of tokens, worked out when first asked for. An id outside the vocabulary is empty and not remembered."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool) -> None:
+        super().__init__()
+        self._backend = backend
+        self._byte_of = _byte_level_alphabet() if byte_level else None
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        piece = self[token_id] = self._bytes(token)
+        return piece
+
+    def _bytes(self, token: str) -> bytes:
+        if self._byte_of is None:
+            byte = _BYTE_PIECE.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+        try:
+            return bytes([self._byte_of[char] for char in token])
+        except KeyError:
+            return token.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the other bytes follow from U+0100.
+
+    Radford et al., 2019 (GPT-2), `bytes_to_unicode`.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _fixed_pieces(backend: tokenizers.Tokenizer) -> tuple[_Pieces | None, bool]:
+    """(bytes of each token or None when they depend on their place, whether the first space of a text is dropped)."""
+    if backend.decoder is None:
+        return None, False
+    decoder = json.loads(backend.decoder.__getstate__())
+    if decoder["type"] == "ByteLevel":
+        return _Pieces(backend, byte_level=True), False
+    if decoder["type"] != "Sequence":
+        return None, False
+    steps = decoder["decoders"]
+    if len(steps) == 1 and steps[0]["type"] == "ByteLevel":
+        return _Pieces(backend, byte_level=True), False
+    spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if [step["type"] for step in steps[:3]] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == spaces:
+        if not steps[3:]:
+            return _Pieces(backend, byte_level=False), False
+        if steps[3:] == [strip]:
+            return _Pieces(backend, byte_level=False), True
+    return None, False

@@ -1,0 +1,165 @@
+"""A tokenizer from the metadata of a GGUF file."""
+
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from headrace.checkpoint.gguf import GgufFile
+from headrace.errors import ModelError
+from headrace.text.tokenizers.base import Tokenizer, frame_texts
+
+# token types of GGUF
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# How the kinds of `tokenizer.ggml.pre` cut text before the byte pairs are merged; the patterns are those of the models'
+# own tokenizer.json files. "gpt2" means GPT-2's pattern, which the library has built in; "digits" that with every digit
+# alone, as StarCoder and SmolLM have it.
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_GPT2_KINDS = ("gpt-2", "gpt2", "olmo", "mpt", "phi-2", "jais", "default")
+_DIGIT_KINDS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+_PATTERN_KINDS = {
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "megrez": _QWEN2_SPLIT,
+}
+_LLAMA3_KINDS = ("llama-bpe", "llama3", "llama-v3")
+
+
+def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
+    """From the `tokenizer.ggml.*` metadata. Raises ModelError for kinds that are not supported."""
+    kind = file.require("tokenizer.ggml.model")
+    tokens: list[str] = _unique(file.listed("tokenizer.ggml.tokens", str))
+    types = [_NORMAL] * len(tokens)
+    if file.get("tokenizer.ggml.token_type"):
+        types = file.listed("tokenizer.ggml.token_type", int)
+    if len(types) != len(tokens):
+        raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(types)} token types")
+    if kind == "gpt2":
+        backend = _byte_level_bpe(file, tokens)
+    elif kind == "llama":
+        backend = _sentencepiece_bpe(file, tokens, types)
+    else:
+        raise ModelError(f"{file.path.name}: tokenizer kind {kind!r} is not supported; known: gpt2, llama")
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=entry in (_CONTROL, _UNKNOWN))
+            for token, entry in zip(tokens, types, strict=True)
+            if entry in (_CONTROL, _UNKNOWN, _USER_DEFINED) and token
+        ]
+    )
+    bos, eos = _gguf_id(file, tokens, "bos"), _gguf_id(file, tokens, "eos")
+    add_bos = file.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
+        add_bos = kind == "llama" or str(file.get("tokenizer.ggml.pre")) in _LLAMA3_KINDS
+    add_eos = file.get("tokenizer.ggml.add_eos_token", False)
+    if (add_bos and bos is not None) or (add_eos and eos is not None):
+        frame_texts(backend, bos if add_bos else None, eos if add_eos else None)
+    ends = [eos, _gguf_id(file, tokens, "eot"), _gguf_id(file, tokens, "eom")]
+    template = file.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        bos_id=bos,
+        eos_ids=tuple(dict.fromkeys(index for index in ends if index is not None)),
+        pad_id=_gguf_id(file, tokens, "padding"),
+        chat_template={"default": template} if isinstance(template, str) else None,
+        named_tokens={
+            f"{name}_token": tokens[index]
+            for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+            if (index := _gguf_id(file, tokens, key)) is not None
+        },
+    )
+
+
+def _unique(tokens: list[str]) -> list[str]:
+    """Names for entries that repeat (padding, or bytes that are no text): the first keeps its own, and every id exists."""
+    seen: set[str] = set()
+    unique = []
+    for index, token in enumerate(tokens):
+        token = f"{token}<duplicate {index}>" if token in seen else token
+        seen.add(token)
+        unique.append(token)
+    return unique
+
+
+def _gguf_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
+    index = file.get(f"tokenizer.ggml.{name}_token_id")
+    if index is None:
+        return None
+    if not isinstance(index, int) or not 0 <= index < len(tokens):
+        raise ModelError(f"{file.path.name}: {name} token {index!r} is outside the vocabulary of {len(tokens)}")
+    return index
+
+
+def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """GPT-2's byte pairs with the merges of the file."""
+    pre = str(file.get("tokenizer.ggml.pre", "default"))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges: list[tuple[str, str]] = []
+    for merge in file.listed("tokenizer.ggml.merges", str):
+        left, _, right = merge.partition(" ")
+        # The library aborts on such a merge instead of raising.
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ModelError(f"{file.path.name}: tokenizer merge {merge!r} is not made of tokens of the vocabulary")
+        merges.append((left, right))
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_KINDS)
+    backend = tokenizers.Tokenizer(model)
+    if pre in _GPT2_KINDS:
+        steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    elif pre in _DIGIT_KINDS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        steps = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    elif pre in _PATTERN_KINDS:
+        split = pre_tokenizers.Split(Regex(_PATTERN_KINDS[pre]), behavior="isolated")
+        steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    else:
+        known = ", ".join([*_GPT2_KINDS, *_DIGIT_KINDS, *_PATTERN_KINDS])
+        raise ModelError(f"{file.path.name}: pre-tokenizer kind {pre!r} is not supported; known: {known}")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece_bpe(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+    """Sentencepiece BPE, which joins the two neighbours whose union scores best.
+
+    A merge list in order of score does the same: every way to cut a piece in two pieces of the vocabulary is a merge, and
+    its rank is the rank of the piece (Kudo and Richardson, 2018, https://arxiv.org/abs/1808.06226).
+    """
+    scores = file.listed("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelError(f"{file.path.name}: {len(tokens)} tokens but {len(scores)} scores")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
+    ranked = sorted(
+        (index for index, token in enumerate(tokens) if len(token) > 1 and token in pieces),
+        key=lambda index: -scores[index],
+    )
+    merges = []
+    for index in ranked:
+        token = tokens[index]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in pieces and right in pieces:
+                merges.append((left, right))
+    unknown = _gguf_id(file, tokens, "unknown")
+    model = models.BPE(
+        vocab=vocab,
+        merges=merges,
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=_BYTE in types,
+    )
+    backend = tokenizers.Tokenizer(model)
+    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    return backend
