@@ -267,7 +267,7 @@ def test_steps_with_an_adapter_go_the_long_way_and_leave_no_trace(checkpoint, ex
             want.append(int(merged(torch.tensor([want])).logits[0, -1].argmax()))
     device = FakeDevice()
     driver, _, _ = device_driver(folder, sizes=(1, 2), device=device)
-    driver.worker.load_lora(1, adapter.save(tmp_path))
+    driver.worker.load_lora(1, adapter.save(tmp_path), "")
     assert driver.worker.has_lora(1)
 
     got = driver.generate(1, A, 3, lora_id=1)
