@@ -1,6 +1,7 @@
 """The command that checks a GPU, tried on the CPU with tiny layers."""
 
 import json
+import math
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_all_pieces_run_and_leave_a_document(tmp_path, capsys):
         assert rows[what]["share"] > 0, rows[what]
         assert rows[what]["step_s"] > 0
     assert rows["gap between decode steps"]["gap_s"] >= 0
-    assert rows["speed at batch 1 over transformers"]["ratio"] > 0
+    # A difference of two times that are noise in this dry form: it may be of either sign.
+    assert math.isfinite(rows["speed at batch 1 over transformers"]["ratio"])
 
 
 def test_what_fails_is_said_and_the_next_piece_runs(monkeypatch, capsys):
