@@ -1,9 +1,10 @@
 """Send the largest bodies that a server accepts, and look at what somebody else notices.
 
-    python benchmarks/cost.py MODEL [--at-once 20] [--only NAME] [--hidden-size 576]
+    python benchmarks/cost.py MODEL [--at-once 20] [--seconds 6] [--only NAME] [--hidden-size 576]
 
 Starts `headrace serve MODEL` with two keys; one asks for short answers in a loop, first undisturbed, then while the other sends each of
-BODIES `--at-once` times together.
+BODIES `--at-once` times together, again and again for `--seconds`. The sender stands for another machine, so it has the lowest priority on
+this one: what the bystander notices is the server's work, not the sender's.
 Prints a line for each: statuses of the large requests, how long the slowest took, p50 and p99 of the bystander's answers and of /ping beside
 them, and by how much the memory of all processes has grown a second afterwards.
 """
@@ -24,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
@@ -75,8 +77,13 @@ BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
 }  # fmt: skip
 
 
-def send(url: str, route: str, body: bytes, at_once: int, results: "multiprocessing.Queue[tuple[str, float]]") -> None:
-    """In a process of its own: the same body so often at the same time."""
+# A fork would copy locks that the bystander's threads hold.
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def send(url: str, route: str, body: bytes, at_once: int, seconds: float, results: Connection) -> None:
+    """In a process of its own: the same body `at_once` times together, until `seconds` are over; sends back what came of each."""
+    os.nice(19)
 
     def one(_: int) -> tuple[str, float]:
         begun_s = time.monotonic()
@@ -93,9 +100,12 @@ def send(url: str, route: str, body: bytes, at_once: int, results: "multiprocess
             status = type(error).__name__
         return status, time.monotonic() - begun_s
 
+    until_s = time.monotonic() + seconds
+    found: list[tuple[str, float]] = []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        for result in pool.map(one, range(at_once)):
-            results.put(result)
+        while time.monotonic() < until_s:
+            found += pool.map(one, range(at_once))
+    results.send(found)
 
 
 class Bystander:
@@ -150,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--at-once", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--only", default="")
     parser.add_argument("--hidden-size", type=int, default=576)
     options = parser.parse_args()
@@ -160,7 +171,8 @@ def main() -> None:
     keys.chmod(0o600)
     given = ["--port", str(PORT), "--max-queued-requests", "2000", "--api-key-file", str(keys)]
     server = subprocess.Popen(
-        [headrace, "serve", options.model, *given], env={**os.environ, "HEADRACE_ADMIN_API_KEY": "admin"}
+        [headrace, "serve", options.model, "--log-level", "warning", *given],
+        env={**os.environ, "HEADRACE_ADMIN_API_KEY": "admin"},
     )
     process, url = psutil.Process(server.pid), f"http://127.0.0.1:{PORT}"
     try:
@@ -171,17 +183,18 @@ def main() -> None:
             except httpx.HTTPError:
                 time.sleep(0.5)
         with Bystander(url) as alone:
-            time.sleep(8)
+            time.sleep(10)
         print(f"{'nobody else':36} {alone}", flush=True)
         for name, (route, make) in BODIES.items():
             if options.only not in name:
                 continue
             before, body = memory(process), make(options.hidden_size)
-            results: multiprocessing.Queue[tuple[str, float]] = multiprocessing.Queue()
-            attack = multiprocessing.Process(target=send, args=(url, route, body, options.at_once, results))
+            results, sender = SPAWN.Pipe(duplex=False)
+            attack = SPAWN.Process(target=send, args=(url, route, body, options.at_once, options.seconds, sender))
+            attack.start()
+            sender.close()
             with Bystander(url) as bystander:
-                attack.start()
-                found = [results.get() for _ in range(options.at_once)]
+                found = results.recv()
             attack.join()
             time.sleep(1)
             statuses = dict(collections.Counter(status for status, _ in found))

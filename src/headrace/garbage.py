@@ -1,6 +1,7 @@
-"""Garbage collection of this process."""
+"""What this process no longer uses: garbage collection, and free memory given back."""
 
 import atexit
+import ctypes
 import gc
 
 
@@ -15,3 +16,10 @@ def freeze() -> int:
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)
     return gc.get_freeze_count()
+
+
+def give_back_free_memory() -> None:
+    """Return to the system what malloc keeps of freed memory, such as the temporaries of loading. Does nothing where libc cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

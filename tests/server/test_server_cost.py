@@ -1,7 +1,9 @@
 """What a body may cost: counted before it is decoded, decoded beside the event loop, and bounded in memory."""
 
+import asyncio
 import base64
 import json
+import sys
 import threading
 from types import UnionType
 from typing import Union, get_args, get_origin
@@ -21,6 +23,7 @@ from headrace.server import body as body_module
 from headrace.server import http
 from headrace.server.body import Bodies, count_body, has_long_number
 from headrace.server.embeds_body import embeds_to_base64
+from headrace.server.listener import SWITCH_INTERVAL_S
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeBody
 
@@ -207,6 +210,45 @@ def test_bodies_in_memory_are_bounded_together():
     bodies.give_back(8000)
     bodies.take(1)
     bodies.close()
+
+
+async def test_a_large_body_is_joined_beside_the_loop():
+    bodies = Bodies(1 << 20)
+    parts = [bytes([part]) * (64 << 10) for part in range(3)]
+    whole = b"".join(parts)
+    joined = bodies.join(parts)
+    joining = asyncio.ensure_future(joined)
+    await asyncio.sleep(0)
+
+    assert not joining.done()
+    assert await joining == whole
+    assert not parts
+    assert await bodies.join([b"a", b"b"]) == b"ab"
+    bodies.close()
+
+
+def test_memory_of_large_bodies_goes_back_to_the_system_when_none_is_left(monkeypatch: pytest.MonkeyPatch):
+    given_back = threading.Semaphore(0)
+    monkeypatch.setattr(body_module, "give_back_free_memory", given_back.release)
+    monkeypatch.setattr(body_module, "TRIM_BYTES", 1000)
+    bodies = Bodies(1000)
+    bodies.take(600)
+    bodies.take(600)
+    bodies.give_back(600)
+    assert not given_back.acquire(blocking=False)
+    bodies.give_back(600)
+    assert given_back.acquire(timeout=60)
+
+    bodies.take(600)
+    bodies.give_back(600)
+    bodies.take(600)
+    bodies.close()
+    bodies.give_back(600)
+    assert not given_back.acquire(blocking=False)
+
+
+def test_the_event_loop_gets_pythons_lock_soon_while_the_server_runs(server: Running):
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
 
 
 @pytest.mark.parametrize("content", [b'{"text": "hi"}', b"{", b'{"text": "' + b"x" * 40_000 + b'"}', b"[" * 40_000])

@@ -27,7 +27,7 @@ from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool, graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
-from headrace.execution.memory import available_bytes, give_back_free_memory, kv_token_budget
+from headrace.execution.memory import available_bytes, kv_token_budget
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.save_weights import WeightSaver
@@ -35,6 +35,7 @@ from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
 from headrace.execution.weight_cache import Progress, open_cache
 from headrace.execution.worker import TpModelWorker
+from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu.threads import default_num_threads
 from headrace.layers.weight import Placement

@@ -3,7 +3,6 @@
 Owns the reading of limits; a container's limit counts as the machine's. Runs once, in the thread that builds the worker.
 """
 
-import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +34,6 @@ def available_on_host(meminfo: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{meminfo} has no MemAvailable")
-
-
-def give_back_free_memory() -> None:
-    """Return to the system what malloc keeps of freed memory, such as the temporaries of loading. Does nothing where libc cannot."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def available_in_cgroup(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

@@ -25,9 +25,9 @@ from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ExecutionError, ModelError, RequestError
-from headrace.execution.memory import give_back_free_memory
 from headrace.execution.released import Released, release_kv, release_weights
 from headrace.execution.save_weights import WeightSaver
+from headrace.garbage import give_back_free_memory
 from headrace.layers.weight import Keeper, Kept, Weight
 from headrace.messages.safetensors_bytes import DTYPE_NAMES
 from headrace.messages.weights import (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from headrace.errors import CapacityError, TooLargeError
+from headrace.garbage import give_back_free_memory
 
 T = TypeVar("T")
 
@@ -25,6 +26,9 @@ MAX_FIELDS = 1 << 15
 
 BODIES_AT_ONCE = 8
 """Bodies of the largest size that may be in memory together."""
+
+TRIM_BYTES = 32 << 20
+"""Once that much has arrived in bodies and none is in memory any more, free memory goes back to the system: malloc would keep it."""
 
 _PIECE_BYTES = 64 << 10
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
@@ -106,19 +110,39 @@ class Bodies:
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
+        self._num_arrived = 0
+        self._closed = False
         self._max_bytes = BODIES_AT_ONCE * max_body_bytes
         # One: two that decode would keep the event loop waiting twice as long.
         self._thread = ThreadPoolExecutor(1, "headrace-body")
 
     def take(self, num_bytes: int) -> None:
-        """So much more of a body is in memory. Raises CapacityError when there is no room for it."""
+        """`num_bytes` more of a body are in memory. Raises CapacityError when there is no room for it."""
         if self.num_bytes + num_bytes > self._max_bytes:
             raise CapacityError("too many large requests are arriving at once: try again later", retry_after_s=1.0)
         self.num_bytes += num_bytes
+        self._num_arrived += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """So much less is."""
+        """`num_bytes` fewer are."""
         self.num_bytes -= num_bytes
+        if self.num_bytes == 0 and self._num_arrived >= TRIM_BYTES and not self._closed:
+            self._num_arrived = 0
+            self._thread.submit(give_back_free_memory)
+
+    async def join(self, parts: list[bytes]) -> bytes:
+        """The parts as one, joined and freed in the thread: some dozens of megabytes take milliseconds. Empties `parts`."""
+        if len(parts) == 1:
+            return parts[0]
+        if sum(map(len, parts)) <= _PIECE_BYTES:
+            return b"".join(parts)
+
+        def work() -> bytes:
+            body = b"".join(parts)
+            parts.clear()
+            return body
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def decode(self, body: bytes, decode: Callable[[bytes], T], shorten: Callable[[bytes], bytes] | None) -> T:
         """`decode(body)`, in the thread unless the body is small.
@@ -137,4 +161,5 @@ class Bodies:
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

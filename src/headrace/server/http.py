@@ -294,7 +294,7 @@ class Exchange:
                 self._num_held += len(part)
             parts.append(part)
             if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                return await self.bodies.join(parts)
 
     def forget_body(self) -> None:
         """The body is no longer in use. Idempotent."""

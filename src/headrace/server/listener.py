@@ -6,6 +6,7 @@ be called from any thread.
 
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -23,6 +24,13 @@ log = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 3.0
 """After `shutdown`, replies that are still being written have so long. Draining running requests is the caller's, before it."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long another thread keeps Python's lock while the event loop waits for it, in the whole process.
+
+The loop asks for the lock again after every call of the system. At Python's 5 ms a small request waits dozens of times 5 ms
+beside a thread that decodes or tokenizes a large one.
+"""
 
 
 class Server:
@@ -95,6 +103,7 @@ class Server:
     def _own_errors(self) -> Generator[None, None, None]:
         """uvicorn ends the process when the application cannot start; here its error is raised instead."""
         _adopt_uvicorn_log()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             yield
         except SystemExit:

@@ -99,19 +99,21 @@ class TokenizeAPI:
         body = await exchange.read_json(_DETOKENIZE)
         if body.model is not None:
             self.context.adapter_of(body.model)
-        is_list = any(isinstance(item, list) for item in body.tokens)
-        if is_list and not all(isinstance(item, list) for item in body.tokens):
-            raise RequestError("tokens mixes ids and lists of ids", "tokens")
-        rows = cast("list[list[int]]", body.tokens if is_list else [body.tokens])
-        self._check_count("tokens", "lists of ids", len(rows))
-        texts = await self.context.in_text_thread(lambda: self._texts(rows, body.skip_special_tokens))
-        await exchange.reply_json({"text": texts if is_list else texts[0]})
+        texts = await self.context.in_text_thread(lambda: self._texts(body.tokens, body.skip_special_tokens))
+        await exchange.reply_json({"text": texts})
 
-    def _texts(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+    def _texts(self, tokens: list[int | list[int]], skip_special_tokens: bool) -> str | list[str]:
+        """The text of a list of ids, or those of a list of such lists."""
+        num_lists = sum(isinstance(item, list) for item in tokens)
+        if num_lists not in (0, len(tokens)):
+            raise RequestError("tokens mixes ids and lists of ids", "tokens")
+        rows = cast("list[list[int]]", tokens if num_lists else [tokens])
+        self._check_count("tokens", "lists of ids", len(rows))
         tokenizer = self.context.model.tokenizer
         for ids in rows:
             check_token_ids("tokens", ids, tokenizer.vocab_size)
-        return [tokenizer.decode(ids, skip_special_tokens) for ids in rows]
+        texts = [tokenizer.decode(ids, skip_special_tokens) for ids in rows]
+        return texts if num_lists else texts[0]
 
 
 def encode_ids(ids: list[int]) -> bytes:
