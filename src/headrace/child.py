@@ -31,13 +31,13 @@ Kind = Literal["scheduler", "detokenizer", "http"]
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a child is given. parent_pid: see `lifeline`. rank, source: of a scheduler, see `run_scheduler`. http: of an HTTP worker."""
+    """What a child is given. parent_pid: see `lifeline`. index, source: of a scheduler, see `run_scheduler`. http: of an HTTP worker."""
 
     args: ServerArgs
     ports: Ports
     report_fd: int
     parent_pid: int
-    rank: int = 0
+    index: int = 0
     source: int = 0
     http: HttpWorkerStart | None = None
 
@@ -65,23 +65,23 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Report = Progress | Ready | Failed
 
 
-def process_name(kind: Kind, args: ServerArgs, rank: int) -> str:
+def process_name(kind: Kind, args: ServerArgs, index: int) -> str:
     """What a child is called in messages, heartbeats and metrics."""
     if kind == "http":
-        return f"HTTP worker {rank}"
-    return f"{kind} {rank}" if kind == "scheduler" and args.dp_size > 1 else kind
+        return f"HTTP worker {index}"
+    return f"{kind} {index}" if kind == "scheduler" and args.dp_size > 1 else kind
 
 
-def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, rank: int) -> dict[str, str]:
+def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int) -> dict[str, str]:
     """Ours without what may be secret. A replica sees one GPU: its own of those that we may use."""
     given = child_environment(own, args.child_env)
     if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
         return given
     visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not visible:
-        return {**given, "CUDA_VISIBLE_DEVICES": str(rank)}
+        return {**given, "CUDA_VISIBLE_DEVICES": str(index)}
     # Beyond the last one it sees none, and `of_all_replicas` refuses.
-    return {**given, "CUDA_VISIBLE_DEVICES": visible[rank] if rank < len(visible) else ""}
+    return {**given, "CUDA_VISIBLE_DEVICES": visible[index] if index < len(visible) else ""}
 
 
 def without_secrets(args: ServerArgs) -> ServerArgs:
@@ -92,7 +92,7 @@ def without_secrets(args: ServerArgs) -> ServerArgs:
 class ChildProcess:
     """A started child. `name` is its kind, with its number when there are several, for messages to people.
 
-    rank, source: of a scheduler, see `run_scheduler`; of an HTTP worker, which one and which life of it. http: what that one is given.
+    index, source: of a scheduler, see `run_scheduler`; of an HTTP worker, which one and which life of it. http: what that one is given.
     info: what a scheduler said when it was ready. program: what runs, before its kind.
     """
 
@@ -103,24 +103,24 @@ class ChildProcess:
         kind: Kind,
         args: ServerArgs,
         ports: Ports,
-        rank: int = 0,
+        index: int = 0,
         source: int = 0,
         http: HttpWorkerStart | None = None,
     ) -> None:
-        self.name = process_name(kind, args, rank)
+        self.name = process_name(kind, args, index)
         self.kind = kind
-        self.rank = rank
+        self.index = index
         self.source = source
         self.info: ReadyInfo | None = None
         self._reports_fd, report_fd = os.pipe()
         # An HTTP worker decides who may call what; nobody else needs the keys.
         given = args if http is not None else without_secrets(args)
-        bootstrap = Bootstrap(given, ports, report_fd, os.getpid(), rank, source, http)
+        bootstrap = Bootstrap(given, ports, report_fd, os.getpid(), index, source, http)
         self._popen = subprocess.Popen(
             [*self.program, kind],
             stdin=subprocess.PIPE,
             pass_fds=(report_fd,) if http is None else (report_fd, http.listening_fd),
-            env=environment(os.environ, kind, args, rank),
+            env=environment(os.environ, kind, args, index),
         )
         os.close(report_fd)
         assert self._popen.stdin is not None
@@ -276,7 +276,7 @@ def main() -> None:
                 channels,
                 ready,
                 reporter.progress,
-                rank=bootstrap.rank,
+                replica=bootstrap.index,
                 source=bootstrap.source,
             )
         elif bootstrap.http is not None:

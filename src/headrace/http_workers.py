@@ -117,7 +117,7 @@ class HttpWorkers:
         number = next(self._numbers)
         args = self._args if slot == 0 else dataclasses.replace(self._args, warmups="", skip_server_warmup=True)
         start = HttpWorkerStart(number, slot, self._listening.fileno(), self._manager.ready)
-        child = ChildProcess("http", args, self._ports, rank=slot, source=number, http=start)
+        child = ChildProcess("http", args, self._ports, index=slot, source=number, http=start)
         sender = self._channels.sender("to_worker", slot)
         self._loop.call_soon_threadsafe(self._door.add, number, sender)
         return child
@@ -129,7 +129,7 @@ class HttpWorkers:
         self._died(message)
 
     def _respawn(self, dead: ChildProcess) -> ChildProcess:
-        return self._start(dead.rank)
+        return self._start(dead.index)
 
     def _down(self, dead: ChildProcess) -> None:
         self._loop.call_soon_threadsafe(self._door.remove, dead.source)
@@ -138,7 +138,7 @@ class HttpWorkers:
         supervisor.stop()
         recovery.stop()
         for child in self.children:
-            sender = self._channels.sender("to_worker", child.rank)
+            sender = self._channels.sender("to_worker", child.index)
             sender.send(ShutdownReq())
         deadline_s = time.monotonic() + STOP_WORKER_S
         for child in self.children:

@@ -132,12 +132,12 @@ def run_scheduler(
     on_ready: OnReady,
     on_progress: OnProgress,
     on_stall: Callable[[], None] = _die_of_watchdog,
-    rank: int = 0,
+    replica: int = 0,
     source: int = 0,
 ) -> None:
     """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`.
 
-    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. rank: of --dp-size. source: signs the outputs
+    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. replica: its index, below --dp-size. source: signs the outputs
     of this life, see `BatchTokenIDOut`.
     """
     from headrace.cache.allocator import PageAllocator
@@ -147,7 +147,7 @@ def run_scheduler(
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.scheduler import Scheduler
 
-    receiver = channels.receiver("to_scheduler", rank)
+    receiver = channels.receiver("to_scheduler", replica)
     args = share_of_machine(args)
     to_tokenizer = channels.sender("to_tokenizer")
     model = read_model_config(args)
@@ -157,7 +157,7 @@ def run_scheduler(
     allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
     watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
     scheduler = Scheduler(
-        scheduler_config(args, model, ready, rank),
+        scheduler_config(args, model, ready, replica),
         KVManager(allocator, cache, ready.max_running_requests),
         worker,
         receiver,
@@ -170,7 +170,7 @@ def run_scheduler(
     watchdog.start()
     on_ready(ready)
     tokenizer.start()
-    with _heartbeats(to_tokenizer, process_name("scheduler", args, rank), enabled=not args.single_process):
+    with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
         scheduler.run()
     watchdog.stop()
 
@@ -191,7 +191,7 @@ def share_of_machine(args: ServerArgs) -> ServerArgs:
     return dataclasses.replace(args, num_threads=num_threads, mem_fraction_static=fraction)
 
 
-def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, rank: int = 0) -> "SchedulerConfig":
+def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, replica: int = 0) -> "SchedulerConfig":
     """The scheduler's limits."""
     from headrace.scheduler.state import SchedulerConfig
 
@@ -213,7 +213,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         weight_update_timeout_s=args.weight_update_timeout_s,
         decode_log_interval=args.decode_log_interval,
         accept_faults=args.enable_fault_injection,
-        dp_rank=rank,
+        replica=replica,
     )
 
 
@@ -235,7 +235,7 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_
     manager = DetokenizerManager(
         open_tokenizer(args),
         channels.sender("to_tokenizer"),
-        FanOutSender([channels.sender("to_scheduler", rank) for rank in range(args.dp_size)]),
+        FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.dp_size)]),
         enable_faults=args.enable_fault_injection,
         watchdog=watchdog,
     )
@@ -307,7 +307,9 @@ class Parts:
 
     def __init__(self, channels: Channels, num_schedulers: int = 1) -> None:
         self.channels = channels
-        self._to_schedulers = FanOutSender([channels.sender("to_scheduler", rank) for rank in range(num_schedulers)])
+        self._to_schedulers = FanOutSender(
+            [channels.sender("to_scheduler", replica) for replica in range(num_schedulers)]
+        )
         self._to_detokenizer = channels.sender("to_detokenizer")
 
     def ask_to_leave(self) -> None:
@@ -326,7 +328,7 @@ class ChildParts(Parts):
         self._spawn = spawn
         # The schedulers import torch and load the weights: they go first.
         self.children = [
-            *(spawn("scheduler", args, ports, rank, source=rank) for rank in range(args.dp_size)),
+            *(spawn("scheduler", args, ports, replica, source=replica) for replica in range(args.dp_size)),
             spawn("detokenizer", args, ports),
         ]
         self._supervisor: Supervisor[ChildProcess] | None = None
@@ -348,17 +350,17 @@ class ChildParts(Parts):
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
         def respawn(dead: ChildProcess) -> ChildProcess:
-            return self._spawn(dead.kind, args, self.ports, dead.rank, manager.link.new_source())
+            return self._spawn(dead.kind, args, self.ports, dead.index, manager.link.new_source())
 
         def on_down(dead: ChildProcess) -> None:
-            manager.part_down(dead.name, dead.rank if dead.kind == "scheduler" else None)
+            manager.part_down(dead.name, dead.index if dead.kind == "scheduler" else None)
 
         def on_up(child: ChildProcess) -> None:
             if child.kind == "scheduler":
                 assert child.info is not None, child.name
-                sender = self.channels.sender("to_scheduler", child.rank)
+                sender = self.channels.sender("to_scheduler", child.index)
                 try:
-                    manager.rejoin(child.name, child.rank, child.source, sender, child.info.fingerprint)
+                    manager.rejoin(child.name, child.index, child.source, sender, child.info.fingerprint)
                 except BaseException:
                     sender.close()  # what is unread is not for the life after this one
                     raise
@@ -374,12 +376,12 @@ class ChildParts(Parts):
             if not self._others_serve(dead):
                 return False
             recovery.retire(dead)
-            manager.part_gone(dead.name, dead.rank)
+            manager.part_gone(dead.name, dead.index)
             return True
 
         def on_refused(dead: ChildProcess, message: str) -> None:
             if self._others_serve(dead):
-                manager.part_gone(dead.name, dead.rank)
+                manager.part_gone(dead.name, dead.index)
             else:
                 on_death(message)
 
@@ -405,9 +407,9 @@ class ChildParts(Parts):
             for child in tuple(self.children)
         )
 
-    def _kill_scheduler(self, rank: int) -> None:
+    def _kill_scheduler(self, replica: int) -> None:
         for child in tuple(self.children):
-            if child.kind == "scheduler" and child.rank == rank:
+            if child.kind == "scheduler" and child.index == replica:
                 child.end()
 
     def stop(self) -> None:
@@ -592,7 +594,7 @@ def launch_engine(
             ),
             metrics=metrics,
             to_detokenizer=parts.channels.sender("to_detokenizer"),
-            more_schedulers=[parts.channels.sender("to_scheduler", rank) for rank in range(1, args.dp_size)],
+            more_schedulers=[parts.channels.sender("to_scheduler", replica) for replica in range(1, args.dp_size)],
             watchdog=watchdog,
             spans=spans,
         )

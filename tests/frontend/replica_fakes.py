@@ -154,13 +154,13 @@ class FakeReplica:
 
 
 class Replicas:
-    """Two of them behind a front end. dismissed: ranks that it wanted to be started again."""
+    """Two of them behind a front end. dismissed: indices that it wanted to be started again."""
 
     def __init__(self, num_replicas: int = 2) -> None:
         self.back = LocalQueue()
         self.disk: dict[str, str] = {}
         self.dismissed: list[int] = []
-        self.all = [FakeReplica(self.back, self.disk, rank) for rank in range(num_replicas)]
+        self.all = [FakeReplica(self.back, self.disk, index) for index in range(num_replicas)]
         self.manager = TokenizerManager(
             ServerArgs(model_path="fake", dp_size=num_replicas),
             READY,
@@ -184,49 +184,49 @@ class Replicas:
         return asyncio.create_task(collect())
 
     async def until(self, holds: Callable[[], bool], *obedient: int) -> None:
-        """Until it holds; those of these ranks do what they are told meanwhile."""
+        """Until it holds; those of these indices do what they are told meanwhile."""
         async with asyncio.timeout(20):
             while not holds():
-                for rank in obedient:
-                    self.all[rank].obey()
+                for index in obedient:
+                    self.all[index].obey()
                 await turns(1)
 
-    async def reach(self, kind: type, *ranks: int) -> None:
+    async def reach(self, kind: type, *indices: int) -> None:
         """Until an order of this kind waits at each of these, which do what comes before it."""
 
         def has_come() -> bool:
-            for rank in ranks:
-                if not self.all[rank].asked(kind):
-                    self.all[rank].obey(1)
-            return all(self.all[rank].asked(kind) for rank in ranks)
+            for index in indices:
+                if not self.all[index].asked(kind):
+                    self.all[index].obey(1)
+            return all(self.all[index].asked(kind) for index in indices)
 
         await self.until(has_come)
 
-    async def given(self, rank: int, rid: str) -> TokenizedGenerateReqInput:
+    async def given(self, index: int, rid: str) -> TokenizedGenerateReqInput:
         """What this one gets of a request."""
 
         def has_come() -> bool:
-            self.all[rank].take()
-            return rid in self.all[rank].requests
+            self.all[index].take()
+            return rid in self.all[index].requests
 
         await self.until(has_come)
-        return self.all[rank].requests[rid]
+        return self.all[index].requests[rid]
 
     async def done(self, task: "asyncio.Task[WeightOpReply]", *obedient: int) -> WeightOpReply:
         """Its result, once these have done what they are told."""
         await self.until(task.done, *obedient)
         return await task
 
-    def die(self, rank: int) -> None:
-        self.manager.part_down(f"scheduler {rank}", rank)
+    def die(self, index: int) -> None:
+        self.manager.part_down(f"scheduler {index}", index)
 
-    def come_back(self, rank: int, started_from: str = "") -> "asyncio.Task[None]":
+    def come_back(self, index: int, started_from: str = "") -> "asyncio.Task[None]":
         """Another life begins; the task ends when it is in service."""
         source = self.manager.link.new_source()
-        life = self.all[rank] = FakeReplica(self.back, self.disk, source)
+        life = self.all[index] = FakeReplica(self.back, self.disk, source)
         return asyncio.create_task(
-            asyncio.to_thread(self.manager.rejoin, f"scheduler {rank}", rank, source, life.inbox, started_from)
+            asyncio.to_thread(self.manager.rejoin, f"scheduler {index}", index, source, life.inbox, started_from)
         )
 
-    def is_up(self, rank: int) -> bool:
-        return any(replica.rank == rank for replica in self.manager.link.replicas_up())
+    def is_up(self, index: int) -> bool:
+        return any(replica.index == index for replica in self.manager.link.replicas_up())

@@ -28,10 +28,10 @@ class Pair:
         )
         self.manager.start()
 
-    async def heard(self, rank: int) -> Message:
+    async def heard(self, replica: int) -> Message:
         """The next message that one of them gets."""
         for _ in range(1000):
-            if (message := self.inboxes[rank].recv_nowait()) is not None:
+            if (message := self.inboxes[replica].recv_nowait()) is not None:
                 return message
             await turns(1)
         raise AssertionError("nothing came")
@@ -51,9 +51,9 @@ class Pair:
     def load(self, name: str) -> "asyncio.Task[None]":
         return asyncio.create_task(self.manager.load_lora_adapter(name, f"/{name}"))
 
-    def call(self, rid: str, lora_path: str | None, rank: int | None = None) -> "asyncio.Task[list[object]]":
+    def call(self, rid: str, lora_path: str | None, replica: int | None = None) -> "asyncio.Task[list[object]]":
         sampling = {"max_new_tokens": 4, "temperature": 0.0}
-        asked = request("p", rid=rid, lora_path=lora_path, routed_dp_rank=rank, sampling_params=sampling)
+        asked = request("p", rid=rid, lora_path=lora_path, routed_dp_rank=replica, sampling_params=sampling)
 
         async def collect() -> list[object]:
             return [output async for output in self.manager.generate_request(asked)]
@@ -157,8 +157,8 @@ async def test_an_adapter_keeps_the_files_that_it_was_loaded_from(pair):
 async def test_a_load_under_which_all_die_has_not_been(pair):
     loading = pair.load("new")
     await pair.both_hear()
-    for rank in (0, 1):
-        pair.manager.part_down(f"scheduler {rank}", rank)
+    for replica in (0, 1):
+        pair.manager.part_down(f"scheduler {replica}", replica)
     with pytest.raises(CapacityError):
         await loading
     assert pair.manager.lora_adapters() == ["old"]
@@ -170,7 +170,7 @@ async def test_requests_follow_their_adapter_into_a_new_life(pair):
     pair.answer(asked)
     pair.answer(other)
     await loading
-    call = pair.call("r", "new", rank=1)
+    call = pair.call("r", "new", replica=1)
     first = await pair.heard(1)
     assert isinstance(first, TokenizedGenerateReqInput)
     assert first.lora_id == asked.lora_id
@@ -200,7 +200,7 @@ async def test_an_adapter_that_a_new_life_cannot_read_leaves_the_others_and_is_a
     pair.answer(restored, 400)
     assert await pair.both_hear() == (UnloadLoraReq(RESTORED, 1),) * 2
 
-    call = pair.call("r", "old", rank=0)
+    call = pair.call("r", "old", replica=0)
     first, second = await pair.both_hear()
     assert isinstance(first, LoadLoraReq)
     assert (first.lora_id, first.path, first.at_once) == (2, "/old", False)
@@ -213,8 +213,8 @@ async def test_an_adapter_that_a_new_life_cannot_read_leaves_the_others_and_is_a
 
 
 async def test_nobody_is_asked_while_nobody_lives(pair):
-    for rank in (0, 1):
-        pair.manager.part_down(f"scheduler {rank}", rank)
+    for replica in (0, 1):
+        pair.manager.part_down(f"scheduler {replica}", replica)
     with pytest.raises(CapacityError):
         await pair.manager.load_lora_adapter("new", "/new")
     with pytest.raises(NotFoundError):

@@ -25,10 +25,10 @@ def asked(ids: list[int], max_new_tokens: int = 8, namespace: str = "") -> Token
     return TokenizedGenerateReqInput("r", pack_int32(ids), sampling, namespace=namespace)
 
 
-def give(balancer: Balancer, one: TokenizedGenerateReqInput, ranks: list[int]) -> int:
-    rank = balancer.choose(one, ranks)
-    balancer.sent(rank, one)
-    return rank
+def give(balancer: Balancer, one: TokenizedGenerateReqInput, replicas: list[int]) -> int:
+    replica = balancer.choose(one, replicas)
+    balancer.sent(replica, one)
+    return replica
 
 
 def test_round_robin_gives_to_each_in_turn():
@@ -65,8 +65,8 @@ def test_cache_aware_does_not_mix_namespaces_nor_remember_what_is_gone():
     balancer = dp.make_balancer("cache_aware", 2)
     home = give(balancer, asked(PREFIX), [0, 1])
     assert give(balancer, asked(PREFIX, namespace="other"), [0, 1]) == 1 - home
-    for rank in (0, 1):
-        balancer.forget(rank)
+    for replica in (0, 1):
+        balancer.forget(replica)
     assert give(balancer, asked(PREFIX), [1 - home]) == 1 - home
     assert give(balancer, asked(PREFIX), [0, 1]) == 1 - home
 
@@ -145,8 +145,8 @@ class House:
     async def until_sent(self, count: int) -> list[list[str]]:
         got: list[list[str]] = [[], [], []]
         for _ in range(10000):
-            for rank, new in enumerate(self.requests()):
-                got[rank] += [one.rid for one in new]
+            for replica, new in enumerate(self.requests()):
+                got[replica] += [one.rid for one in new]
             if sum(map(len, got)) == count:
                 return got
             await turns(1)
@@ -197,7 +197,7 @@ async def test_the_samples_of_a_dead_replica_go_to_the_others():
     inbox = house.inboxes[1] = LocalQueue()
     house.manager.part_up("scheduler 1", 1, 7, inbox)
     assert await house.until_sent(1) == [[], ["named"], []]
-    sources = {rid: rank for rank in (0, 2) for rid in sent[rank] + moved[rank]} | {"named": 7}
+    sources = {rid: replica for replica in (0, 2) for rid in sent[replica] + moved[replica]} | {"named": 7}
     for rid, source in sources.items():
         house.end(rid, source)
     for call in calls:
@@ -208,18 +208,18 @@ async def test_the_samples_of_a_dead_replica_go_to_the_others():
 async def test_a_session_stays_on_its_replica_while_that_one_is_up():
     house = House()
     session = house.manager.open_session()
-    ranks = []
+    replicas = []
     for number in range(5):
         call = house.call("p", rid=f"t{number}", session_params={"id": session})
         sent = await house.until_sent(1)
-        (rank,) = [rank for rank in range(3) if sent[rank]]
-        ranks.append(rank)
-        house.end(f"t{number}", rank)
+        (replica,) = [replica for replica in range(3) if sent[replica]]
+        replicas.append(replica)
+        house.end(f"t{number}", replica)
         await call
         if number == 2:
-            house.manager.part_down(f"scheduler {rank}", rank)
-    first, then = ranks[0], ranks[3]
-    assert ranks == [first, first, first, then, then]
+            house.manager.part_down(f"scheduler {replica}", replica)
+    first, then = replicas[0], replicas[3]
+    assert replicas == [first, first, first, then, then]
     assert then != first
     branch = house.call("p", rid="b", session_params={"id": session, "rid": "t4"}, routed_dp_rank=3 - first - then)
     assert (await house.until_sent(1))[3 - first - then] == ["b"], "a client that names a replica is obeyed"
@@ -236,9 +236,9 @@ async def test_control_messages_reach_all_that_live():
     await turns()
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
     assert [type(message) for message in seen] == [InternalStateReq, type(None), InternalStateReq]
-    for rank in (2, 0):
-        state = msgspec.structs.replace(STATE, dp_rank=rank)
-        house.from_engine.send(InternalStateReply(seen[rank].id, state))
+    for replica in (2, 0):
+        state = msgspec.structs.replace(STATE, dp_rank=replica)
+        house.from_engine.send(InternalStateReply(seen[replica].id, state))
     assert [state.dp_rank for state in await asking] == [0, 2]
     house.manager.abort_request(abort_all=True)
     assert house.inboxes[0].recv_nowait() == AbortReq(abort_all=True)
@@ -291,5 +291,5 @@ async def test_every_replica_is_profiled_and_one_that_had_ended_by_itself_is_no_
 @pytest.mark.parametrize("method", ["round_robin", "shortest_queue", "total_tokens", "cache_aware"])
 def test_every_policy_keeps_to_the_replicas_that_live(method):
     balancer = dp.make_balancer(method, 4)
-    for i, ranks in enumerate(itertools.islice(itertools.cycle(([1, 3], [0], [2, 3, 0])), 30)):
-        assert give(balancer, asked([*PREFIX, i]), list(ranks)) in ranks
+    for i, replicas in enumerate(itertools.islice(itertools.cycle(([1, 3], [0], [2, 3, 0])), 30)):
+        assert give(balancer, asked([*PREFIX, i]), list(replicas)) in replicas

@@ -16,22 +16,22 @@ class Replicas:
         self.layers: list[dict[int, list[int]]] = [{0: [1, 2], 3: [4, 0]}, {0: [10, 0], 3: [0, 5]}]
         self.message = ""
         self.error: ExecutionError | None = None
-        self.up = [Replica(rank, Inbox(self, rank), rank) for rank in range(2)]
+        self.up = [Replica(index, Inbox(self, index), index) for index in range(2)]
         self.recording = ExpertRecording(lambda: self.up, lambda: None)
 
 
 class Inbox:
     """Where a replica is sent to."""
 
-    def __init__(self, replicas: Replicas, rank: int) -> None:
-        self.replicas, self.rank = replicas, rank
+    def __init__(self, replicas: Replicas, index: int) -> None:
+        self.replicas, self.index = replicas, index
 
     def send(self, request: ExpertCountsReq) -> None:
         replicas = self.replicas
         replicas.seen.append(request)
         if replicas.error is not None:
             raise replicas.error
-        told = replicas.layers[self.rank] if request.action == "dump" else {}
+        told = replicas.layers[self.index] if request.action == "dump" else {}
         replicas.recording.replies.handle(ExpertCountsReply(request.id, not replicas.message, replicas.message, told))
 
 

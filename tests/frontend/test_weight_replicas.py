@@ -94,8 +94,8 @@ async def test_a_replica_that_comes_back_in_any_phase_has_it_too(replicas, phase
 async def test_an_update_under_which_all_die_before_it_is_decided_has_not_been(replicas):
     updating = replicas.operate(NEW)
     await replicas.reach(HoldForUpdate, 0, 1)
-    for rank in (0, 1):
-        replicas.die(rank)
+    for index in (0, 1):
+        replicas.die(index)
     with pytest.raises(CapacityError):
         await updating
     await replicas.until(replicas.come_back(0).done, 0)
@@ -105,8 +105,8 @@ async def test_an_update_under_which_all_die_before_it_is_decided_has_not_been(r
 async def test_an_update_under_which_all_die_after_it_was_decided_holds(replicas):
     updating = replicas.operate(NEW)
     await replicas.reach(CommitUpdate, 0, 1)
-    for rank in (0, 1):
-        replicas.die(rank)
+    for index in (0, 1):
+        replicas.die(index)
     assert (await updating).success
     await replicas.until(replicas.come_back(0).done, 0)
     assert replicas.all[0].state == DONE

@@ -8,11 +8,11 @@ from headrace.launch import share_of_machine
 
 
 @pytest.mark.parametrize(
-    "own, rank, seen",
+    "own, replica, seen",
     [({}, 1, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6"}, 1, "6"), ({"CUDA_VISIBLE_DEVICES": "4"}, 1, "")],
 )
-def test_each_replica_sees_one_gpu(own: dict[str, str], rank: int, seen: str):
-    given = environment({**own, "HOME": "/h"}, "scheduler", ServerArgs(dp_size=2), rank)
+def test_each_replica_sees_one_gpu(own: dict[str, str], replica: int, seen: str):
+    given = environment({**own, "HOME": "/h"}, "scheduler", ServerArgs(dp_size=2), replica)
     assert given == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": seen}
 
 

@@ -70,8 +70,8 @@ def test_gauges_are_the_schedulers_last_state():
 
 def test_counters_of_replicas_add_up_each_from_its_own():
     metrics = Metrics("tiny")
-    for rank, retracted in ((0, 4), (1, 10), (0, 5), (1, 12)):
-        metrics.set_scheduler_state(state(num_retracted=retracted, dp_rank=rank))
+    for replica, retracted in ((0, 4), (1, 10), (0, 5), (1, 12)):
+        metrics.set_scheduler_state(state(num_retracted=retracted, dp_rank=replica))
     metrics.count_restart("scheduler 1")
     metrics.replayed_requests.inc(3)
 

@@ -129,8 +129,10 @@ class DiskWorker(FakeWorker):
         return ""
 
 
-def run_scheduler(args: ServerArgs, channels: Channels, on_ready, on_progress, rank: int = 0, source: int = 0) -> None:
-    receiver = channels.receiver("to_scheduler", rank)
+def run_scheduler(
+    args: ServerArgs, channels: Channels, on_ready, on_progress, replica: int = 0, source: int = 0
+) -> None:
+    receiver = channels.receiver("to_scheduler", replica)
     to_tokenizer = channels.sender("to_tokenizer")
     ready = ready_info(args.model_path)
     config = SchedulerConfig(
@@ -143,7 +145,7 @@ def run_scheduler(args: ServerArgs, channels: Channels, on_ready, on_progress, r
         eos_token_ids=frozenset([EOS]),
         vocab_size=VOCAB,
         stream_interval=1,
-        dp_rank=rank,
+        replica=replica,
     )
     kv = KVManager(PageAllocator(NUM_PAGES, 1), RadixCache(1), MAX_RUNNING + 2)
     worker = DiskWorker(args.model_path)
@@ -157,7 +159,7 @@ def run_scheduler(args: ServerArgs, channels: Channels, on_ready, on_progress, r
 
 def run_detokenizer(args: ServerArgs, channels: Channels, on_ready, on_progress) -> None:
     receiver = channels.receiver("to_detokenizer")
-    schedulers = FanOutSender([channels.sender("to_scheduler", rank) for rank in range(args.dp_size)])
+    schedulers = FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.dp_size)])
     manager = DetokenizerManager(
         ByteTokenizer(), channels.sender("to_tokenizer"), schedulers, watchdog=Watchdog("detokenizer", 0.0)
     )

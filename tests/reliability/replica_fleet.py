@@ -145,10 +145,10 @@ class Fleet:
 
     # -- what is done
 
-    def kill(self, kind: str, rank: int) -> bool:
+    def kill(self, kind: str, index: int) -> bool:
         """kill -9; False when it is dead at the moment."""
         for child in tuple(self.parts.children):
-            if child.kind == kind and child.rank == rank and child.exit_code is None:
+            if child.kind == kind and child.index == index and child.exit_code is None:
                 os.kill(child.pid, signal.SIGKILL)
                 return True
         return False
@@ -160,7 +160,7 @@ class Fleet:
         max_new_tokens: int,
         *,
         num_samples: int = 1,
-        rank: int | None = None,
+        replica: int | None = None,
         lora: str | None = None,
         stream: bool = False,
     ) -> Asked:
@@ -175,7 +175,7 @@ class Fleet:
             input_ids=prompt,
             sampling_params=sampling,
             stream=stream,
-            routed_dp_rank=rank,
+            routed_dp_rank=replica,
             lora_path=lora,
         )
 
@@ -279,8 +279,8 @@ class Fleet:
             self._check_request(history, one)
         assert not self.manager.rid_to_state, "a request is left over"
         probes = History()
-        for rank, lora in itertools.product((0, 1), (None, *self.manager.lora_adapters())):
-            self.ask(probes, [0, 1, 1], 24, rank=rank, lora=lora)
+        for replica, lora in itertools.product((0, 1), (None, *self.manager.lora_adapters())):
+            self.ask(probes, [0, 1, 1], 24, replica=replica, lora=lora)
         await asyncio.gather(*(one.task for one in probes.asked))
         for one in probes.asked:
             (answer,) = one.task.result()
@@ -337,7 +337,7 @@ async def play(fleet: Fleet, seed: int) -> History:
                         [rng.randint(0, 1) for _ in range(rng.randint(1, 20))],
                         rng.randint(1, 90),
                         num_samples=rng.choice([1, 1, 1, 3]),
-                        rank=rng.choice([None, None, None, 0, 1]),
+                        replica=rng.choice([None, None, None, 0, 1]),
                         lora=rng.choice([None, *fleet.manager.lora_adapters()]),
                         stream=rng.random() < 0.5,
                     )
@@ -361,10 +361,10 @@ async def play(fleet: Fleet, seed: int) -> History:
             case "flush":
                 fleet.order(history, "flush", lambda: _flush(fleet))
             case "kill" | "kill detokenizer":
-                kind, rank = ("detokenizer", 0) if what == "kill detokenizer" else ("scheduler", rng.randint(0, 1))
-                if fleet.kill(kind, rank):
+                kind, index = ("detokenizer", 0) if what == "kill detokenizer" else ("scheduler", rng.randint(0, 1))
+                if fleet.kill(kind, index):
                     kills += 1
-                    history.log.append(f"kill {kind} {rank}")
+                    history.log.append(f"kill {kind} {index}")
         if what == "kill" and rng.random() < 0.6:
             await fleet.return_begins()
         await asyncio.sleep(rng.choice([0.0, 0.0, 0.001, 0.02, 0.05, 0.1]))

@@ -36,12 +36,12 @@ def replicas(tiny_model: Path, adapters: dict[str, str]) -> Iterator[Server]:
         assert server.stop() == 0
 
 
-def body_of(name: str | None, rank: int) -> dict[str, Any]:
-    return {"text": "Verse: ", "lora_path": name, "routed_dp_rank": rank, "sampling_params": greedy(NUM_TOKENS)}
+def body_of(name: str | None, replica: int) -> dict[str, Any]:
+    return {"text": "Verse: ", "lora_path": name, "routed_dp_rank": replica, "sampling_params": greedy(NUM_TOKENS)}
 
 
-def answers(client: httpx.Client, rank: int) -> list[str]:
-    replies = [client.post("/generate", json=body_of(name, rank)) for name in NAMES]
+def answers(client: httpx.Client, replica: int) -> list[str]:
+    replies = [client.post("/generate", json=body_of(name, replica)) for name in NAMES]
     assert [reply.status_code for reply in replies] == [200] * len(NAMES), [reply.text for reply in replies]
     return [reply.json()["text"] for reply in replies]
 

@@ -53,8 +53,8 @@ def test_answers_are_those_of_one_and_both_work(replicas: Server, client: httpx.
     loads = client.get("/v1/loads").json()["loads"]
     assert [load["dp_rank"] for load in loads] == [0, 1]
     metrics = client.get("/metrics").text
-    for rank in (0, 1):
-        assert f'headrace:kv_available_tokens{{dp_rank="{rank}",model_name="tiny-llama"}}' in metrics
+    for replica in (0, 1):
+        assert f'headrace:kv_available_tokens{{dp_rank="{replica}",model_name="tiny-llama"}}' in metrics
 
 
 def test_a_flush_reaches_both_and_health_asks_both(replicas: Server, client: httpx.Client):

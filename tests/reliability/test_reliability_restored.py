@@ -38,8 +38,8 @@ def test_weights_and_pauses_outlive_a_scheduler(tiny_model: Path, other_model: P
         server.client(ADMIN_KEY) as admin,
     ):
 
-        def of(rank: int) -> list[int]:
-            return ids_of(client.post("/generate", json=BODY | {"routed_dp_rank": rank}).json())
+        def of(replica: int) -> list[int]:
+            return ids_of(client.post("/generate", json=BODY | {"routed_dp_rank": replica}).json())
 
         first = of(0)
         assert first == of(1) != want
@@ -53,8 +53,8 @@ def test_weights_and_pauses_outlive_a_scheduler(tiny_model: Path, other_model: P
         victim.kill()
         wait_until(lambda: "process is back" in server.log(), "it is back", START_S)
         waiting = [
-            Stream(client, "/generate", BODY | {"routed_dp_rank": rank, "rid": f"waits-{rank}"}, stream=False)
-            for rank in (0, 1)
+            Stream(client, "/generate", BODY | {"routed_dp_rank": replica, "rid": f"waits-{replica}"}, stream=False)
+            for replica in (0, 1)
         ]
         wait_until(lambda: server.state()["num_waiting"] == 2, "both wait")
         assert [replica["paused"] for replica in server.state()["replicas"]] == ["retract", "retract"]

@@ -16,8 +16,8 @@ from headrace.weight_sync.sender import WeightSender, describe
 GROUP = "both"
 
 
-def tokens_of(engine: Engine, rank: int) -> list[list[int]]:
-    outputs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, routed_dp_rank=rank)
+def tokens_of(engine: Engine, replica: int) -> list[list[int]]:
+    outputs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, routed_dp_rank=replica)
     return [output["output_ids"] for output in outputs]
 
 
@@ -41,14 +41,14 @@ def test_both_get_what_the_trainer_sends_or_neither(old: str, new: str):
         )
         sent.result()
         assert success, message
-        assert [tokens_of(engine, rank) for rank in (0, 1)] == [want[1], want[1]]
+        assert [tokens_of(engine, replica) for replica in (0, 1)] == [want[1], want[1]]
 
         # What does not fit is received by both, and taken by none.
         wrong = [("model.norm.weight", torch.ones(3))]
         sent = pool.submit(trainer.send, wrong)
         assert not engine.update_weights_from_distributed(*describe(wrong), GROUP)[0]
         sent.result()
-        assert [tokens_of(engine, rank) for rank in (0, 1)] == [want[1], want[1]]
+        assert [tokens_of(engine, replica) for replica in (0, 1)] == [want[1], want[1]]
 
         # Weights from disk may be loaded again by a replica that dies; the group it is not in any more.
         assert engine.update_weights_from_disk(old, weight_version="old")[0]

@@ -1,1 +1,1 @@
-"""One rank of a model at work: loading, memory, the step, the worker that the scheduler talks to."""
+"""A model at work: loading, memory, the step, the worker that the scheduler talks to."""

@@ -1,4 +1,4 @@
-"""One rank's model behind a thread of its own, so that the scheduler plans while the model computes.
+"""The model behind a thread of its own, so that the scheduler plans while the model computes.
 
 Owns the thread and the order of steps. The next step may be submitted before this one is collected: it reads the tokens that this
 one samples from the runner's token buffer. Every step runs in the one thread; `submit` and `collect` are the scheduler's.

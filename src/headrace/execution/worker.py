@@ -1,4 +1,4 @@
-"""One rank's model as the scheduler sees it, synchronous: a step runs inside `submit`.
+"""The model as the scheduler sees it, synchronous: a step runs inside `submit`.
 
 Owns the results that wait for `collect`, and the boundary at which any exception of a step becomes that step's ExecutionError.
 Runs in the scheduler's thread.

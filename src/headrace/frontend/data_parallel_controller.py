@@ -56,17 +56,17 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = itertools.count()
 
-    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
+    def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
         """See `Balancer`."""
-        return ranks[next(self._turn) % len(ranks)]
+        return replicas[next(self._turn) % len(replicas)]
 
-    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
-        """See `Balancer`."""
-
-    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+    def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
         """See `Balancer`."""
 
-    def forget(self, rank: int) -> None:
+    def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
+        """See `Balancer`."""
+
+    def forget(self, replica: int) -> None:
         """See `Balancer`."""
 
 
@@ -78,20 +78,20 @@ class LeastLoaded:
         self._by_tokens = by_tokens
         self._turn = itertools.count()
 
-    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
+    def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
         """See `Balancer`."""
-        first = next(self._turn) % len(ranks)
-        return min((*ranks[first:], *ranks[:first]), key=self.load.__getitem__)
+        first = next(self._turn) % len(replicas)
+        return min((*replicas[first:], *replicas[:first]), key=self.load.__getitem__)
 
-    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+    def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
         """See `Balancer`."""
-        self.load[rank] += self._weight(request)
+        self.load[replica] += self._weight(request)
 
-    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+    def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
         """See `Balancer`."""
-        self.load[rank] -= self._weight(request)
+        self.load[replica] -= self._weight(request)
 
-    def forget(self, rank: int) -> None:
+    def forget(self, replica: int) -> None:
         """See `Balancer`."""
 
     def _weight(self, request: TokenizedGenerateReqInput) -> int:
@@ -111,22 +111,22 @@ class CacheAware:
         self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._shortest = LeastLoaded(num_replicas, by_tokens=False)
 
-    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
+    def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
         """See `Balancer`."""
-        least = self._shortest.choose(request, ranks)
+        least = self._shortest.choose(request, replicas)
         hashes = _prefix_hashes(request)
         if not hashes:
             return least
-        shared = {rank: self._num_shared(rank, hashes) for rank in ranks}
-        best = max(ranks, key=lambda rank: (shared[rank], rank == least))
+        shared = {replica: self._num_shared(replica, hashes) for replica in replicas}
+        best = max(replicas, key=lambda replica: (shared[replica], replica == least))
         load = self._shortest.load
         is_overloaded = load[best] > load[least] + MAX_LEAD_REQUESTS and load[best] > load[least] * MAX_LEAD_FACTOR
         return least if is_overloaded or shared[best] < MIN_SHARED * len(hashes) else best
 
-    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+    def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
         """See `Balancer`."""
-        self._shortest.sent(rank, request)
-        blocks = self._blocks[rank]
+        self._shortest.sent(replica, request)
+        blocks = self._blocks[replica]
         for value in reversed(_prefix_hashes(request)):
             # The beginning last: it is what outlives.
             blocks[value] = None
@@ -134,16 +134,16 @@ class CacheAware:
         while len(blocks) > MAX_BLOCKS:
             blocks.popitem(last=False)
 
-    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
+    def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
         """See `Balancer`."""
-        self._shortest.left(rank, request)
+        self._shortest.left(replica, request)
 
-    def forget(self, rank: int) -> None:
+    def forget(self, replica: int) -> None:
         """See `Balancer`."""
-        self._blocks[rank].clear()
+        self._blocks[replica].clear()
 
-    def _num_shared(self, rank: int, hashes: Sequence[int]) -> int:
-        blocks = self._blocks[rank]
+    def _num_shared(self, replica: int, hashes: Sequence[int]) -> int:
+        blocks = self._blocks[replica]
         return next((n for n, value in enumerate(hashes) if value not in blocks), len(hashes))
 
 

@@ -110,10 +110,11 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
         value = getattr(obj, name)
         if not is_empty(value) and not (isinstance(value, list) and all(map(is_empty, value))):
             raise RequestError(f"{name}: {what} is not supported yet", name)
-    rank = obj.routed_dp_rank
-    if rank is not None and not 0 <= rank < limits.num_replicas:
+    replica = obj.routed_dp_rank
+    if replica is not None and not 0 <= replica < limits.num_replicas:
         raise RequestError(
-            f"routed_dp_rank is {rank}, but the replicas are numbered 0 to {limits.num_replicas - 1}", "routed_dp_rank"
+            f"routed_dp_rank is {replica}, but the replicas are numbered 0 to {limits.num_replicas - 1}",
+            "routed_dp_rank",
         )
     if obj.priority is not None and not -MAX_PRIORITY <= obj.priority <= MAX_PRIORITY:
         raise RequestError(

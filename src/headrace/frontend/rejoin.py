@@ -26,9 +26,9 @@ class Rejoin:
         self._put_into_service = put_into_service
         self._on_the_way: dict[int, Replica] = {}
 
-    def lost(self, rank: int) -> None:
-        """The process of this rank has died: what is told to it is not waited for. In the event loop."""
-        if (replica := self._on_the_way.get(rank)) is not None:
+    def lost(self, index: int) -> None:
+        """The scheduler with this index has died: what is told to it is not waited for. In the event loop."""
+        if (replica := self._on_the_way.get(index)) is not None:
             replica.is_lost = True
             self._weights.lost(replica)
 
@@ -36,7 +36,7 @@ class Rejoin:
         self,
         loop: asyncio.AbstractEventLoop,
         name: str,
-        rank: int,
+        index: int,
         source: int,
         sender: Sender,
         started_from: str,
@@ -45,7 +45,7 @@ class Rejoin:
 
         Raises ModelError when the weights that serve are not where they were, another HeadraceError when it cannot be done.
         """
-        done = asyncio.run_coroutine_threadsafe(self._run(name, rank, source, sender, started_from), loop)
+        done = asyncio.run_coroutine_threadsafe(self._run(name, index, source, sender, started_from), loop)
         while True:
             try:
                 return done.result(LOOK_S)
@@ -53,13 +53,13 @@ class Rejoin:
                 if not loop.is_running():
                     raise ExecutionError("the server has stopped") from None
 
-    async def _run(self, name: str, rank: int, source: int, sender: Sender, started_from: str) -> None:
-        replica = Replica(rank, sender, source)
-        self._on_the_way[rank] = replica
+    async def _run(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:
+        replica = Replica(index, sender, source)
+        self._on_the_way[index] = replica
         try:
             await self._weights.catch_up(replica, started_from)
             if replica.is_lost:
                 raise ExecutionError(f"the {name} process died before it could serve")
-            self._put_into_service(name, rank, source, sender)
+            self._put_into_service(name, index, source, sender)
         finally:
-            del self._on_the_way[rank]
+            del self._on_the_way[index]

@@ -34,9 +34,9 @@ SUSPECT_DEATHS = 2
 PROBATION_TOKENS = 64
 WATCH_INTERVAL_S = 0.05
 NOWHERE = -1
-"""Rank of a sample that no replica has."""
+"""Index of the replica of a sample that no replica has."""
 NO_MORE = -2
-"""Rank of a sample that was to go to a replica which has left for good."""
+"""Index of the replica of a sample that was to go to one which has left for good."""
 
 GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been given up"
 NOT_SENT = "the request could not be sent to the engine"
@@ -45,19 +45,19 @@ TOO_LATE = "the request took longer than the server allows"
 
 
 class Balancer(Protocol):
-    """Chooses among replicas. Owns what it needs to know of their load."""
+    """Chooses among replicas, which are given by their indices. Owns what it needs to know of their load."""
 
-    def choose(self, request: TokenizedGenerateReqInput, ranks: Sequence[int]) -> int:
-        """One of `ranks`, which is not empty, for `request`."""
+    def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
+        """One of `replicas`, which is not empty, for `request`."""
 
-    def sent(self, rank: int, request: TokenizedGenerateReqInput) -> None:
-        """`rank` has been given `request`."""
+    def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
+        """`replica` has been given `request`."""
 
-    def left(self, rank: int, request: TokenizedGenerateReqInput) -> None:
-        """`request`, as it was given to `rank`, has ended or has been taken away."""
+    def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
+        """`request`, as it was given to `replica`, has ended or has been taken away."""
 
-    def forget(self, rank: int) -> None:
-        """`rank` has begun a new life: its cache is empty."""
+    def forget(self, replica: int) -> None:
+        """`replica` has begun a new life: its cache is empty."""
 
 
 class EngineLink:
@@ -81,8 +81,8 @@ class EngineLink:
         self.gone: set[int] = set()
         self.num_replayed = 0
         self.num_given_up = 0
-        self.on_dismissed: Callable[[int], None] = lambda rank: None
-        self._replicas = [Replica(rank, sender, source=rank) for rank, sender in enumerate(schedulers)]
+        self.on_dismissed: Callable[[int], None] = lambda index: None
+        self._replicas = [Replica(index, sender, source=index) for index, sender in enumerate(schedulers)]
         self._left_for_good: set[int] = set()
         self._sources = itertools.count(len(schedulers))
         self._samples = samples
@@ -104,13 +104,13 @@ class EngineLink:
         return self._detokenizer_is_up and bool(self.replicas_up())
 
     def replicas_up(self) -> list[Replica]:
-        """Those that live, by rank."""
+        """Those that live, by index."""
         return [replica for replica in self._replicas if not replica.is_lost]
 
     @property
     def num_restarting(self) -> int:
         """Replicas that have died and are being started again."""
-        return sum(replica.is_lost and replica.rank not in self._left_for_good for replica in self._replicas)
+        return sum(replica.is_lost and replica.index not in self._left_for_good for replica in self._replicas)
 
     def has_begun(self) -> bool:
         """Some request that somebody waits for has outputs, or another sample of its prompt has, and goes on."""
@@ -122,7 +122,7 @@ class EngineLink:
     def dismiss(self, replica: Replica) -> None:
         """End a replica that is not what the others are. It is seen to be dead, and started again, as any other."""
         if not replica.is_lost:
-            self.on_dismissed(replica.rank)
+            self.on_dismissed(replica.index)
 
     @property
     def num_held(self) -> int:
@@ -135,41 +135,41 @@ class EngineLink:
         num_sent = 0
         try:
             self._assign(samples, messages)
-            for rank in list(messages):
-                requests = messages[rank]
-                sender = self._replicas[rank].sender
+            for index in list(messages):
+                requests = messages[index]
+                sender = self._replicas[index].sender
                 sender.send(requests[0] if len(requests) == 1 else BatchTokenizedGenerateReqInput(tuple(requests)))
-                num_sent += len(messages.pop(rank))
+                num_sent += len(messages.pop(index))
         finally:
             # No scheduler will end what could not be put on its way.
             for sample in samples if messages else ():
-                if sample.rank in messages:
+                if sample.replica in messages:
                     self._end(sample, FinishReason("abort", message=NOT_SENT, status_code=500))
         if num_sent < len(samples) or self._probation is not None:
             self._watch()
 
     def _assign(self, samples: Sequence[ReqState], messages: dict[int, list[TokenizedGenerateReqInput]]) -> None:
         """Say which replica gets what; fills `messages`. What cannot be sent now is left out."""
-        ranks_of_groups: dict[str, int] = {}
+        replicas_of_groups: dict[str, int] = {}
         for sample in samples:
             assert sample.request is not None, sample.rid
             group = sample.request.group
-            rank = ranks_of_groups[group] if group in ranks_of_groups else self._choose(sample)
-            if rank == NO_MORE:
+            index = replicas_of_groups[group] if group in replicas_of_groups else self._choose(sample)
+            if index == NO_MORE:
                 self._end(sample, FinishReason("abort", message=LEFT_FOR_GOOD, status_code=500))
                 continue
-            if rank == NOWHERE or not self._may_go(sample):
+            if index == NOWHERE or not self._may_go(sample):
                 continue
             if group:
                 # They share the prompt's KV.
-                ranks_of_groups[group] = rank
+                replicas_of_groups[group] = index
             request = self._next_attempt(sample)
-            sample.rank = rank
+            sample.replica = index
             if sample.turn is not None:
-                sample.turn.rank = rank
+                sample.turn.replica = index
             if self._balancer is not None:
-                self._balancer.sent(rank, sample.request)
-            messages.setdefault(rank, []).append(request)
+                self._balancer.sent(index, sample.request)
+            messages.setdefault(index, []).append(request)
 
     def send(self, message: Message) -> None:
         """A control message to all replicas that live. An abort also ends what is held here."""
@@ -190,10 +190,10 @@ class EngineLink:
 
     def left(self, sample: ReqState) -> None:
         """A sample has left the table."""
-        if self._balancer is not None and sample.rank != NOWHERE:
+        if self._balancer is not None and sample.replica != NOWHERE:
             assert sample.request is not None, sample.rid
-            self._balancer.left(sample.rank, sample.request)
-            sample.rank = NOWHERE
+            self._balancer.left(sample.replica, sample.request)
+            sample.replica = NOWHERE
 
     # -- deaths and lives
 
@@ -201,9 +201,9 @@ class EngineLink:
         """A number for a life that begins. From any thread."""
         return next(self._sources)
 
-    def scheduler_down(self, rank: int) -> Replica:
+    def scheduler_down(self, index: int) -> Replica:
         """A replica has died: others take its samples, or they are held until it is up again. Which life it was."""
-        replica = self._replicas[rank]
+        replica = self._replicas[index]
         if replica.is_lost:
             return replica
         replica.is_lost = True
@@ -211,19 +211,19 @@ class EngineLink:
         replica.sender.close()
         self._forget_source(replica.source)
         if self._balancer is not None:
-            self._balancer.forget(rank)
-        self._take_back({rank})
+            self._balancer.forget(index)
+        self._take_back({index})
         self._release()
         return replica
 
-    def scheduler_gone(self, rank: int) -> None:
+    def scheduler_gone(self, index: int) -> None:
         """A replica that has died does not come back. What was to go to it alone ends."""
-        self._left_for_good.add(rank)
+        self._left_for_good.add(index)
         self._release()
 
-    def scheduler_up(self, rank: int, source: int, sender: Sender) -> None:
+    def scheduler_up(self, index: int, source: int, sender: Sender) -> None:
         """A replica's new life can be sent to."""
-        self._replicas[rank] = Replica(rank, sender, source)
+        self._replicas[index] = Replica(index, sender, source)
         for crash in self._crashes:
             sender.send(crash)
         self._release()
@@ -251,15 +251,15 @@ class EngineLink:
         if self._to_detokenizer is not None:
             self._to_detokenizer.send(SourceGone(source))
 
-    def _take_back(self, ranks: set[int]) -> None:
-        """What was in flight at `ranks` is held again, but for what nobody waits for and what has to be given up."""
-        lost = [sample for sample in self._samples.values() if sample.rank in ranks and sample.finish is None]
+    def _take_back(self, indices: set[int]) -> None:
+        """What was in flight at `indices` is held again, but for what nobody waits for and what has to be given up."""
+        lost = [sample for sample in self._samples.values() if sample.replica in indices and sample.finish is None]
         guilty = self._probation if self._probation in lost else lost[0] if len(lost) == 1 else None
         if self._probation in lost:
             self._probation = None
         for sample in lost:
             self.left(sample)
-            sample.rank = NOWHERE
+            sample.replica = NOWHERE
             sample.note("lost", self._clock())
             sample.num_deaths = 1 if _has_passed(sample) else sample.num_deaths + 1
             sample.num_outputs_at_death = len(sample.output_ids)
@@ -282,7 +282,7 @@ class EngineLink:
         return [
             sample
             for sample in self._samples.values()
-            if sample.rank == NOWHERE and sample.request is not None and sample.finish is None
+            if sample.replica == NOWHERE and sample.request is not None and sample.finish is None
         ]
 
     def _choose(self, sample: ReqState) -> int:
@@ -291,13 +291,13 @@ class EngineLink:
         if self._balancer is None:
             return 0
         assert sample.request is not None, sample.rid
-        if (named := sample.routed_rank) is not None:
+        if (named := sample.routed_replica) is not None:
             if named in self._left_for_good:
                 return NO_MORE
             return NOWHERE if self._replicas[named].is_lost else named
         if sample.turn is not None and (home := sample.turn.home) is not None and not self._replicas[home].is_lost:
             return home
-        return self._balancer.choose(sample.request, [replica.rank for replica in self.replicas_up()])
+        return self._balancer.choose(sample.request, [replica.index for replica in self.replicas_up()])
 
     def _may_go(self, sample: ReqState) -> bool:
         """False for a suspect while another one is on probation."""

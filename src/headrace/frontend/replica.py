@@ -11,12 +11,12 @@ RESTART_RETRY_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """A life. rank: of --dp-size. source: signs its outputs, and changes when the detokenizer begins again.
+    """A life. index: 0 to --dp-size - 1. source: signs its outputs, and changes when the detokenizer begins again.
 
-    is_lost: it has died. Another life of the same rank is another object.
+    is_lost: it has died. Another life with the same index is another object.
     """
 
-    rank: int
+    index: int
     sender: Sender
     source: int
     is_lost: bool = False

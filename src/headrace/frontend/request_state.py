@@ -100,7 +100,7 @@ class ReqState:
     the leader end before its first token, there are none. logged_input: for the log. dumped_prompt: its beginning,
     for dumps. turn: its place in a session.
     adapter: what it holds in memory until it leaves the table.
-    request: as it was first sent. rank: the replica that has it, -1 = none. routed_rank: the only one that may. num_sends, num_deaths,
+    request: as it was first sent. replica: index of the one that has it, -1 = none. routed_replica: of the only one that may. num_sends, num_deaths,
     num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
     """
 
@@ -130,8 +130,8 @@ class ReqState:
     queued: bool = True
     abort_asked: bool = False
     request: TokenizedGenerateReqInput | None = None
-    rank: int = -1
-    routed_rank: int | None = None
+    replica: int = -1
+    routed_replica: int | None = None
     num_sends: int = 0
     num_deaths: int = 0
     num_outputs_at_death: int = 0

@@ -26,7 +26,7 @@ class Turn:
     """One request of a session and its place in the tree.
 
     num_kept: tokens of the parent's sequence that it goes on from. prompt_ids: what this turn added to them. output_ids: None
-    until it has finished. rank: of the replica that has it, None = of none yet.
+    until it has finished. replica: the index of the one that has it, None = of none yet.
     """
 
     rid: str
@@ -36,12 +36,12 @@ class Turn:
     prompt_ids: list[int]
     output_ids: list[int] | None = None
     children: set["Turn"] = field(default_factory=set)
-    rank: int | None = None
+    replica: int | None = None
 
     @property
     def home(self) -> int | None:
-        """Rank of the replica where the KV of what it goes on from should be."""
-        return self.parent.rank if self.parent is not None else None
+        """Index of the replica where the KV of what it goes on from should be."""
+        return self.parent.replica if self.parent is not None else None
 
     def sequence(self, with_outputs: bool = True) -> list[int]:
         """All tokens up to the end of this turn, or to the end of its prompt."""

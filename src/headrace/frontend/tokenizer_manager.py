@@ -336,7 +336,7 @@ class TokenizerManager:
             for j in range(prompt.sampling.n):
                 rid = f"{prompt.rid}/{j}" if prompt.sampling.n > 1 else prompt.rid
                 sample = ReqState(scope + rid, prompt.rid, len(state.samples) + j, j == 0, state, now)
-                sample.routed_rank = obj.routed_dp_rank
+                sample.routed_replica = obj.routed_dp_rank
                 own.append(sample)
             state.samples += own
             if len(own) > 1:
@@ -562,7 +562,7 @@ class TokenizerManager:
     def _take_back(samples: Iterable[ReqState]) -> None:
         """Submitting broke: what no replica has is not held to be sent later, and has no end to wait for."""
         for sample in samples:
-            if sample.rank == NOWHERE:
+            if sample.replica == NOWHERE:
                 sample.request, sample.sent_s = None, 0.0
 
     async def _gather(
@@ -1063,51 +1063,51 @@ class TokenizerManager:
 
     # -- deaths of the engine's processes, and their new lives; from any thread
 
-    def part_down(self, name: str, rank: int | None = None) -> None:
-        """A process has died and is being started again. rank: of a scheduler; None = the detokenizer."""
-        if not self._is_in_loop(self.part_down, name, rank):
+    def part_down(self, name: str, index: int | None = None) -> None:
+        """A process has died and is being started again. index: of a scheduler; None = the detokenizer."""
+        if not self._is_in_loop(self.part_down, name, index):
             return
         self._heartbeats.pop(name, None)
         self._dump(f"the {name} process has died and is being started again")
-        if rank is None:
+        if index is None:
             self.link.detokenizer_down()
             return
-        self._rejoin.lost(rank)
-        replica = self.link.scheduler_down(rank)
+        self._rejoin.lost(index)
+        replica = self.link.scheduler_down(index)
         for communicator in self._communicators:
             communicator.lost(replica)
 
-    def part_gone(self, name: str, rank: int) -> None:
+    def part_gone(self, name: str, index: int) -> None:
         """A replica that has died does not come back; the others serve on."""
-        if not self._is_in_loop(self.part_gone, name, rank):
+        if not self._is_in_loop(self.part_gone, name, index):
             return
         logger.error("the %s process is not started again; the other replicas serve on", name)
-        self.link.scheduler_gone(rank)
+        self.link.scheduler_gone(index)
 
-    def rejoin(self, name: str, rank: int, source: int, sender: Sender, started_from: str) -> None:
+    def rejoin(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:
         """A scheduler's new life is told what the others know, and put into service. From any thread but the loop's; see `Rejoin.run`."""
         loop = self._loop
         if loop is None:
             self._weights.check_start(started_from)
-            self.part_up(name, rank, source, sender)
+            self.part_up(name, index, source, sender)
         else:
-            self._rejoin.run(loop, name, rank, source, sender, started_from)
+            self._rejoin.run(loop, name, index, source, sender, started_from)
 
-    def part_up(self, name: str, rank: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
-        """It is back. rank, source, sender: of a scheduler's new life."""
-        if not self._is_in_loop(self.part_up, name, rank, source, sender):
+    def part_up(self, name: str, index: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
+        """It is back. index, source, sender: of a scheduler's new life."""
+        if not self._is_in_loop(self.part_up, name, index, source, sender):
             return
         self._heartbeats.pop(name, None)
         self.num_restarts += 1
         self.metrics.count_restart(name)
-        if rank is None or sender is None:
+        if index is None or sender is None:
             self.settings.tell_detokenizer()
             self.link.detokenizer_up()
         else:
             self.settings.tell_scheduler(sender)
             self.experts.tell_scheduler(sender)
             self._adapters.restore(sender)
-            self.link.scheduler_up(rank, source, sender)
+            self.link.scheduler_up(index, source, sender)
 
     def _dump(self, message: str) -> None:
         """Write what the requests were, if that was asked for."""

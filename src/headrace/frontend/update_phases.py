@@ -199,7 +199,7 @@ class UpdatePhases:
                     self._fleet.dismiss(replica)
             return next(iter(failed.values()))
         for replica, reply in failed.items():
-            logger.error("replica %d could not switch to the new weights: %s", replica.rank, reply.message)
+            logger.error("replica %d could not switch to the new weights: %s", replica.index, reply.message)
             self._fleet.dismiss(replica)
         num_paused = sum(reply.num_paused_requests for reply in replies.values())
         return msgspec.structs.replace(prepared, weight_version=version, num_paused_requests=num_paused)

@@ -269,7 +269,7 @@ class WeightControl:
     def _check_group(self, name: str) -> None:
         """Raises RequestError when a replica has begun another life since it joined."""
         members = self._groups.get(name)
-        if members is not None and (strangers := [r.rank for r in self._up() if r not in members]):
+        if members is not None and (strangers := [r.index for r in self._up() if r not in members]):
             raise RequestError(
                 f"replica {strangers[0]} was started again since the group {name!r} was joined; destroy the group and join it again",
                 "group_name",
@@ -343,7 +343,7 @@ class WeightControl:
     def _dismiss_failed(self, replies: Replies) -> None:
         for replica, reply in replies.items():
             if not reply.success:
-                logger.error("replica %d is started again: %s", replica.rank, reply.message)
+                logger.error("replica %d is started again: %s", replica.index, reply.message)
                 self._fleet.dismiss(replica)
 
 

@@ -128,12 +128,12 @@ class Receiver(Protocol):
 
 
 class Channels(Protocol):
-    """Makes the ends of the named channels. rank: which scheduler's, for `to_scheduler`; which HTTP worker's, for `to_worker`."""
+    """Makes the ends of the named channels. index: which scheduler's, for `to_scheduler`; which HTTP worker's, for `to_worker`."""
 
-    def sender(self, name: ChannelName, rank: int = 0) -> Sender:
+    def sender(self, name: ChannelName, index: int = 0) -> Sender:
         """A new writing end."""
 
-    def receiver(self, name: ChannelName, rank: int = 0) -> Receiver:
+    def receiver(self, name: ChannelName, index: int = 0) -> Receiver:
         """The reading end; one per channel."""
 
     def close(self) -> None:
@@ -291,15 +291,15 @@ class ZmqChannels:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ends: list[ZmqSender | ZmqReceiver] = []
 
-    def sender(self, name: ChannelName, rank: int = 0) -> ZmqSender:
+    def sender(self, name: ChannelName, index: int = 0) -> ZmqSender:
         """See `Channels`."""
-        end = ZmqSender(self._context, self._address(name, rank))
+        end = ZmqSender(self._context, self._address(name, index))
         self._ends.append(end)
         return end
 
-    def receiver(self, name: ChannelName, rank: int = 0) -> ZmqReceiver:
+    def receiver(self, name: ChannelName, index: int = 0) -> ZmqReceiver:
         """See `Channels`."""
-        end = ZmqReceiver(self._context, self._address(name, rank))
+        end = ZmqReceiver(self._context, self._address(name, index))
         self._ends.append(end)
         return end
 
@@ -310,7 +310,7 @@ class ZmqChannels:
         self._ends.clear()
         self._context.term()
 
-    def _address(self, name: ChannelName, rank: int) -> str:
+    def _address(self, name: ChannelName, index: int) -> str:
         address = {
             "to_scheduler": self.ports.to_scheduler,
             "to_detokenizer": self.ports.to_detokenizer,
@@ -318,7 +318,7 @@ class ZmqChannels:
             "to_front": self.ports.to_front,
             "to_worker": self.ports.to_worker,
         }[name]
-        return f"{address}.{rank}" if rank else address
+        return f"{address}.{index}" if index else address
 
 
 class LocalQueue:
@@ -380,7 +380,7 @@ class LocalQueue:
 
 
 class LocalChannels:
-    """The channels within one process. Share one object between the parts. There is one scheduler: rank 0."""
+    """The channels within one process. Share one object between the parts. There is one scheduler: index 0."""
 
     def __init__(self) -> None:
         self._queues: dict[ChannelName, LocalQueue] = {
@@ -391,14 +391,14 @@ class LocalChannels:
             "to_worker": LocalQueue(),
         }
 
-    def sender(self, name: ChannelName, rank: int = 0) -> LocalQueue:
+    def sender(self, name: ChannelName, index: int = 0) -> LocalQueue:
         """See `Channels`."""
-        assert rank == 0, rank
+        assert index == 0, index
         return self._queues[name]
 
-    def receiver(self, name: ChannelName, rank: int = 0) -> LocalQueue:
+    def receiver(self, name: ChannelName, index: int = 0) -> LocalQueue:
         """See `Channels`."""
-        assert rank == 0, rank
+        assert index == 0, index
         return self._queues[name]
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
 
     forward_s: time the worker spent in steps since start. host_s: time the scheduler spent on planning and committing them; with
     overlap mostly while a step ran. paused: the mode, empty while generation goes on. released: tags of memory that was given back.
-    dp_rank: the replica's number.
+    dp_rank: the replica's index, under the name that routers know.
     """
 
     pool: PoolState

@@ -93,7 +93,7 @@ class StepResult:
 
 
 class Worker(Protocol):
-    """One rank's model as the scheduler sees it. Steps run in the order of `submit`; results come in that order.
+    """The model as the scheduler sees it. Steps run in the order of `submit`; results come in that order.
 
     weights: reads and changes them; what it prepared is installed with no step in flight.
     """

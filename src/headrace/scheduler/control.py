@@ -120,7 +120,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         paused=state.gate.pause or "",
         released=tuple(sorted(state.gate.released)),
         weight_version=state.weight_version,
-        dp_rank=state.config.dp_rank,
+        dp_rank=state.config.replica,
     )
 
 

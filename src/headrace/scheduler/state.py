@@ -56,7 +56,7 @@ class SchedulerConfig:
     weight_update_timeout_s: float = 600.0
     decode_log_interval: int = 0
     accept_faults: bool = False
-    dp_rank: int = 0
+    replica: int = 0
 
 
 @dataclass(slots=True)
