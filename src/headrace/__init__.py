@@ -2,22 +2,24 @@
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from headrace.frontend.engine import Engine
-    from headrace.frontend.runtime import Runtime
+from headrace.version import VERSION
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from headrace.api.engine import Engine
+    from headrace.api.runtime import Runtime
+
+__version__ = VERSION
 __all__ = ["Engine", "Runtime", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """`headrace.Engine` and `headrace.Runtime`, imported when asked for: `import headrace` stays cheap."""
     if name == "Engine":
-        from headrace.frontend.engine import Engine
+        from headrace.api.engine import Engine
 
         return Engine
     if name == "Runtime":
-        from headrace.frontend.runtime import Runtime
+        from headrace.api.runtime import Runtime
 
         return Runtime
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.frontend.engine import Engine
+from headrace.api.engine import Engine
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "seed": 7, "max_new_tokens": 16, "ignore_eos": True}

@@ -8,8 +8,8 @@ import pytest
 from engines import GREEDY, SEEDED, random_ids, running_engine
 from scripted_output import END_ID
 
+from headrace.api.engine import Engine
 from headrace.errors import RequestError
-from headrace.frontend.engine import Engine
 from headrace.messages.control import InternalState
 from headrace.text.tokenizers import Tokenizer
 

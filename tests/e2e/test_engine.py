@@ -11,11 +11,11 @@ import torch
 import transformers
 from engines import running_engine
 
+from headrace.api.engine import Engine
+from headrace.api.runtime import Runtime
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ExecutionError, NotFoundError, RequestError
-from headrace.frontend.engine import Engine
-from headrace.frontend.runtime import Runtime
 from headrace.text.tokenizers import Tokenizer
 
 PROMPTS = [

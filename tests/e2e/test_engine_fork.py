@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import os, sys
 from headrace.errors import ExecutionError
-from headrace.frontend.engine import Engine
+from headrace.api.engine import Engine
 
 engine = Engine(model_path=sys.argv[1], single_process=sys.argv[2] == "one", num_threads=1, max_total_tokens=256, log_level="error")
 wanted = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}

@@ -28,7 +28,7 @@ from engines import (
     together,
 )
 
-from headrace.frontend.engine import Engine
+from headrace.api.engine import Engine
 from headrace.text.tokenizers import Tokenizer
 
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}

@@ -11,8 +11,8 @@ import transformers
 from engines import GREEDY, SEEDED, random_ids, running_engine
 from lora_harness import TinyAdapter, tiny_adapter
 
+from headrace.api.engine import Engine
 from headrace.errors import CapacityError, ConfigError, ModelError, NotFoundError, RequestError
-from headrace.frontend.engine import Engine
 
 PROMPT = random_ids(20, seed=5)
 

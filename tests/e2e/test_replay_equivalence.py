@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, Case, answer_of, random_ids, request_of, running_engine
 
-from headrace.frontend.engine import Engine
+from headrace.api.engine import Engine
 
 N = 90
 LONG = {"max_new_tokens": N, "ignore_eos": True}

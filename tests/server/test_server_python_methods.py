@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from fake_frontend import MODEL, Running, running_server
 
+from headrace.api.engine import Engine
+from headrace.api.runtime import Runtime
 from headrace.errors import ExecutionError, NotFoundError, RequestError
-from headrace.frontend.engine import Engine
-from headrace.frontend.runtime import Runtime
 from headrace.frontend.runtime_settings import LimitChanges
 from headrace.messages.control import InternalState
 from headrace.server.app import route_table

@@ -9,7 +9,7 @@ import transformers
 from lora_harness import TinyAdapter, tiny_adapter
 from weights_harness import GREEDY, PROMPTS, engine_of, tensors_of
 
-from headrace.frontend.engine import Engine
+from headrace.api.engine import Engine
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from weights_harness import GREEDY, PROMPTS, engine_of, fresh, tensors_of
 
+from headrace.api.engine import Engine
 from headrace.errors import RequestError
-from headrace.frontend.engine import Engine
 from headrace.weight_sync.sender import WeightSender, describe
 
 GROUP = "both"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from weights_harness import GREEDY, PROMPTS, fresh, tensors_of
 
+from headrace.api.runtime import Runtime
 from headrace.errors import RequestError
-from headrace.frontend.runtime import Runtime
 
 
 def test_a_runtime_has_the_methods_of_an_engine(old, new):

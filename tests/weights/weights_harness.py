@@ -7,7 +7,7 @@ import torch
 from engines import running_engine
 from safetensors.torch import load_file
 
-from headrace.frontend.engine import Engine
+from headrace.api.engine import Engine
 
 PROMPTS = [[1, 5, 9, 1000, 77], list(range(20, 60)), [333, 4, 8]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
+from headrace.api.engine import Engine
 from headrace.benchmark.results import document
 from headrace.benchmark.serving import LoadOptions, measure, report
 from headrace.benchmark.targets import EngineTarget
 from headrace.checkpoint.names import resolve_model
 from headrace.config.server_args import ServerArgs
-from headrace.frontend.engine import Engine
 from headrace.text.tokenizers import load_tokenizer
 
 

@@ -16,11 +16,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from headrace import __version__
 from headrace.benchmark.figures import Limits, Summary, over_repetitions
 from headrace.benchmark.machine import revision, this_machine
 from headrace.benchmark.workloads import PRESETS
 from headrace.errors import ConfigError
+from headrace.version import VERSION
 
 SCHEMA = 1
 _MS = 1000
@@ -61,7 +61,7 @@ def document(
         "schema": SCHEMA,
         "kind": kind,
         "command": ["headrace", *sys.argv[1:]],
-        "headrace": __version__,
+        "headrace": VERSION,
         **asdict(revision()),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": asdict(this_machine()),

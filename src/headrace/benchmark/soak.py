@@ -23,10 +23,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from headrace.api.runtime import Runtime
 from headrace.benchmark.machine import revision, this_machine
 from headrace.benchmark.sse import DONE, EventParser
 from headrace.errors import ExecutionError
-from headrace.frontend.runtime import Runtime
 
 KINDS: tuple[tuple[str, int], ...] = (("chat", 60), ("completion", 20), ("disconnect", 10), ("bad", 5), ("samples", 5))
 """What clients do, in percent."""

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from headrace import __version__
 from headrace.benchmark.machine import revision, this_machine
 from headrace.benchmark.results import SCHEMA
+from headrace.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def timing_document(kind: str, subject: dict[str, Any], results: Sequence[dict[s
         "schema": SCHEMA,
         "kind": kind,
         "command": ["headrace", *sys.argv[1:]],
-        "headrace": __version__,
+        "headrace": VERSION,
         **asdict(revision()),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": asdict(this_machine()),

@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headrace import __version__
 from headrace.config.cli import ENGINE_FIELDS, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
+from headrace.version import VERSION
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -107,8 +107,8 @@ def generate(
     server_args: ServerArgs,
 ) -> None:
     """Continue a text once, without a server, and print it as it comes."""
+    from headrace.api.engine import Engine
     from headrace.cli.chat import new_pieces
-    from headrace.frontend.engine import Engine
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     sampling_params = {name: value for name, value in given.items() if value is not None}
@@ -245,7 +245,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 @app.command()
 def version() -> None:
     """Print the version."""
-    print(__version__)
+    print(VERSION)
 
 
 # --- benchmarks

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from headrace import __version__
 from headrace.benchmark.machine import this_machine
 from headrace.checkpoint.names import list_models
+from headrace.version import VERSION
 
 _TYPICAL_HEAD_DIM = 64
 
@@ -23,7 +23,7 @@ def examine() -> dict[str, Any]:
     torch = _torch()
     has_torch = torch["version"] is not None
     return {
-        "headrace": __version__,
+        "headrace": VERSION,
         "python": platform.python_version(),
         "machine": asdict(this_machine()),
         "torch": torch,

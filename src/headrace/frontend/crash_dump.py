@@ -11,9 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import headrace
 from headrace.frontend.timeline import Timeline
 from headrace.log import get_logger
+from headrace.version import VERSION
 
 logger = get_logger(__name__)
 
@@ -25,7 +25,7 @@ def described(requests: Iterable[Timeline], prompts: bool) -> list[dict[str, Any
 
 def write_dump(folder: str, kind: str, message: str, requests: list[dict[str, Any]]) -> Path:
     """Write `<kind>-<time>-<pid>.json`, readable by the owner only. message: why. Raises OSError."""
-    content = {"version": headrace.__version__, "time": time.time(), "message": message, "requests": requests}
+    content = {"version": VERSION, "time": time.time(), "message": message, "requests": requests}
     now = datetime.now()
     path = Path(folder) / f"{kind}-{now:%Y%m%d-%H%M%S-%f}-{os.getpid()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.messages.control import InternalState, ReadyInfo
+from headrace.version import VERSION
 
 SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
 MASK = "***"
@@ -32,7 +32,7 @@ def describe_server(
     options = {field.name: _shown(field.name, getattr(args, field.name)) for field in dataclasses.fields(args)}
     engine = {name: value for name, value in msgspec.structs.asdict(ready).items() if name != "decisions"}
     return {
-        "version": headrace.__version__,
+        "version": VERSION,
         **{name: value for name, value in options.items() if name not in _NAMED_INSTEAD},
         **engine,
         "served_model_name": args.served_name,

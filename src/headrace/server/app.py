@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.config.web import parse_origins
 from headrace.errors import ConfigError
@@ -43,6 +42,7 @@ from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.settings import SetInternalStateBody, SettingsAPI
 from headrace.server.weights import WeightsAPI
+from headrace.version import VERSION
 
 log = get_logger(__name__)
 
@@ -148,7 +148,7 @@ def create_app(
 
     app = FastAPI(
         title="Headrace",
-        version=headrace.__version__,
+        version=VERSION,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-import headrace
 from headrace.server.http import ApiError, Exchange, send_response
 from headrace.server.routes import RouteSpec
+from headrace.version import VERSION
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class OpenApi:
                 paths.setdefault(path, {})[method.lower()] = operation
         return {
             "openapi": "3.1.0",
-            "info": {"title": "Headrace", "version": headrace.__version__},
+            "info": {"title": "Headrace", "version": VERSION},
             "paths": paths,
             "components": {
                 "schemas": components,

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.frontend.weight_control import TensorFile
-from headrace.frontend.weight_operations import (
+from headrace.frontend.weight_checks import (
     GROUP_NAME,
     GROUP_TIMEOUT_S,
     TRUNCATE_SIZE,
@@ -22,6 +21,7 @@ from headrace.frontend.weight_operations import (
     nested_values,
     note_on_tags,
 )
+from headrace.frontend.weight_control import TensorFile
 from headrace.messages.weights import (
     CancelUpdate,
     ContinueGeneration,

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 
+from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
 from headrace.frontend.prompts import check_token_ids, refuse_text
@@ -24,7 +25,7 @@ from headrace.frontend.server_info import describe_load, describe_server
 from headrace.frontend.tenants import Caller
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import TensorFile
-from headrace.frontend.weight_operations import WeightOperations
+from headrace.launch import launch_engine
 from headrace.messages.control import InternalState, ReadyInfo
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import GenerateReqInput
@@ -72,9 +73,6 @@ class Engine(WeightOperations):
     """
 
     def __init__(self, **server_args: Any) -> None:
-        # The composition root imports this room, so it is imported when it is needed.
-        from headrace.launch import launch_engine
-
         unknown = sorted(set(server_args) - {option.name for option in fields(ServerArgs)})
         if unknown:
             raise ConfigError(f"unknown option: {', '.join(unknown)}")

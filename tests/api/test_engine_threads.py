@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from frontend_fakes import READY, ByteTokenizer, FakeEngine
 
+from headrace.api.engine import Engine
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
-from headrace.frontend.engine import Engine
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalChannels
 from headrace.messages.control import ShutdownReq

@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import msgspec
 
+from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import (
     AuthError,
@@ -38,7 +39,7 @@ from headrace.errors import (
 )
 from headrace.frontend import lifeline
 from headrace.frontend.runtime_settings import LogLevel
-from headrace.frontend.weight_operations import TRUNCATE_SIZE, WeightOperations
+from headrace.frontend.weight_checks import TRUNCATE_SIZE
 from headrace.messages.control import InternalState
 from headrace.messages.weights import (
     CancelUpdate,

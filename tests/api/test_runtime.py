@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from headrace.api import runtime
+from headrace.api.runtime import Runtime, command_line, free_port
 from headrace.errors import AuthError, CapacityError, ConfigError, ExecutionError, RequestError
-from headrace.frontend import runtime
-from headrace.frontend.runtime import Runtime, command_line, free_port
 
 SERVER = r"""
 import json, os, sys

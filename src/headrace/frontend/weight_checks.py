@@ -1,0 +1,106 @@
+"""What may be asked of weights and memory: defaults, checks and notes that the Python methods and the HTTP routes share.
+
+Runs in the caller's thread; asks nobody.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headrace.errors import RequestError
+from headrace.messages.weights import FOREIGN_TAGS, MEMORY_TAGS, InitGroup, MemoryTag, WeightOpReply
+
+GROUP_NAME = "weight_update_group"
+GROUP_TIMEOUT_S = 300.0
+TRUNCATE_SIZE = 100
+
+
+def checked_load_format(load_format: str | None) -> Any:
+    """Raises RequestError for a format that is not known."""
+    if load_format in (None, "auto", "safetensors", "gguf"):
+        return load_format or "auto"
+    raise RequestError(f"load_format {load_format!r} is not supported; known: auto, safetensors, gguf", "load_format")
+
+
+def checked_group(
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    *,
+    timeout_s: float,
+) -> InitGroup:
+    """Raises RequestError for numbers that make no group."""
+    if not 1 <= rank_offset < world_size:
+        raise RequestError(
+            f"rank_offset must be between 1 and world_size - 1 (the trainer is rank 0), got {rank_offset} of {world_size}",
+            "rank_offset",
+        )
+    if not 1 <= master_port <= 65535:
+        raise RequestError(f"master_port must be between 1 and 65535, got {master_port}", "master_port")
+    if not 0 < timeout_s <= 24 * 3600:
+        raise RequestError(f"timeout_s must be more than 0 and at most a day, got {timeout_s:g}", "timeout_s")
+    if not group_name:
+        raise RequestError("group_name is empty", "group_name")
+    if backend == "gloo":
+        return InitGroup(master_address, master_port, rank_offset, world_size, group_name, "gloo", timeout_s)
+    if backend == "nccl":
+        return InitGroup(master_address, master_port, rank_offset, world_size, group_name, "nccl", timeout_s)
+    raise RequestError(f"backend {backend!r} is not supported; known: gloo, nccl", "backend")
+
+
+def checked_tensors(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Raises RequestError unless the lists fit together."""
+    if not names or not len(names) == len(dtypes) == len(shapes):
+        raise RequestError(
+            f"names, dtypes and shapes must be lists of one length, not empty; got {len(names)}, {len(dtypes)} and {len(shapes)}",
+            "names",
+        )
+    if any(size < 0 for shape in shapes for size in shape):
+        raise RequestError("shapes: a dimension is negative", "shapes")
+    plain = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return tuple(names), plain, tuple(tuple(shape) for shape in shapes)
+
+
+def checked_truncate_size(truncate_size: int) -> int:
+    """Raises RequestError for a negative number."""
+    if truncate_size < 0:
+        raise RequestError(f"truncate_size must be at least 0, got {truncate_size}", "truncate_size")
+    return truncate_size
+
+
+def checked_tags(tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
+    """Those that name memory of this server. None or an empty list: all of them. Raises RequestError for a tag that is not known."""
+    wanted = tags or MEMORY_TAGS
+    unknown = [tag for tag in wanted if tag not in (*MEMORY_TAGS, *FOREIGN_TAGS)]
+    if unknown:
+        raise RequestError(
+            f"tags: known are {', '.join((*MEMORY_TAGS, *FOREIGN_TAGS))}, got {', '.join(unknown)[:200]}", "tags"
+        )
+    return tuple(tag for tag in MEMORY_TAGS if tag in wanted)
+
+
+def note_on_tags(tags: Sequence[str] | None) -> str:
+    """What the answer says of tags for which nothing is done."""
+    foreign = [tag for tag in FOREIGN_TAGS if tag in (tags or ())]
+    return (
+        f"{', '.join(foreign)}: this server has no memory of that name, so nothing was done for it" if foreign else ""
+    )
+
+
+def nested_values(reply: WeightOpReply) -> list[Any]:
+    """The values of a `GetWeight` reply, as deep as the weight. Raises RequestError when it failed."""
+    if not reply.success:
+        raise RequestError(reply.message, "name")
+    values = [value for (value,) in struct.iter_unpack("<f", reply.values)]
+    return _nested(iter(values), reply.shape)
+
+
+def _nested(values: Iterator[float], shape: tuple[int, ...]) -> list[Any]:
+    if len(shape) == 1:
+        return [next(values) for _ in range(shape[0])]
+    return [_nested(values, shape[1:]) for _ in range(shape[0])]
