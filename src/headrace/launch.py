@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.checkpoint.names import resolve_model
-from headrace.child import ChildProcess, process_name
 from headrace.config.open_files import check_open_files
 from headrace.config.resolve import MEM_FRACTION, sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
-from headrace.frontend import lifeline
 from headrace.frontend.data_parallel_controller import FanOutSender, of_all_replicas
-from headrace.frontend.recovery import Recovery, RestartBudget
-from headrace.frontend.supervisor import Supervisor
-from headrace.http_workers import HttpWorkers
 from headrace.messages.channel import Channels, IpcDir, LocalChannels, Ports, Sender, ZmqChannels
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
 from headrace.messages.front import HttpWorkerStart
 from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
+from headrace.processes import lifeline
+from headrace.processes.child import ChildProcess, process_name
+from headrace.processes.http_workers import HttpWorkers
+from headrace.processes.recovery import Recovery, RestartBudget
+from headrace.processes.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
@@ -219,7 +219,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
 
 def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart) -> None:
     """The HTTP application over the front end of the main process, until a ShutdownReq."""
-    from headrace.http_workers import serve_http
+    from headrace.processes.http_workers import serve_http
 
     tokenizer = open_tokenizer(args)
     model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), read_model_config(args))

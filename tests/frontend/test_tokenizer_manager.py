@@ -894,7 +894,7 @@ async def test_a_prompt_counts_when_it_has_been_computed(make_frontend):
 def test_the_front_end_does_not_import_torch_or_transformers():
     code = (
         "import sys, headrace.frontend.tokenizer_manager, headrace.text.detokenizer_manager, headrace.api.engine\n"
-        "import headrace.api.runtime, headrace.frontend.supervisor, headrace.metrics.export\n"
+        "import headrace.api.runtime, headrace.processes.supervisor, headrace.metrics.export\n"
         "bad = {'torch', 'transformers'} & set(sys.modules)\n"
         "sys.exit(str(bad) if bad else 0)"
     )

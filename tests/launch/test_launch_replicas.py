@@ -2,9 +2,9 @@
 
 import pytest
 
-from headrace.child import environment
 from headrace.config.server_args import ServerArgs
 from headrace.launch import share_of_machine
+from headrace.processes.child import environment
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """A child process as the real one, but for the model: a worker of hashes, so that it starts in a moment and its tokens say which weights
-made them. Run as `replica_child.py KIND`, see `headrace.child`.
+made them. Run as `replica_child.py KIND`, see `headrace.processes.child`.
 
 A checkpoint is a file that holds a number, an adapter any file.
 """
@@ -14,8 +14,8 @@ sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("sched
 from fake_worker import EOS, VOCAB, FakeWorker  # noqa: E402
 from frontend_fakes import ByteTokenizer  # noqa: E402
 
-import headrace.child  # noqa: E402
 import headrace.launch  # noqa: E402
+import headrace.processes.child  # noqa: E402
 from headrace.cache.allocator import PageAllocator  # noqa: E402
 from headrace.cache.radix_cache import RadixCache  # noqa: E402
 from headrace.checkpoint.weight_cache import identity  # noqa: E402
@@ -170,4 +170,4 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready, on_progress)
 if __name__ == "__main__":
     headrace.launch.run_scheduler = run_scheduler
     headrace.launch.run_detokenizer = run_detokenizer
-    headrace.child.main()
+    headrace.processes.child.main()

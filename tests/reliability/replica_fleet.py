@@ -17,7 +17,6 @@ import replica_child
 from fake_worker import expected_outputs
 from frontend_fakes import ByteTokenizer, request
 
-from headrace.child import ChildProcess
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.frontend.replay import GIVEN_UP
@@ -33,6 +32,7 @@ from headrace.messages.weights import (
     UpdateFromDisk,
     WeightOperation,
 )
+from headrace.processes.child import ChildProcess
 
 LIMIT_S = 120.0
 """For a machine with busy cores; nothing here measures speed."""

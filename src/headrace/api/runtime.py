@@ -37,7 +37,6 @@ from headrace.errors import (
     NotFoundError,
     RequestError,
 )
-from headrace.frontend import lifeline
 from headrace.frontend.runtime_settings import LogLevel
 from headrace.frontend.weight_checks import TRUNCATE_SIZE
 from headrace.messages.control import InternalState
@@ -56,6 +55,7 @@ from headrace.messages.weights import (
     WeightOperation,
     WeightOpReply,
 )
+from headrace.processes import lifeline
 
 FIRST_PORT, LAST_PORT = 10000, 40000
 READY_POLL_S = 0.1

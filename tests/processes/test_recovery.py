@@ -3,8 +3,8 @@
 import threading
 
 from headrace.errors import ConfigError, ExecutionError, ModelError
-from headrace.frontend import recovery
-from headrace.frontend.recovery import Recovery, RestartBudget
+from headrace.processes import recovery
+from headrace.processes.recovery import Recovery, RestartBudget
 
 
 class Child:

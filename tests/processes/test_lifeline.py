@@ -8,15 +8,15 @@ import threading
 
 import pytest
 
-from headrace.child import ChildProcess
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.frontend import lifeline
 from headrace.messages.channel import IpcDir, Ports
+from headrace.processes import lifeline
+from headrace.processes.child import ChildProcess
 
 CHILD = """
 import os, signal, sys
-from headrace.frontend import lifeline
+from headrace.processes import lifeline
 lifeline.follow(0, os.getppid(), lambda: os._exit(1))
 print("up", flush=True)
 signal.pause()
@@ -29,7 +29,7 @@ signal.pause()
 OWNED = """
 import os, signal
 from headrace import launch
-from headrace.frontend import lifeline
+from headrace.processes import lifeline
 launch.OWNER_GONE_S = (0.0, 0.0)
 seen = []
 signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))

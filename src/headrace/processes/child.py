@@ -1,6 +1,6 @@
 """Child processes: how they are started, what they tell their parent, and how they end. Part of the composition root.
 
-`python -m headrace.child KIND` reads one JSON line on stdin (options and addresses: nothing of it shows in `ps`) and writes JSON
+`python -m headrace.processes.child KIND` reads one JSON line on stdin (options and addresses: nothing of it shows in `ps`) and writes JSON
 lines on the descriptor named there: progress while it loads, then "ready" or "error". A child ignores SIGINT and SIGTERM, because
 its parent drains and tells it to leave; it ends at once when the parent, which keeps that stdin open, has died.
 """
@@ -19,13 +19,13 @@ from typing import Literal
 
 import msgspec
 
-from headrace.child_environment import child_environment
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, HeadraceError, ModelError
-from headrace.frontend import lifeline
 from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 from headrace.messages.front import HttpWorkerStart
+from headrace.processes import lifeline
+from headrace.processes.environment import child_environment
 
 Kind = Literal["scheduler", "detokenizer", "http"]
 
@@ -96,7 +96,7 @@ class ChildProcess:
     info: what a scheduler said when it was ready. program: what runs, before its kind.
     """
 
-    program: Sequence[str] = (sys.executable, "-m", "headrace.child")
+    program: Sequence[str] = (sys.executable, "-m", "headrace.processes.child")
 
     def __init__(
         self,

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace import log
-from headrace.child import ChildProcess
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.front_door import FrontDoor
-from headrace.frontend.recovery import Recovery, RestartBudget
-from headrace.frontend.supervisor import Supervisor
 from headrace.messages.channel import Channels, Ports
 from headrace.messages.control import ReadyInfo, ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
+from headrace.processes.child import ChildProcess
+from headrace.processes.recovery import Recovery, RestartBudget
+from headrace.processes.supervisor import Supervisor
 from headrace.server.address import local_url
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Starts, watches, restarts and ends the processes of an engine, and holds what each of them runs."""
