@@ -239,14 +239,8 @@ class Frontend:
     @property
     def is_clean(self):
         """Nothing is left of any call."""
-        manager = self.manager
-        return not (
-            manager.rid_to_state
-            or manager._names
-            or manager._calls
-            or manager.queue.num_queued
-            or manager.queue.num_running
-        )
+        table = self.manager.table
+        return table.is_empty and not (table.queue.num_queued or table.queue.num_running)
 
 
 def request(text=None, **fields):

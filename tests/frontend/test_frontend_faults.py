@@ -1,5 +1,6 @@
 """Whatever breaks between a call's entry and its being sent: nothing of the call is left, and the next one is served."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -57,7 +58,7 @@ async def test_a_fault_before_a_call_is_sent_leaves_nothing_of_it(make_frontend,
 
     assert frontend.is_clean
     assert (who.tenant.num_live, who.tenant.num_queued) == (0, 0)
-    assert manager._idle.is_set()
+    await asyncio.wait_for(manager.table.wait_until_empty(), 1.0)
     assert not manager._timelines._live
     fields.pop("lora_path", None)
     assert (await frontend.call(**fields))[0]

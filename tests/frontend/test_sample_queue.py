@@ -58,7 +58,7 @@ async def test_samples_that_end_without_a_token_leave_room(make_frontend):
         await asyncio.gather(task, return_exceptions=True)
         await frontend.engine.until(lambda: not frontend.engine.num_tokens)
         await turns()
-    assert (frontend.manager.queue.num_queued, frontend.manager.queue.num_running) == (0, 0)
+    assert (frontend.manager.table.queue.num_queued, frontend.manager.table.queue.num_running) == (0, 0)
 
 
 def test_more_running_than_slots_are_no_room_for_waiting():

@@ -55,7 +55,7 @@ async def test_any_number_of_probes_takes_one_place_in_the_queue(make_frontend):
     manager = frontend.manager
     asked = [asyncio.create_task(manager.health(generate=True)) for _ in range(10 * READY.max_running_requests)]
     await frontend.engine.until(lambda: frontend.engine.requests)
-    assert (len(frontend.engine.requests), manager.queue.num_queued) == (1, 1)
+    assert (len(frontend.engine.requests), manager.table.queue.num_queued) == (1, 1)
     (rid,) = frontend.engine.requests
     frontend.engine.emit(rid, ids=[0])
     frontend.engine.emit(rid, finish=FinishReason("length", length=1))

@@ -277,7 +277,7 @@ class Fleet:
         assert self.manager.weights.version == version
         for one in history.asked:
             self._check_request(history, one)
-        assert not self.manager.rid_to_state, "a request is left over"
+        assert not self.manager.table.samples, "a request is left over"
         probes = History()
         for replica, lora in itertools.product((0, 1), (None, *self.manager.lora_adapters())):
             self.ask(probes, [0, 1, 1], 24, replica=replica, lora=lora)

@@ -1,6 +1,6 @@
 """The one way into the engine: checks a call, tokenizes it, sends its samples, and gives the answer back as it grows.
 
-Owns the table of live rids, the queue limit, aborts, and the loop that takes the engine's outputs. Does not own HTTP, tokens to
+Owns aborts and the loop that takes the engine's outputs. Does not own HTTP, tokens to
 text (`detokenizer_manager`) or scheduling. Lives in the main process; everything here runs in one event loop, except where a
 method says that it may be called from any thread. No torch.
 """
@@ -51,6 +51,7 @@ from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import LimitChanges, Limits, RuntimeSettings
 from headrace.frontend.sample_queue import SampleQueue
+from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.shared_probe import SharedProbe
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
@@ -164,31 +165,26 @@ class TokenizerManager:
         self.ready = ready
         self.tokenizer = tokenizer
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
-        self.rid_to_state: dict[str, ReqState] = {}
         self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
         self.num_unknown_outputs = 0
         self.num_restarts = 0
         self._dropped_frames: dict[str, int] = {}
-        self._names: dict[str, CallState] = {}
-        self._calls: set[CallState] = set()
         # Requests without a seed differ from each other, and repeat when a server is started again.
         self._seeds = random.Random(args.random_seed)
-        self.queue = SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests)
+        self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
         self._anybody = Tenant(TenantLimits(name=""))
         self._timelines = Timelines(args.timeline_requests)
         self.spans = spans
         self.request_log = RequestLog(args.log_requests, args.log_requests_level)
         self._accepting = True
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._defaults = defaults if defaults and args.sampling_defaults == "model" else GenerationDefaults()
         self._limits = CallLimits(
             vocab_size=ready.vocab_size,
             hidden_size=ready.hidden_size,
             max_n=args.max_n,
             max_prompts=args.max_batch_prompts,
-            max_samples=self.queue.most_at_once,
+            max_samples=self.table.queue.most_at_once,
             processors=processor_names(args.custom_logit_processors),
             uses_priority=args.schedule_policy == "priority",
             num_replicas=args.dp_size,
@@ -198,7 +194,7 @@ class TokenizerManager:
         schedulers = [to_scheduler, *more_schedulers]
         self.link = EngineLink(
             schedulers,
-            self.rid_to_state,
+            self.table.samples,
             self._end_here,
             self.metrics,
             clock,
@@ -343,28 +339,11 @@ class TokenizerManager:
                 state.name(scope + prompt.rid, own)
         if scope + call.rid not in state.names and call.is_list:
             state.name(scope + call.rid, state.samples)
-        rids = [sample.rid for sample in state.samples]
-        taken = [rid for rid in (*rids, *state.names) if rid in self.rid_to_state or rid in self._names]
-        if taken or len({*rids, *state.names}) != len(rids) + len(state.names):
-            shown = taken[0].removeprefix(scope) if taken else call.rid
-            raise RequestError(f"Duplicate request ID {shown[:100]!r}: the rid is in use by another request", "rid")
         try:
-            tenant = state.tenant
-            self.queue.check(len(rids), now, tenant.num_queued if tenant.limits.share < 1 else None)
+            self.table.enter(state, call.rid, now)
         except CapacityError as error:
             self.metrics.count_rejected("key_limit" if error.status_code == 429 else "queue_full")
             raise
-        try:
-            state.tenant.enter(len(rids), now)
-        except CapacityError:
-            self.metrics.count_rejected("key_limit")
-            raise
-        state.created_s = now
-        self.queue.enter(len(rids))
-        self.rid_to_state.update(zip(rids, state.samples, strict=True))
-        self._names.update(dict.fromkeys(state.names, state))
-        self._calls.add(state)
-        self._idle.clear()
         return state
 
     def _begin_timelines(self, state: CallState, traceparent: str) -> None:
@@ -428,7 +407,7 @@ class TokenizerManager:
         tenant = sample.call.tenant
         ids, sample.turn, replaced = self.sessions.begin(prompt.session, prompt.rid, ids, bos_id, tenant)
         for rid in replaced:
-            self._abort(self._named(tenant.scope, rid))
+            self._abort(self.table.find(tenant.scope, rid))
         return ids
 
     def _resolve(
@@ -593,9 +572,7 @@ class TokenizerManager:
 
     def _release(self, state: CallState) -> None:
         """The waiter has left: abort what is unfinished. A sample that was sent keeps its rid until its last output has come."""
-        state.abandoned = True
-        self._calls.discard(state)
-        state.tenant.leave(self._clock() - state.created_s)
+        self.table.leave(state, self._clock())
         sent = []
         for sample in state.unfinished:
             if self.failure is None and sample.sent_s:
@@ -604,18 +581,11 @@ class TokenizerManager:
                 self._forget(sample)
         if sent:
             self._to_scheduler.send(AbortReq(tuple(sent), message="the client went away"))
-        self._note_idle()
 
     def _forget(self, sample: ReqState) -> None:
         """Take a sample out of the table; its rid may be used again."""
-        if self.rid_to_state.get(sample.rid) is not sample:
+        if not self.table.forget(sample, self._clock()):
             return
-        del self.rid_to_state[sample.rid]
-        for name in sample.call.forget_names(sample):
-            del self._names[name]
-        self.queue.leave(sample.queued, self._clock())
-        if sample.queued:
-            sample.call.tenant.leave_queue()
         self.link.left(sample)
         sample.write_timeline()
         self._timelines.finish(sample.rid)
@@ -623,17 +593,6 @@ class TokenizerManager:
             self.sessions.give_up(sample.turn)
         if sample.adapter is not None:
             self._adapters.release(sample.adapter)
-
-    def _begin(self, sample: ReqState) -> None:
-        """It has its first token."""
-        if sample.queued:
-            sample.queued = False
-            self.queue.begin(self._clock())
-            sample.call.tenant.leave_queue()
-
-    def _note_idle(self) -> None:
-        if not self._calls and not self.rid_to_state:
-            self._idle.set()
 
     # -- outputs of the engine
 
@@ -664,7 +623,7 @@ class TokenizerManager:
         now = self._clock()
         new_tokens = 0
         for row in batch.rows:
-            sample = self.rid_to_state.get(row.rid)
+            sample = self.table.samples.get(row.rid)
             if sample is None:
                 self.num_unknown_outputs += 1
                 continue
@@ -716,7 +675,7 @@ class TokenizerManager:
         if had_tokens:
             self.metrics.inter_token_latency_s.add(elapsed_s / new_tokens, new_tokens)
             return
-        self._begin(sample)
+        self.table.begin(sample, sample.last_token_s)
         self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
         self._count_prompt(sample)
 
@@ -733,7 +692,7 @@ class TokenizerManager:
             self.sessions.finish(sample.turn, sample.output_ids)
         if finish.status_code == NO_ROOM_STATUS:
             self.metrics.count_rejected("queue_timeout" if finish.message == WAITED_TOO_LONG else "queue_full")
-            sample.retry_after_s = self.queue.retry_after_s(now_s)
+            sample.retry_after_s = self.table.queue.retry_after_s(now_s)
         sample.end(finish, now_s)
         self._forget(sample)
         if self.spans is not None:
@@ -748,7 +707,6 @@ class TokenizerManager:
         elif finish.type != "abort":
             self._count_prompt(sample)
         self.request_log.write(sample)
-        self._note_idle()
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         self._heartbeats[message.process] = self._clock()
@@ -769,7 +727,7 @@ class TokenizerManager:
             kept = self.args.timeline_requests
             raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
         for timeline in found:
-            if (sample := self.rid_to_state.get(timeline.rid)) is not None:
+            if (sample := self.table.samples.get(timeline.rid)) is not None:
                 sample.write_timeline()
         return [timeline.describe() for timeline in found]
 
@@ -800,20 +758,11 @@ class TokenizerManager:
         there is, with finish reason abort. Nothing leaves the table here: each sample's end does that.
         """
         if abort_all:
-            self._mark_aborted(self.rid_to_state.values())
+            self._mark_aborted(self.table.samples.values())
             self._to_scheduler.send(AbortReq(abort_all=True))
             return
-        scopes = {caller.scope} | ({call.tenant.scope for call in self._calls} if caller.is_admin else set())
-        self._abort(sample for scope in scopes for sample in self._named(scope, rid))
-
-    def _named(self, scope: str, rid: str) -> list[ReqState]:
-        """The live sample that the key of this scope calls `rid`, or those of its call or prompt of this name."""
-        name = scope + rid
-        if name in self.rid_to_state:
-            found = [self.rid_to_state[name]]
-        else:
-            found = self._names[name].names[name] if name in self._names else []
-        return [sample for sample in found if sample.call.tenant.scope == scope]
+        scopes = {caller.scope} | (self.table.scopes() if caller.is_admin else set())
+        self._abort(sample for scope in scopes for sample in self.table.find(scope, rid))
 
     def _abort(self, samples: Iterable[ReqState]) -> None:
         if sent := self._mark_aborted(samples):
@@ -959,9 +908,9 @@ class TokenizerManager:
         return self.settings.shown()
 
     def _take_limits(self, limits: Limits) -> None:
-        self.queue.num_slots = limits.max_running_requests * self.args.dp_size
-        self.queue.max_waiting = limits.max_queued_requests
-        self._limits = dataclasses.replace(self._limits, max_samples=self.queue.most_at_once)
+        self.table.queue.num_slots = limits.max_running_requests * self.args.dp_size
+        self.table.queue.max_waiting = limits.max_queued_requests
+        self._limits = dataclasses.replace(self._limits, max_samples=self.table.queue.most_at_once)
 
     async def dump_requests(self) -> tuple[str, int]:
         """Write what the last requests were to --dump-requests-dir: the file's name and how many. Raises RequestError, ExecutionError."""
@@ -1030,7 +979,7 @@ class TokenizerManager:
             case _:
                 return
         now_s = self._clock()
-        for sample in self.rid_to_state.values():
+        for sample in self.table.samples.values():
             sample.note(kind, now_s)
 
     @property
@@ -1116,7 +1065,7 @@ class TokenizerManager:
             write_crash_dump(self.args.crash_dump_dir, message, self._timelines, self.args.crash_dump_prompts)
 
     def _write_timelines(self) -> None:
-        for sample in self.rid_to_state.values():
+        for sample in self.table.samples.values():
             sample.write_timeline()
 
     def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:
@@ -1138,15 +1087,15 @@ class TokenizerManager:
         """Stop accepting and wait for what runs; after `timeout_s` seconds abort the rest. True when nothing was aborted."""
         self.stop_accepting()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await asyncio.wait_for(self.table.wait_until_empty(), timeout_s)
         except TimeoutError:
             self.abort_request(abort_all=True)
         else:
             return True
         try:
-            await asyncio.wait_for(self._idle.wait(), ABORT_WAIT_S)
+            await asyncio.wait_for(self.table.wait_until_empty(), ABORT_WAIT_S)
         except TimeoutError:
-            logger.warning("%d samples did not end after they were aborted", len(self.rid_to_state))
+            logger.warning("%d samples did not end after they were aborted", len(self.table.samples))
         return False
 
     def fail_all(self, message: str) -> None:
@@ -1160,14 +1109,12 @@ class TokenizerManager:
             self._dump(message)
         self.link.close()
         error = ExecutionError(message)
-        for state in self._calls:
-            state.fail(error)
+        self.table.fail(error)
         for communicator in self._communicators:
             communicator.fail_all(error)
-        for sample in list(self.rid_to_state.values()):
+        for sample in list(self.table.samples.values()):
             if sample.call.abandoned:
                 self._forget(sample)
-        self._note_idle()
 
     async def close(self) -> None:
         """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""

@@ -1,0 +1,110 @@
+"""The samples that live: by rid, by the names of their calls, and how many of them wait.
+
+Owns the rids and names in use, the count of samples that wait (`sample_queue`), the calls that somebody waits for, and whether anything
+lives at all. Does not own the outputs of a sample, nor which replica has it. Used by the tokenizer manager, in its event loop only.
+
+A call enters whole or not at all. A sample stays until `forget`, which may be after its waiter has left (`leave`): its rid is in use until
+the engine's last output of it has come.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from headrace.errors import HeadraceError, RequestError
+from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.sample_queue import SampleQueue
+
+
+class SampleTable:
+    """See the module's text. samples: those that live, by rid; the mapping changes with the table."""
+
+    def __init__(self, queue: SampleQueue) -> None:
+        self.queue = queue
+        self._by_rid: dict[str, ReqState] = {}
+        self.samples: Mapping[str, ReqState] = self._by_rid
+        self._calls_by_name: dict[str, CallState] = {}
+        self._calls: set[CallState] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_empty(self) -> bool:
+        """No sample lives and nobody waits."""
+        return not (self._calls or self._by_rid or self._calls_by_name)
+
+    async def wait_until_empty(self) -> None:
+        """Return once no sample lives and nobody waits."""
+        await self._idle.wait()
+
+    def enter(self, call: CallState, rid: str, now_s: float) -> None:
+        """Take in all samples of a call, under their rids and its names. rid: of the whole call, for the error.
+
+        Raises RequestError for a rid in use, CapacityError (503) when the queue is full and (429) at a limit of the key. Then nothing has
+        changed.
+        """
+        self._check_unused(call, rid)
+        tenant, count = call.tenant, len(call.samples)
+        self.queue.check(count, now_s, tenant.num_queued if tenant.limits.share < 1 else None)
+        tenant.enter(count, now_s)
+        call.created_s = now_s
+        self.queue.enter(count)
+        self._by_rid.update((sample.rid, sample) for sample in call.samples)
+        self._calls_by_name.update(dict.fromkeys(call.names, call))
+        self._calls.add(call)
+        self._idle.clear()
+
+    def begin(self, sample: ReqState, now_s: float) -> None:
+        """It has its first token, and waits no more. Later calls do nothing."""
+        if sample.queued:
+            sample.queued = False
+            self.queue.begin(now_s)
+            sample.call.tenant.leave_queue()
+
+    def leave(self, call: CallState, now_s: float) -> None:
+        """Nobody waits for the call any more. Its samples stay until each is forgotten."""
+        call.abandoned = True
+        self._calls.discard(call)
+        call.tenant.leave(now_s - call.created_s)
+        self._note_idle()
+
+    def forget(self, sample: ReqState, now_s: float) -> bool:
+        """Take a sample out: its rid, and the names that only it had left, may be used again. False when it was not there."""
+        if self._by_rid.get(sample.rid) is not sample:
+            return False
+        del self._by_rid[sample.rid]
+        for name in sample.call.forget_names(sample):
+            del self._calls_by_name[name]
+        self.queue.leave(sample.queued, now_s)
+        if sample.queued:
+            sample.call.tenant.leave_queue()
+        self._note_idle()
+        return True
+
+    def fail(self, error: HeadraceError) -> None:
+        """Every waiter gets `error`."""
+        for call in self._calls:
+            call.fail(error)
+
+    def find(self, scope: str, rid: str) -> list[ReqState]:
+        """The live sample that the key of this scope calls `rid`, or those of its call or prompt of this name."""
+        name = scope + rid
+        if name in self._by_rid:
+            found = [self._by_rid[name]]
+        else:
+            found = self._calls_by_name[name].names[name] if name in self._calls_by_name else []
+        return [sample for sample in found if sample.call.tenant.scope == scope]
+
+    def scopes(self) -> set[str]:
+        """Of the keys whose calls are waited for."""
+        return {call.tenant.scope for call in self._calls}
+
+    def _check_unused(self, call: CallState, rid: str) -> None:
+        rids = [*(sample.rid for sample in call.samples), *call.names]
+        taken = [each for each in rids if each in self._by_rid or each in self._calls_by_name]
+        if taken or len(set(rids)) != len(rids):
+            shown = taken[0].removeprefix(call.tenant.scope) if taken else rid
+            raise RequestError(f"Duplicate request ID {shown[:100]!r}: the rid is in use by another request", "rid")
+
+    def _note_idle(self) -> None:
+        if not self._calls and not self._by_rid:
+            self._idle.set()

@@ -1,0 +1,119 @@
+"""The table of live samples: rids and names are in use once, a call enters whole or not at all, nothing is left behind."""
+
+import pytest
+
+from headrace.errors import CapacityError, ExecutionError, RequestError
+from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.sample_queue import SampleQueue
+from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.tenants import Tenant, TenantLimits
+
+
+def make_table(num_slots=8, max_waiting=8):
+    return SampleTable(SampleQueue(num_slots, max_waiting))
+
+
+def make_call(*rids, names=(), tenant=None):
+    """A call whose names stand for all of its samples."""
+    call = CallState(stream=False, is_list=len(rids) > 1, incremental=False, token_text=lambda _: None)
+    call.tenant = tenant or Tenant(TenantLimits(name=""))
+    scope = call.tenant.scope
+    call.samples = [ReqState(scope + rid, rid, i, i == 0, call, 0.0) for i, rid in enumerate(rids)]
+    for name in names:
+        call.name(scope + name, call.samples)
+    return call
+
+
+def test_a_call_is_found_by_its_rids_and_names_until_its_last_sample_is_forgotten():
+    table = make_table()
+    call = make_call("c/0", "c/1", names=["c"])
+    first, second = call.samples
+    table.enter(call, "c", 0.0)
+
+    assert table.find("", "c/1") == [second]
+    assert table.find("", "c") == [first, second]
+    assert table.find("", "d") == []
+    table.leave(call, 1.0)
+    assert table.forget(first, 1.0)
+    assert not table.forget(first, 1.0)
+    assert table.find("", "c") == [first, second], "the name is in use while one of its samples lives"
+    assert not table.is_empty
+    assert table.forget(second, 1.0)
+    assert table.find("", "c") == []
+    assert table.is_empty
+    assert (table.queue.num_queued, table.queue.num_running) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "rids,names,shown",
+    [(["a"], [], "a"), (["n"], [], "n"), (["b", "c"], ["a"], "a"), (["b", "c"], ["n"], "n"), (["b", "b"], [], "call")],
+)
+def test_a_rid_in_use_is_refused_and_changes_nothing(rids, names, shown):
+    table = make_table()
+    table.enter(make_call("a", "x", names=["n"]), "n", 0.0)
+    before = dict(table.samples)
+
+    with pytest.raises(RequestError, match=f"Duplicate request ID '{shown}'"):
+        table.enter(make_call(*rids, names=names), "call", 0.0)
+
+    assert table.samples == before
+    assert table.queue.num_queued == 2
+
+
+def test_keys_use_the_same_rids_beside_each_other():
+    table = make_table()
+    ann, bob = (Tenant(TenantLimits(name=name)) for name in ("ann", "bob"))
+    calls = [make_call("r", tenant=tenant) for tenant in (ann, bob)]
+    for call in calls:
+        table.enter(call, "r", 0.0)
+
+    assert table.find(ann.scope, "r") == calls[0].samples
+    assert table.find("", "r") == table.find("", ann.scope + "r") == []
+    assert table.scopes() == {ann.scope, bob.scope}
+    with pytest.raises(RequestError, match="Duplicate request ID 'r'"):
+        table.enter(make_call("r", tenant=ann), "r", 0.0)
+
+
+@pytest.mark.parametrize("limits,status", [({}, 503), ({"max_queued": 1}, 429), ({"max_concurrent": 0}, 429)])
+def test_a_call_for_which_there_is_no_room_changes_nothing(limits, status):
+    table = make_table(num_slots=1, max_waiting=1)
+    tenant = Tenant(TenantLimits(name="ann", **limits))
+    call = make_call("a", "b", "c", tenant=tenant) if status == 503 else make_call("a", "b", tenant=tenant)
+
+    with pytest.raises(CapacityError) as caught:
+        table.enter(call, "a", 0.0)
+
+    assert caught.value.status_code == status
+    assert table.is_empty
+    assert (table.queue.num_queued, tenant.num_live, tenant.num_queued) == (0, 0, 0)
+
+
+def test_a_sample_runs_from_its_first_token_and_is_counted_once():
+    table = make_table()
+    tenant = Tenant(TenantLimits(name="ann"))
+    call = make_call("a", "b", tenant=tenant)
+    table.enter(call, "a", 0.0)
+
+    for _ in range(2):
+        table.begin(call.samples[0], 1.0)
+
+    assert (table.queue.num_running, table.queue.num_queued, tenant.num_queued) == (1, 1, 1)
+    table.leave(call, 2.0)
+    for sample in call.samples:
+        table.forget(sample, 2.0)
+    assert (table.queue.num_running, table.queue.num_queued) == (0, 0)
+    assert (tenant.num_live, tenant.num_queued) == (0, 0)
+
+
+async def test_a_failure_reaches_those_who_wait_only():
+    table = make_table()
+    waited, left = make_call("a"), make_call("b")
+    for call in (waited, left):
+        table.enter(call, "", 0.0)
+    table.leave(left, 0.0)
+
+    table.fail(ExecutionError("gone"))
+
+    with pytest.raises(ExecutionError, match="gone"):
+        await waited.next_news(None)
+    assert left.error is None
