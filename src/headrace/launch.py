@@ -269,7 +269,7 @@ def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) ->
     from headrace.text.incremental import IncrementalDecoder
     from headrace.text.stop import StopMatcher
 
-    sampling = request.sampling
+    sampling = request.task.params
     decoder = IncrementalDecoder(
         tokenizer,
         skip_special_tokens=sampling.skip_special_tokens,

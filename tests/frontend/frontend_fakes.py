@@ -148,7 +148,7 @@ class FakeEngine:
         ids = list(text.encode()) if ids is None else ids
         first = self.num_tokens[rid] < 0
         self.num_tokens[rid] = max(0, self.num_tokens[rid]) + len(ids)
-        s = request.sampling
+        s = request.task.params
         options = DecodeOptions(
             s.skip_special_tokens, s.spaces_between_special_tokens, s.no_stop_trim, s.stop, s.stop_regex
         )
@@ -186,7 +186,7 @@ class FakeEngine:
         while True:
             self.handle(await self.inbox.arecv())
             for rid in list(self.num_tokens):
-                ids = unpack_int32(self.requests[rid].input_ids)[: self.requests[rid].sampling.max_new_tokens]
+                ids = unpack_int32(self.requests[rid].input_ids)[: self.requests[rid].task.params.max_new_tokens]
                 for token_id in ids:
                     self.emit(rid, ids=[token_id])
                 self.emit(rid, finish=FinishReason("length", length=len(ids)))

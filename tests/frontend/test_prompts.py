@@ -173,13 +173,13 @@ def test_keys_give_namespaces_that_differ_for_every_pair():
 # What each field of a call becomes in what the scheduler gets: (value of the call, field of the sample, its value).
 CARRIED = {
     "rid": (["x", "y"], "rid", ["x/0", "x/1", "y/0", "y/1"]),
-    "stream": (True, "stream", [True] * 4),
-    "return_logprob": (True, "logprobs.top_num", [0] * 4),
-    "logprob_start_len": (1, "logprobs.prompt_start", [2] * 4),
-    "top_logprobs_num": (3, "logprobs.top_num", [3] * 4),
-    "token_ids_logprob": ([9, 8], "logprobs.token_ids", [(9, 8)] * 4),
-    "return_hidden_states": ([True, False], "return_hidden_states", [True, True, False, False]),
-    "custom_logit_processor": (["loud", None], "custom_logit_processor", ["loud", "loud", "", ""]),
+    "stream": (True, "task.stream", [True] * 4),
+    "return_logprob": (True, "task.logprobs.top_num", [0] * 4),
+    "logprob_start_len": (1, "task.logprobs.prompt_start", [2] * 4),
+    "top_logprobs_num": (3, "task.logprobs.top_num", [3] * 4),
+    "token_ids_logprob": ([9, 8], "task.logprobs.token_ids", [(9, 8)] * 4),
+    "return_hidden_states": ([True, False], "task.return_hidden_states", [True, True, False, False]),
+    "custom_logit_processor": (["loud", None], "task.custom_logit_processor", ["loud", "loud", "", ""]),
     "priority": (5, "priority", [5] * 4),
     "extra_key": (["k", None], "namespace", ['["k", ""]', '["k", ""]', "", ""]),
     "cache_salt": ("s", "namespace", ['["", "s"]'] * 4),
@@ -261,7 +261,7 @@ async def test_a_sampling_parameter_reaches_every_sample_of_its_prompt_alone(mak
     await frontend.call(["ab", "cd"], rid=["x", "y"], sampling_params=[{name: value, "n": 2}, {}])
 
     requests = frontend.engine.requests
-    first, second, other = (getattr(requests[rid].sampling, name) for rid in ("x/0", "x/1", "y"))
+    first, second, other = (getattr(requests[rid].task.params, name) for rid in ("x/0", "x/1", "y"))
     assert first == expected
     assert second == (12 if name == "seed" else expected)
     assert other != expected
@@ -271,12 +271,12 @@ async def test_the_user_s_value_wins_over_the_model_s_and_that_over_ours(make_fr
     defaults = GenerationDefaults(temperature=0.25, top_p=0.75)
     frontend = make_frontend(defaults=defaults)
     await frontend.call("a", rid="r", sampling_params={"top_p": 0.5})
-    sampling = frontend.engine.requests["r"].sampling
+    sampling = frontend.engine.requests["r"].task.params
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.5, -1)
 
     plain = make_frontend(defaults=defaults, sampling_defaults="openai")
     await plain.call("a", rid="r")
-    assert plain.engine.requests["r"].sampling.temperature == 1.0
+    assert plain.engine.requests["r"].task.params.temperature == 1.0
 
 
 async def test_token_ids_and_embeddings_are_sent_as_they_are(make_frontend):

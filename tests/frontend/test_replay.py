@@ -222,8 +222,8 @@ async def test_prompt_logprobs_that_were_delivered_are_not_asked_for_again(lives
     lives.rise()
     await lives.has("heard", "unheard")
 
-    assert lives.engine.requests["heard"].logprobs.prompt_start > len("prompt")
-    assert lives.engine.requests["unheard"].logprobs.prompt_start == 1
+    assert lives.engine.requests["heard"].task.logprobs.prompt_start > len("prompt")
+    assert lives.engine.requests["unheard"].task.logprobs.prompt_start == 1
     lives.manager.abort_request(abort_all=True)
     lives.engine.pump()
     assert all([(await call)[-1]["meta_info"]["finish_reason"]["type"] == "abort" for call in calls])

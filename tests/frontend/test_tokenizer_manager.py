@@ -136,7 +136,7 @@ async def test_samples_are_prompt_major_share_a_group_and_have_seeds_of_their_ow
     assert [a["text"] for a in answers] == ["ab"] * 3 + ["cd"] * 3
     assert [a["meta_info"]["id"] for a in answers] == ["p"] * 3 + ["q"] * 3
     sent = [frontend.engine.requests[rid] for rid in frontend.engine.order]
-    assert [r.sampling.seed for r in sent] == [7, 8, 9] * 2
+    assert [r.task.params.seed for r in sent] == [7, 8, 9] * 2
     assert [r.group for r in sent] == ["p"] * 3 + ["q"] * 3
     assert len({r.rid for r in sent}) == 6
 
@@ -152,7 +152,7 @@ async def test_one_prompt_with_several_samples_counts_its_prompt_once(make_front
 
 async def test_requests_without_a_seed_differ_and_repeat_when_the_server_is_started_again(make_frontend):
     def seeds(engine):
-        return [engine.requests[rid].sampling.seed for rid in engine.order]
+        return [engine.requests[rid].task.params.seed for rid in engine.order]
 
     first, again = make_frontend(random_seed=5), make_frontend(random_seed=5)
     for frontend in (first, again):
@@ -593,7 +593,7 @@ async def test_outputs_default_to_128_tokens_or_what_the_caller_says_or_the_room
     echo.cancel()
     await asyncio.gather(echo, return_exceptions=True)
 
-    asked = [frontend.engine.requests[rid].sampling.max_new_tokens for rid in ("a", "b")]
+    asked = [frontend.engine.requests[rid].task.params.max_new_tokens for rid in ("a", "b")]
     assert asked == [128, 999]
 
 
@@ -613,7 +613,7 @@ async def test_logprobs_are_lists_of_value_id_and_text(make_frontend):
         return_text_in_logprobs=True,
     )
     await engine.until(lambda: engine.requests)
-    assert engine.requests["r"].logprobs.prompt_start == 1
+    assert engine.requests["r"].task.logprobs.prompt_start == 1
     prompt = LogprobBlock(
         pack_int32([98, 99]),
         pack_float32([-1, -2]),
@@ -643,7 +643,7 @@ async def test_logprobs_of_outputs_only_have_no_texts_and_no_input_entries_unles
     engine = frontend.engine
     task = frontend.start("abc", rid="r", return_logprob=True)
     await engine.until(lambda: engine.requests)
-    assert engine.requests["r"].logprobs.prompt_start == 4
+    assert engine.requests["r"].task.logprobs.prompt_start == 4
     engine.emit(
         "r", "x", FinishReason("length", length=1), logprobs=LogprobBlock(pack_int32([120]), pack_float32([-0.5]))
     )
@@ -667,7 +667,7 @@ async def test_samples_of_a_prompt_share_the_logprobs_that_the_first_one_asks_fo
     fields = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
     task = frontend.start("abc", rid="r", stream=stream, **fields)
     await engine.until(lambda: len(engine.requests) == 2)
-    assert [engine.requests[rid].logprobs.prompt_start for rid in ("r/0", "r/1")] == [1, 4]
+    assert [engine.requests[rid].task.logprobs.prompt_start for rid in ("r/0", "r/1")] == [1, 4]
     # The prompt was cached, so the second sample is done first.
     engine.emit("r/1", "x", FinishReason("length", length=1), logprobs=ONE_BLOCK)
     await turns()
@@ -692,7 +692,7 @@ async def test_each_sample_asks_for_itself_where_prompts_are_not_shared(make_fro
     fields = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
     task = frontend.start("abc", rid="r", **fields, **more)
     await engine.until(lambda: len(engine.requests) == 2)
-    assert [engine.requests[rid].logprobs.prompt_start for rid in ("r/0", "r/1")] == [1, 1]
+    assert [engine.requests[rid].task.logprobs.prompt_start for rid in ("r/0", "r/1")] == [1, 1]
     for rid in ("r/0", "r/1"):
         engine.emit(rid, finish=FinishReason("length"), prompt_logprobs=PROMPT_BLOCK)
     for answer in (await task)[0]:

@@ -14,7 +14,7 @@ from headrace.cache.chunk_cache import ChunkCache
 from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
-from headrace.messages.requests import LogprobSpec, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
@@ -289,11 +289,12 @@ class Rig:
         sampling = {
             name: fields.pop(name) for name in ("ignore_eos", "stop_token_ids", "min_new_tokens") if name in fields
         }
+        task = {name: fields.pop(name) for name in ("stream", "logprobs", "return_hidden_states") if name in fields}
         self.inbox.send(
             TokenizedGenerateReqInput(
                 rid,
                 np.array(prompt, np.int32).tobytes(),
-                ResolvedSamplingParams(max_new_tokens=max_new_tokens, seed=0, **sampling),
+                SampleTask(ResolvedSamplingParams(max_new_tokens=max_new_tokens, seed=0, **sampling), **task),
                 **fields,
             )
         )

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.messages.requests import SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.request import Req
 from headrace.scheduler.waiting import WaitingQueue
@@ -13,7 +13,7 @@ from headrace.scheduler.waiting import WaitingQueue
 
 def make(order: int) -> Req:
     sampling = ResolvedSamplingParams(max_new_tokens=1, seed=0)
-    asked = TokenizedGenerateReqInput(f"r{order}", bytes(4), sampling, tenant="abc"[order % 3])
+    asked = TokenizedGenerateReqInput(f"r{order}", bytes(4), SampleTask(sampling), tenant="abc"[order % 3])
     return Req.from_input(asked, 0.0, order)
 
 

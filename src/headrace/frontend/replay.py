@@ -317,15 +317,16 @@ class EngineLink:
         self.num_replayed += 1
         self._metrics.replayed_requests.inc()
         sample.note("replayed", self._clock())
-        logprobs = request.logprobs
-        if logprobs is not None and sample.output_ids:
+        task = request.task
+        if task.logprobs is not None and sample.output_ids:
             # Those of the prompt came with the first output.
-            logprobs = msgspec.structs.replace(logprobs, prompt_start=sample.num_prompt_tokens + 1)
+            outputs_only = msgspec.structs.replace(task.logprobs, prompt_start=sample.num_prompt_tokens + 1)
+            task = msgspec.structs.replace(task, logprobs=outputs_only)
         return msgspec.structs.replace(
             request,
+            task=task,
             output_ids=pack_int32(sample.output_ids),
             attempt=attempt,
-            logprobs=logprobs,
             # One that has begun to answer does not wait as a new one does.
             queue_deadline_s=0.0 if sample.output_ids else request.queue_deadline_s,
         )

@@ -46,7 +46,7 @@ class RequestLog:
             return
         details = ""
         if self.level >= 1 and sample.request is not None:
-            details += f" sampling={msgspec.json.encode(sample.request.sampling).decode()}"
+            details += f" sampling={msgspec.json.encode(sample.request.task.params).decode()}"
         if self.level >= 2:
             output = _cut(sample.text, MAX_CHARACTERS if self.level == 2 else None)
             details += f" prompt={sample.logged_input} text={output}"

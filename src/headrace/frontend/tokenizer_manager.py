@@ -83,6 +83,7 @@ from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
     LogprobSpec,
+    SampleTask,
     TokenizedGenerateReqInput,
 )
 from headrace.messages.weights import (
@@ -497,12 +498,14 @@ class TokenizerManager:
                 TokenizedGenerateReqInput(
                     rid=sample.rid,
                     input_ids=packed,
-                    sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_SEED) if j else sampling,
-                    stream=obj.stream,
-                    logprobs=_outputs_only(logprobs, len(ids)) if logprobs and sample.leader else logprobs,
-                    return_hidden_states=prompt.return_hidden_states,
+                    task=SampleTask(
+                        msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_SEED) if j else sampling,
+                        stream=obj.stream,
+                        logprobs=_outputs_only(logprobs, len(ids)) if logprobs and sample.leader else logprobs,
+                        return_hidden_states=prompt.return_hidden_states,
+                        custom_logit_processor=prompt.custom_logit_processor,
+                    ),
                     input_embeds=embeds,
-                    custom_logit_processor=prompt.custom_logit_processor,
                     namespace=adapter_namespace(tenant.namespace(prompt.namespace), lora_id),
                     priority=obj.priority or 0,
                     group=tenant.scope + prompt.rid if len(own) > 1 else "",

@@ -73,9 +73,23 @@ class LogprobSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: tuple[int, ...] = ()
 
 
+class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """What is asked of the engine: sample tokens after the prompt.
+
+    stream: report outputs every few tokens, not only at the end. custom_logit_processor: its name, or empty.
+    """
+
+    params: ResolvedSamplingParams
+    stream: bool = False
+    logprobs: LogprobSpec | None = None
+    return_hidden_states: bool = False
+    custom_logit_processor: str = ""
+
+
 class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """One sample: what the scheduler receives. `rid` is the sample's own (unique among the live ones).
 
+    task: what is asked of the engine; the other fields say on which tokens, for whom and when.
     input_ids: int32[num_prompt_tokens] little-endian. input_embeds: float32[num_prompt_tokens, hidden_size] or empty;
     with embeds, input_ids are placeholders and nothing of it enters the prefix cache.
     group: samples of one prompt share it, so that the prompt is prefilled once; empty = alone.
@@ -89,12 +103,8 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
 
     rid: str
     input_ids: bytes
-    sampling: ResolvedSamplingParams
-    stream: bool = False
-    logprobs: LogprobSpec | None = None
-    return_hidden_states: bool = False
+    task: SampleTask
     input_embeds: bytes = b""
-    custom_logit_processor: str = ""
     namespace: str = ""
     priority: int = 0
     group: str = ""

@@ -38,7 +38,7 @@ class UsualLength:
     def learn(self, req: Req, finish: FinishReason) -> None:
         """`req` ended so. One that was cut off says nothing, unless it was longer than usual already."""
         length = req.num_outputs
-        if req.asked.sampling.ignore_eos or finish.type == "abort":
+        if req.task.params.ignore_eos or finish.type == "abort":
             return
         if finish.type == "length" and length <= self.tokens:
             return
@@ -54,7 +54,7 @@ class UsualLength:
         One that ignores EOS makes all it may. One that has outlived the usual length is expected to go on for as long again.
         """
         left = max(0, req.num_new_tokens_left)
-        if req.asked.sampling.ignore_eos:
+        if req.task.params.ignore_eos:
             return left
         return min(left, max(self.tokens - req.num_outputs, req.num_outputs, RETRACT_MARGIN_TOKENS))
 

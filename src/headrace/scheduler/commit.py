@@ -106,8 +106,8 @@ def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
     new = req.num_outputs - req.num_sent_outputs
     if new == 0:
         return None
-    if req.asked.stream:
-        interval = req.asked.sampling.stream_interval or state.config.stream_interval
+    if req.task.stream:
+        interval = req.task.params.stream_interval or state.config.stream_interval
     else:
         interval = FORCED_INTERVAL
     # The first token goes out at once: the time to it is what a client sees first.
@@ -139,7 +139,7 @@ def _take_row(state: SchedulerState, req: Req, start: int, samples: bool, index:
         if index in result.logprobs:
             req.pending_logprobs.append(result.logprobs[index])
         req.finish = _finish_reason(state, req, token_id)
-    elif req.asked.sampling.max_new_tokens == 0 and not req.is_prefilling:
+    elif req.task.params.max_new_tokens == 0 and not req.is_prefilling:
         req.finish = FinishReason("length", length=0)
 
 
@@ -154,12 +154,12 @@ def _take_hidden(req: Req, start: int, rows: bytes) -> None:
 
 def _finish_reason(state: SchedulerState, req: Req, token_id: int) -> FinishReason | None:
     """Whether the token just appended ends the request: stop string, then stop token or EOS, then length (SPEC section 3)."""
-    asked = req.asked.sampling
+    params = req.task.params
     if req.stop_checker is not None and (match := req.stop_checker.push(token_id)) is not None:
         return FinishReason("stop", matched=match.matched)
-    if token_id in asked.stop_token_ids or (not asked.ignore_eos and token_id in state.config.eos_token_ids):
+    if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in state.config.eos_token_ids):
         return FinishReason("stop", matched=token_id)
-    if req.num_outputs >= asked.max_new_tokens:
+    if req.num_outputs >= params.max_new_tokens:
         return FinishReason("length", length=req.num_outputs)
     return None
 
@@ -170,7 +170,7 @@ def _output(state: SchedulerState, req: Req) -> TokenIDOut:
     first, last = not req.emitted, req.finish is not None
     options = stats = None
     if first:
-        sampling = asked.sampling
+        sampling = req.task.params
         prompt = asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES]
         options = DecodeOptions(
             sampling.skip_special_tokens,

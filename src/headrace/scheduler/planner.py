@@ -195,30 +195,30 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
 
 
 def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
-    asked = req.asked
-    spec = asked.logprobs
+    task, params = req.task, req.task.params
+    spec = task.logprobs
     if spec is not None:
         spec = LogprobSpec(req.prompt_logprob_start, spec.top_num, spec.token_ids)
-    ends = () if asked.sampling.ignore_eos else tuple(sorted(state.config.eos_token_ids))
+    ends = () if params.ignore_eos else tuple(sorted(state.config.eos_token_ids))
     return NewSequence(
         seq=req.seq,
         rid=req.rid,
         token_ids=req.tokens(),
         num_prompt_tokens=req.num_prompt_tokens,
         prefix_slots=state.kv.prefix_slots(req),
-        sampling=asked.sampling,
-        end_token_ids=tuple(dict.fromkeys(ends + asked.sampling.stop_token_ids)),
+        sampling=params,
+        end_token_ids=tuple(dict.fromkeys(ends + params.stop_token_ids)),
         logprobs=spec,
-        return_hidden_states=asked.return_hidden_states,
-        input_embeds=asked.input_embeds,
-        custom_logit_processor=asked.custom_logit_processor,
-        lora_id=asked.lora_id,
+        return_hidden_states=task.return_hidden_states,
+        input_embeds=req.asked.input_embeds,
+        custom_logit_processor=task.custom_logit_processor,
+        lora_id=req.asked.lora_id,
     )
 
 
 def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int, num_wanted: int) -> None:
     """Put `count` of the `num_wanted` tokens that the request could compute into the plan and move its marks."""
-    samples = count == num_wanted and req.asked.sampling.max_new_tokens > 0
+    samples = count == num_wanted and req.task.params.max_new_tokens > 0
     batch.rows.append(Row(req, req.num_scheduled, count, samples))
     for fault in state.faults[:]:
         if fault.rid == req.rid and samples and fault.at_token == req.num_outputs + req.num_sampling:

@@ -16,7 +16,7 @@ import numpy as np
 from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent
-from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.messages.requests import SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
 
 MAX_EVENTS = 128
@@ -107,6 +107,11 @@ class Req:
         return self.asked.rid
 
     @property
+    def task(self) -> SampleTask:
+        """What is asked of the engine."""
+        return self.asked.task
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and committed outputs."""
         return len(self.token_bytes) // TOKEN_BYTES
@@ -124,14 +129,14 @@ class Req:
     @property
     def num_to_schedule(self) -> int:
         """Tokens that a step planned now could compute: known, or known by the time it runs."""
-        if self.finish is not None or self.num_outputs + self.num_sampling >= self.asked.sampling.max_new_tokens > 0:
+        if self.finish is not None or self.num_outputs + self.num_sampling >= self.task.params.max_new_tokens > 0:
             return 0
         return self.num_tokens + self.num_sampling - self.num_scheduled
 
     @property
     def num_new_tokens_left(self) -> int:
         """Output tokens it may still make."""
-        return self.asked.sampling.max_new_tokens - self.num_outputs
+        return self.task.params.max_new_tokens - self.num_outputs
 
     @property
     def is_prefilling(self) -> bool:
@@ -148,19 +153,19 @@ class Req:
         """Longest cached prefix it may use, in tokens."""
         # One token must be computed even on a full hit, or there are no logits to sample.
         limit = self.num_tokens - 1
-        if self.asked.logprobs is not None and self.prompt_logprob_start < self.num_prompt_tokens:
+        if self.task.logprobs is not None and self.prompt_logprob_start < self.num_prompt_tokens:
             # The logprob of token i comes from the logits at i - 1.
             limit = min(limit, self.prompt_logprob_start - 1)
-        if self.asked.return_hidden_states:
+        if self.task.return_hidden_states:
             limit = min(limit, self.num_hidden_rows)
         return limit if self.shares_kv else 0
 
     @property
     def prompt_logprob_start(self) -> int:
         """First prompt token whose logprob is still to be computed."""
-        assert self.asked.logprobs is not None
+        assert self.task.logprobs is not None
         # Token 0 has no logprob: nothing comes before it.
-        return min(self.num_prompt_tokens, max(1, self.asked.logprobs.prompt_start) + self.num_prompt_logprobs)
+        return min(self.num_prompt_tokens, max(1, self.task.logprobs.prompt_start) + self.num_prompt_logprobs)
 
     def note(self, kind: Literal["admitted", "chunk", "retracted"], at_s: float, num_tokens: int) -> None:
         """Remember what happened, up to MAX_EVENTS."""

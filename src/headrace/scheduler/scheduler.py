@@ -229,7 +229,7 @@ class Scheduler:
         try:
             self._check(req)
             self._inject_admission_fault(req)
-            if request.sampling.stop or request.sampling.stop_regex:
+            if req.task.params.stop or req.task.params.stop_regex:
                 req.stop_checker = self._stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
@@ -261,7 +261,7 @@ class Scheduler:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
         if req.asked.lora_id and not self.worker.has_lora(req.asked.lora_id):
             raise ExecutionError("the request's adapter is not loaded in the engine")
-        self._check_allowed(req.asked.sampling)
+        self._check_allowed(req.task.params)
 
     def _check_allowed(self, sampling: ResolvedSamplingParams) -> None:
         """Raises RequestError for a list of allowed tokens of which none is left to sample."""

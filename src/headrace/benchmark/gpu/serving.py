@@ -12,7 +12,7 @@ from headrace.benchmark.gpu.bench import Bench, Rows, row
 from headrace.benchmark.gpu.marked_worker import MarkedWorker
 from headrace.execution.build import build_worker
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+from headrace.messages.requests import BatchTokenizedGenerateReqInput, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 
 
@@ -59,7 +59,7 @@ def measure_serving(bench: Bench, rows: Rows) -> None:
             TokenizedGenerateReqInput(
                 rid=f"{turn}-{i}",
                 input_ids=pack_int32(rng.integers(0, info.vocab_size, sizes.context).tolist()),
-                sampling=sampling,
+                task=SampleTask(sampling),
             )
             for i in range(sizes.requests)
         )
