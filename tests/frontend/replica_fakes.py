@@ -9,7 +9,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
-from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import (
@@ -149,7 +149,7 @@ class FakeReplica:
         """An output of a request."""
         finish = FinishReason("length", length=num_ids) if is_last else None
         self.back.send(
-            BatchStrOut((StrOut(rid, "x" * len(ids), pack_int32(ids), num_ids, finish=finish),), self.source)
+            BatchStrOut((StrOut("x" * len(ids), TokenIDOut(rid, pack_int32(ids), num_ids, finish)),), self.source)
         )
 
 

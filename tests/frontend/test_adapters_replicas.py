@@ -11,7 +11,7 @@ from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue, Message
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
-from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 
@@ -61,7 +61,7 @@ class Pair:
         return asyncio.create_task(collect())
 
     def end(self, rid: str, source: int) -> None:
-        out = StrOut(rid, "done", pack_int32([1]), 1, finish=FinishReason("length", length=1))
+        out = StrOut("done", TokenIDOut(rid, pack_int32([1]), 1, FinishReason("length", length=1)))
         self.from_engine.send(BatchStrOut((out,), source))
 
 

@@ -14,7 +14,7 @@ from headrace.frontend.replay import Balancer
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq, ProfileReply
-from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
@@ -153,7 +153,7 @@ class House:
         raise AssertionError(got)
 
     def end(self, rid: str, source: int):
-        out = StrOut(rid, "done", pack_int32([1]), 1, finish=FinishReason("length", length=1))
+        out = StrOut("done", TokenIDOut(rid, pack_int32([1]), 1, FinishReason("length", length=1)))
         self.from_engine.send(BatchStrOut((out,), source))
 
 

@@ -1,5 +1,6 @@
 """Token ids to text: complete characters only, stops held back and trimmed, one bad sample alone."""
 
+import msgspec
 import pytest
 from frontend_fakes import EOS, ByteTokenizer
 from hypothesis import given, settings
@@ -105,8 +106,8 @@ def test_a_stop_token_leaves_no_text_but_its_id(skip):
     [row] = detokenizer.handle(detokenizer.row("r", list(b"hi!"), stop, DecodeOptions(skip_special_tokens=skip)))
 
     assert row.text == "hi"
-    assert row.ids == pack_int32(list(b"hi!"))
-    assert row.num_output_tokens == 3
+    assert row.tokens.ids == pack_int32(list(b"hi!"))
+    assert row.tokens.num_output_tokens == 3
 
 
 def test_special_tokens_are_shown_by_the_samples_that_ask_for_them_only():
@@ -149,21 +150,17 @@ def test_joined_outputs_are_the_text_up_to_the_first_stop_for_every_split(text, 
     assert not any("\ufffd" in output for output in outputs)
 
 
-def test_everything_else_of_a_row_passes_through():
+def test_everything_of_a_row_but_its_options_passes_through():
     detokenizer = Detokenizer()
     block = LogprobBlock(b"1234", b"5678")
     stats = SampleStats(3, 1)
-    [row] = detokenizer.handle(
-        detokenizer.row("r", [97], LENGTH, stats=stats, logprobs=block, prompt_logprobs=block, hidden_states=b"h")
-    )
+    more = {"stats": stats, "logprobs": block, "prompt_logprobs": block, "hidden_states": b"h"}
+    first = detokenizer.row("r", [97], **more)
+    last = detokenizer.row("r", [98], LENGTH, **more)
 
-    assert (row.stats, row.logprobs, row.prompt_logprobs, row.hidden_states, row.finish) == (
-        stats,
-        block,
-        block,
-        b"h",
-        LENGTH,
-    )
+    assert first.options is not None
+    assert detokenizer.handle(first)[0].tokens == msgspec.structs.replace(first, options=None)
+    assert detokenizer.handle(last)[0].tokens == last
 
 
 def test_a_sample_that_cannot_be_decoded_ends_alone_and_the_scheduler_is_told(caplog):
@@ -173,14 +170,14 @@ def test_a_sample_that_cannot_be_decoded_ends_alone_and_the_scheduler_is_told(ca
 
     bad, good = handle(row("bad", [999]), row("good", [98]))
 
-    assert (bad.finish.type, bad.finish.status_code) == ("abort", 500)
+    assert (bad.tokens.finish.type, bad.tokens.finish.status_code) == ("abort", 500)
     assert good.text == "b"
     assert detokenizer.to_scheduler.recv_nowait().rids == ("bad",)
     assert "rid bad" in caplog.text
     # The scheduler's own end of it comes later and is not a second one.
     assert handle(row("bad", [97])) == ()
     assert handle(row("bad", [], FinishReason("abort"))) == ()
-    assert handle(row("good", [], LENGTH))[0].finish == LENGTH
+    assert handle(row("good", [], LENGTH))[0].tokens.finish == LENGTH
     assert detokenizer.manager.num_samples == 0
     assert detokenizer.to_scheduler.recv_nowait() is None
 
@@ -190,7 +187,7 @@ def test_a_failure_in_the_last_output_of_a_sample_needs_no_abort():
 
     [row] = detokenizer.handle(detokenizer.row("bad", [999], LENGTH))
 
-    assert row.finish.status_code == 500
+    assert row.tokens.finish.status_code == 500
     assert detokenizer.to_scheduler.recv_nowait() is None
     assert detokenizer.manager.num_samples == 0
 
@@ -241,7 +238,7 @@ def test_an_injected_fault_hits_its_sample_at_its_token():
     assert handle(row("r", [97]))[0].text == "a"
     assert handle(row("s", [97], LENGTH))[0].text == "a"
     assert slept == [3.0]
-    assert handle(row("r", [98]))[0].finish.status_code == 500
+    assert handle(row("r", [98]))[0].tokens.finish.status_code == 500
 
 
 def test_faults_are_refused_unless_enabled():

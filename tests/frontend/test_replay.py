@@ -12,7 +12,7 @@ from headrace.errors import CapacityError, ExecutionError, LateError
 from headrace.frontend import replay
 from headrace.messages.channel import LocalQueue, Ports, ZmqChannels
 from headrace.messages.control import AbortReq, ConfigureLoggingReq, ResetReq, SourceGone
-from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut
+from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32, unpack_int32
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
@@ -85,7 +85,7 @@ async def test_a_sample_goes_on_after_what_was_delivered(lives):
     # The first output of a new life names what was delivered; the fake's options do not, so its ids are only the new ones.
     lives.engine.num_tokens["a"] = 2
     row = lives.engine.row("a", "yz", END)
-    out = StrOut("a", "yz", row.ids, 4, finish=END)
+    out = StrOut("yz", TokenIDOut("a", row.ids, 4, END))
     lives.engine.outbox.send(BatchStrOut((out,), lives.engine.source))
 
     last = (await call)[-1]
@@ -98,7 +98,7 @@ async def test_what_the_dead_one_still_says_is_dropped(lives):
     await lives.has("a")
     await lives.say("a", "wx")
     lives.die()
-    lives.engine.outbox.send(BatchStrOut((StrOut("a", "LATE", pack_int32(list(b"LATE")), 6, finish=END),), 0))
+    lives.engine.outbox.send(BatchStrOut((StrOut("LATE", TokenIDOut("a", pack_int32(list(b"LATE")), 6, END)),), 0))
     await turns()
 
     assert not call.done()
@@ -245,7 +245,7 @@ async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another
     lives.manager.part_up("detokenizer")
     again = lives.engine.inbox.recv_nowait()
     assert unpack_int32(again.output_ids) == list(b"wx")
-    out = StrOut("a", "yz", pack_int32(list(b"yz")), 4, finish=END)
+    out = StrOut("yz", TokenIDOut("a", pack_int32(list(b"yz")), 4, END))
     lives.engine.outbox.send(BatchStrOut((out,), told[0].source))
     assert (await call)[-1]["text"] == "wxyz"
 

@@ -14,7 +14,7 @@ from frontend_fakes import CONTEXT_LENGTH, EOS, READY, STATE, FakeEngine, reques
 
 from headrace.errors import CapacityError, ContextLengthError, ExecutionError, LateError, NotFoundError, RequestError
 from headrace.messages.control import FaultReq, Heartbeat, SchedulerStats
-from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut
+from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut, TokenIDOut
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.metrics.export import render
 
@@ -483,7 +483,8 @@ async def test_a_row_that_cannot_be_taken_ends_its_sample_alone(make_frontend):
     engine = frontend.engine
     bad, good = frontend.start("p", rid="bad"), frontend.start("p", rid="good")
     await engine.until(lambda: len(engine.requests) == 2)
-    engine.outbox.send(BatchStrOut((StrOut("bad", "x", b"123", 1), StrOut("good", "y", pack_int32([121]), 1, STOP))))
+    rows = StrOut("x", TokenIDOut("bad", b"123", 1)), StrOut("y", TokenIDOut("good", pack_int32([121]), 1, STOP))
+    engine.outbox.send(BatchStrOut(rows))
 
     with pytest.raises(ExecutionError, match="internal error"):
         await bad
@@ -495,7 +496,7 @@ async def test_a_row_that_cannot_be_taken_ends_its_sample_alone(make_frontend):
 async def test_outputs_of_unknown_rids_are_counted_and_dropped(make_frontend):
     frontend = make_frontend()
     frontend.manager.start()
-    frontend.engine.outbox.send(BatchStrOut((StrOut("nobody", "x", b"", 0),)))
+    frontend.engine.outbox.send(BatchStrOut((StrOut("x", TokenIDOut("nobody", b"", 0)),)))
     await turns()
 
     assert frontend.manager.counters()["num_unknown_outputs"] == 1

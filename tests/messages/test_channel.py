@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.errors import ConfigError
 from headrace.messages.channel import IpcDir, LocalChannels, MessageCodec, Ports, ZmqChannels
 from headrace.messages.control import AbortReq, FaultReq, HealthCheckReply, Heartbeat, ShutdownReq
-from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut
+from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32, unpack_float32, unpack_int32
 from headrace.messages.requests import LogprobSpec, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
@@ -31,12 +31,18 @@ REQUEST = TokenizedGenerateReqInput(
     namespace='["k", ""]',
     deadline_s=1e9,
 )
+TOKENS = TokenIDOut(
+    "a",
+    b"\x01\0\0\0",
+    1,
+    FinishReason("stop", matched=7),
+    stats=SampleStats(3, 1),
+    logprobs=LogprobBlock(b"1234"),
+)
 OUTPUT = BatchStrOut(
     (
-        StrOut(
-            "a", "text", b"\x01\0\0\0", 1, FinishReason("stop", matched=7), SampleStats(3, 1), LogprobBlock(b"1234")
-        ),
-        StrOut("b", "", b"", 0, FinishReason("abort", message="no", status_code=503)),
+        StrOut("text", TOKENS),
+        StrOut("", TokenIDOut("b", b"", 0, FinishReason("abort", message="no", status_code=503))),
     )
 )
 

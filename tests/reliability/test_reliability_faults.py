@@ -177,8 +177,8 @@ def test_frames_that_are_no_message_are_dropped_and_counted(
         (
             "to_tokenizer",
             [
-                BatchStrOut((StrOut("unknown", "text", b"\x01\x00\x00\x00", 1),)),
-                BatchStrOut((StrOut("unknown", "text", b"\x01", 1),)),
+                BatchStrOut((StrOut("text", TokenIDOut("unknown", b"\x01\x00\x00\x00", 1)),)),
+                BatchStrOut((StrOut("text", TokenIDOut("unknown", b"\x01", 1)),)),
             ],
         ),
     ],

@@ -28,7 +28,7 @@ from headrace.frontend.adapters import Adapter
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import Tenant, TenantLimits
 from headrace.frontend.timeline import Note, Timeline
-from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, StrOut
+from headrace.messages.outputs import FinishReason, LogprobBlock, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 
@@ -171,8 +171,8 @@ class ReqState:
             return None
         return error_of(self.finish, self.retry_after_s)
 
-    def apply(self, row: StrOut, now_s: float, hidden_size: int) -> None:
-        """Accumulate an output; its finish reason is for `end`. Raises ValueError for arrays that do not fit together."""
+    def apply(self, text: str, row: TokenIDOut, now_s: float, hidden_size: int) -> None:
+        """Accumulate an output and its text; its finish reason is for `end`. Raises ValueError for arrays that do not fit together."""
         if row.stats is not None:
             self.stats = row.stats if self.num_sends <= 1 else self._same_prefill(row.stats)
         ids = unpack_int32(row.ids)
@@ -180,8 +180,8 @@ class ReqState:
             self.first_token_s = self.first_token_s or now_s
             self.last_token_s = now_s
             self.output_ids += ids
-        if row.text:
-            self._new_text.append(row.text)
+        if text:
+            self._new_text.append(text)
         if row.prompt_logprobs is not None:
             self._start_prompt_logprobs()
             self.input_logprobs.extend(row.prompt_logprobs, self.picked_ids, self.call.token_text)

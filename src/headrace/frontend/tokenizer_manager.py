@@ -78,7 +78,7 @@ from headrace.messages.control import (
 from headrace.messages.dispatch import TypeBasedDispatcher
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
-from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, StrOut
+from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, TokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
@@ -626,26 +626,26 @@ class TokenizerManager:
         now = self._clock()
         new_tokens = 0
         for row in batch.rows:
-            sample = self.table.samples.get(row.rid)
+            sample = self.table.samples.get(row.tokens.rid)
             if sample is None:
                 self.num_unknown_outputs += 1
                 continue
             try:
-                new_tokens += self._apply(sample, row, now)
+                new_tokens += self._apply(sample, row.text, row.tokens, now)
             except Exception:
                 logger.exception("an output of rid %s could not be taken", sample.rid)
                 self._to_scheduler.send(AbortReq((sample.rid,), message="internal error"))
                 self._end(sample, FinishReason("abort", message="internal error", status_code=500), now)
         self.metrics.generation_tokens.inc(new_tokens)
 
-    def _apply(self, sample: ReqState, row: StrOut, now_s: float) -> int:
+    def _apply(self, sample: ReqState, text: str, row: TokenIDOut, now_s: float) -> int:
         """Take one output into account; its number of tokens."""
         if sample.call.abandoned:
             if row.finish is not None:
                 self._end(sample, row.finish, now_s)
             return len(row.ids) // 4
         had_tokens, last_s = len(sample.output_ids), sample.last_token_s
-        sample.apply(row, now_s, self.ready.hidden_size)
+        sample.apply(text, row, now_s, self.ready.hidden_size)
         new_tokens = len(sample.output_ids) - had_tokens
         if new_tokens:
             self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)

@@ -116,17 +116,10 @@ class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc
 
 
 class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`TokenIDOut` after detokenizing: `text` is the new text (held back and trimmed as stops ask)."""
+    """A `TokenIDOut` and the new text of its sample (held back and trimmed as stops ask). `tokens.options` has been obeyed: None."""
 
-    rid: str
     text: str
-    ids: bytes
-    num_output_tokens: int
-    finish: FinishReason | None = None
-    stats: SampleStats | None = None
-    logprobs: LogprobBlock | None = None
-    prompt_logprobs: LogprobBlock | None = None
-    hidden_states: bytes = b""
+    tokens: TokenIDOut
 
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
 from headrace.messages.channel import Receiver, Sender
@@ -157,17 +159,7 @@ class DetokenizerManager:
                 text = sample.hold_back.push(text)
         else:
             text = _last_text(sample, ids, row.finish)
-        return StrOut(
-            rid=row.rid,
-            text=text,
-            ids=row.ids,
-            num_output_tokens=row.num_output_tokens,
-            finish=row.finish,
-            stats=row.stats,
-            logprobs=row.logprobs,
-            prompt_logprobs=row.prompt_logprobs,
-            hidden_states=row.hidden_states,
-        )
+        return StrOut(text, row if row.options is None else msgspec.structs.replace(row, options=None))
 
     def _new_sample(self, options: DecodeOptions, source: int) -> _Sample:
         decoder = IncrementalDecoder(
@@ -191,7 +183,7 @@ class DetokenizerManager:
             if row.rid in self._samples:
                 self._samples[row.rid].failed = True
         finish = FinishReason("abort", message="the output could not be decoded", status_code=500)
-        return StrOut(row.rid, "", b"", row.num_output_tokens, finish=finish, stats=row.stats)
+        return StrOut("", TokenIDOut(row.rid, b"", row.num_output_tokens, finish, stats=row.stats))
 
     def _obey_faults(self, row: TokenIDOut) -> None:
         due = next((f for f in self._faults if f.rid == row.rid and row.num_output_tokens >= f.at_token), None)
