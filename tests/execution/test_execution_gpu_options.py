@@ -62,7 +62,7 @@ def test_a_backend_that_cannot_be_captured_is_said():
         (LAPTOP, QUANTISED, {"cuda_graph_max_bs": 4}, "for GPUs"),
         (HOPPER, SIMPLE, {"cuda_graph_max_bs": 4}, "simple cannot be captured"),
         (HOPPER, QUANTISED, {"cuda_graph_bs": "1,x"}, "whole numbers"),
-        (HOPPER, QUANTISED, {"cuda_graph_bs": "1,65"}, "from 1 to --max-running-requests, 64"),
+        (HOPPER, QUANTISED, {"cuda_graph_bs": "1,65"}, r"from 1 to --max-running-requests \(64\)"),
         (HOPPER, QUANTISED, {"cuda_graph_bs": "1", "cuda_graph_max_bs": 4}, "leave --cuda-graph-max-bs out"),
         (HOPPER, QUANTISED, {"cuda_graph_bs": "1", "disable_cuda_graph": True}, "does not go with"),
     ],
@@ -109,7 +109,7 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
 
     assert got.quantization == want
     if want == "none":
-        assert any("widened" in decision for decision in got.decisions)
+        assert any("dequantised" in decision for decision in got.decisions)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,12 @@ def test_weights_are_served_in_the_format_that_the_device_has(facts, model, opti
         (HOPPER, {}, {"quantization": "int4", "dtype": "float16"}, "--dtype bfloat16"),
         (HOPPER, {"model_type": "qwen3_moe"}, {"quantization": "fp8"}, "mixture"),
         (HOPPER, {"quantization_config": GPTQ}, {"quantization": "fp8"}, "already quantised"),
-        (HOPPER, {}, {"quantization": "fp8", "enable_deterministic_inference": True}, "fp8 products feel the batch"),
+        (
+            HOPPER,
+            {},
+            {"quantization": "fp8", "enable_deterministic_inference": True},
+            "fp8 linear layers depend on the batch",
+        ),
     ],
 )
 def test_a_format_that_the_device_lacks_is_refused(facts, model, options, message):
@@ -145,7 +150,7 @@ def test_a_model_in_fp8_is_close_to_itself(tmp_path, tied):
     assert 0 < (got - want).norm() / want.norm() < FP8_ERROR
 
 
-def test_an_fp8_checkpoint_is_widened_on_a_cpu(tmp_path):
+def test_an_fp8_checkpoint_is_dequantised_on_a_cpu(tmp_path):
     (tmp_path / "float").mkdir()
     (tmp_path / "fp8").mkdir()
     save_llama(tmp_path / "float")
@@ -173,4 +178,4 @@ def test_an_fp8_checkpoint_is_widened_on_a_cpu(tmp_path):
     want, got = tokens(tmp_path / "float"), tokens(tmp_path / "fp8")
 
     assert got[0] == want[0]
-    assert any("fp8 weights are widened" in decision for decision in got[1])
+    assert any("fp8 weights are dequantised" in decision for decision in got[1])

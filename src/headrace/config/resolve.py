@@ -102,13 +102,13 @@ class Config:
 
 
 def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: BackendChoices) -> Config:
-    """Make every choice. Raises ConfigError saying what does not fit and what to change."""
+    """Decide every setting. Raises ConfigError, which says what does not fit and what to change."""
     decisions: list[str] = []
     device = _device(args, facts, decisions)
     native = device == "cpu" and facts.native_kernels and not args.disable_native_kernels
     if device == "cpu" and not native:
         reason = "--disable-native-kernels" if args.disable_native_kernels else facts.native_reason
-        decisions.append(f"torch runs every CPU op, slower than the native kernels: {reason}")
+        decisions.append(f"native kernels off, torch runs every CPU op (slower): {reason}")
     dtype = _dtype(args, model, device, facts, decisions)
     quantization = _quantization(args, model, device, dtype, facts, decisions)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
@@ -119,14 +119,14 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
     page_size = args.page_size
     if page_size is None:
         page_size = backends.page_size(attention_backend)
-        decisions.append(f"page_size {page_size}: what attention backend {attention_backend} likes")
+        decisions.append(f"page_size {page_size}: preferred by attention backend {attention_backend}")
     context_length = _context_length(args, model, decisions)
     cuda_graph_sizes = _cuda_graph_sizes(
         args, device, backends.captures(attention_backend), attention_backend, decisions
     )
     num_threads = args.num_threads or facts.num_cpus
     if args.num_threads is None and device == "cpu":
-        decisions.append(f"num_threads {num_threads}: what this process may use")
+        decisions.append(f"num_threads {num_threads}: the cores that this process may use")
     return Config(
         device=device,
         dtype=dtype,
@@ -165,7 +165,7 @@ def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
 
 
 def sampling_defaults(args: ServerArgs, model: ModelConfig) -> SamplingDefaults:
-    """What holds for requests that name no sampling value: what the model brings, or plain values when the user wants those."""
+    """Sampling parameters of requests that set none: the model's own, or OpenAI's with --sampling-defaults openai."""
     plain = SamplingDefaults(origin="--sampling-defaults openai")
     return plain if args.sampling_defaults == "openai" else model.sampling_defaults
 
@@ -183,19 +183,19 @@ def _device(args: ServerArgs, facts: DeviceFacts, decisions: list[str]) -> str:
 def _dtype(args: ServerArgs, model: ModelConfig, device: str, facts: DeviceFacts, decisions: list[str]) -> str:
     if device == "cpu":
         if args.dtype == "float16":
-            raise ConfigError("--dtype float16 is not served on CPU; use bfloat16 or float32")
+            raise ConfigError("--dtype float16 is not supported on CPU; use bfloat16 or float32")
         if args.dtype != "auto":
             return args.dtype
-        decisions.append("dtype bfloat16: weights; activations are float32 on CPU")
+        decisions.append("dtype bfloat16: for the weights; activations are float32 on CPU")
         return "bfloat16"
     if args.dtype == "bfloat16" and not facts.cuda_bfloat16:
-        raise ConfigError("--dtype bfloat16: this GPU does not compute in bfloat16; use float16")
+        raise ConfigError("--dtype bfloat16: this GPU does not support bfloat16; use float16")
     if args.dtype != "auto":
         return args.dtype
     dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
     if dtype == "bfloat16" and not facts.cuda_bfloat16:
         dtype = "float16"
-    decisions.append(f"dtype {dtype}: the checkpoint says {model.dtype or 'nothing'}")
+    decisions.append(f"dtype {dtype}: the checkpoint has {model.dtype or 'no dtype'}")
     return dtype
 
 
@@ -209,7 +209,7 @@ def _quantization(
     if refusal and args.quantization != "none":
         raise ConfigError(f"--quantization {args.quantization}: {refusal}")
     if refusal:
-        decisions.append(f"quantization none: the checkpoint's {stored} weights are widened, for {refusal}")
+        decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
         return "none"
     if stored == "none":
         return args.quantization
@@ -217,12 +217,12 @@ def _quantization(
         raise ConfigError(
             f"--quantization {args.quantization}: the checkpoint is already quantised, to {stored}; leave the option out"
         )
-    decisions.append(f"quantization {stored}: the checkpoint is")
+    decisions.append(f"quantization {stored}: that of the checkpoint")
     return stored
 
 
 def _quantization_refusal(scheme: Scheme, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts) -> str:
-    """Why linear layers cannot compute so there; "" when they can."""
+    """Why the device cannot run linear layers in this scheme; "" if it can."""
     if scheme == "none":
         return ""
     if device == "cpu":
@@ -242,7 +242,7 @@ def _check_compile(args: ServerArgs, device: str, quantization: Scheme, determin
     if not args.enable_torch_compile:
         return
     if device == "cpu":
-        raise ConfigError("--enable-torch-compile is for GPUs; on a CPU the native kernels run whole layers already")
+        raise ConfigError("--enable-torch-compile is for GPUs; on a CPU the native kernels already run whole layers")
     if quantization != "none":
         raise ConfigError(f"--enable-torch-compile does not go with quantised weights ({quantization})")
     if deterministic:
@@ -254,9 +254,9 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[s
         decisions.append(f"kv_cache_dtype {dtype}: that of the weights")
         return dtype
     if device == "cpu" and args.kv_cache_dtype == "float16":
-        raise ConfigError("--kv-cache-dtype float16 is not served on CPU; use bfloat16 or float32")
+        raise ConfigError("--kv-cache-dtype float16 is not supported on CPU; use bfloat16 or float32")
     if device == "cpu" and args.kv_cache_dtype == "fp8_e4m3":
-        raise ConfigError("--kv-cache-dtype fp8_e4m3 is not served on CPU; use int8")
+        raise ConfigError("--kv-cache-dtype fp8_e4m3 is not supported on CPU; use int8")
     return _KV_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
 
 
@@ -264,12 +264,16 @@ def _deterministic(args: ServerArgs, device: str, quantization: Scheme, decision
     if not args.enable_deterministic_inference:
         return False
     if device == "cpu":
-        decisions.append("deterministic inference: so is every kernel on CPU, with or without the option")
+        decisions.append(
+            "deterministic inference: the option has no effect on CPU, where every kernel is deterministic"
+        )
         return False
     if quantization != "none":
-        raise ConfigError(f"--enable-deterministic-inference: {quantization} products feel the batch on {device}")
+        raise ConfigError(
+            f"--enable-deterministic-inference: {quantization} linear layers depend on the batch on {device}"
+        )
     decisions.append(
-        "deterministic inference: attention and linear layers in shapes that do not depend on the batch, slower"
+        "deterministic inference: attention and linear layers use shapes that do not depend on the batch (slower)"
     )
     return True
 
@@ -288,7 +292,7 @@ def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: Backen
             decisions.append(f"attention_backend {name}: {why}")
             return name
         refused.append(f"{name} cannot: {', '.join(reasons)}")
-    raise ConfigError(f"no attention backend serves this model here: {'; '.join(refused)}")
+    raise ConfigError(f"no attention backend can run this model on this machine: {'; '.join(refused)}")
 
 
 def _cuda_graph_sizes(
@@ -306,13 +310,13 @@ def _cuda_graph_sizes(
             raise ConfigError(
                 f"attention backend {backend} cannot be captured in a CUDA graph; leave --cuda-graph-* out"
             )
-        decisions.append(f"cuda graphs: no, attention backend {backend} cannot be captured")
+        decisions.append(f"cuda graphs: none, attention backend {backend} cannot be captured")
         return ()
     if args.cuda_graph_bs:
         return _sizes(args.cuda_graph_bs, args.max_running_requests)
     largest = min(args.cuda_graph_max_bs or _LARGEST_GRAPH, args.max_running_requests)
     sizes = (*(size for size in _GRAPH_SIZES if size < largest), largest)
-    decisions.append(f"cuda graphs: {len(sizes)} sizes of batch up to {largest}")
+    decisions.append(f"cuda graphs: {len(sizes)} batch sizes up to {largest}")
     return sizes
 
 
@@ -320,9 +324,9 @@ def _sizes(text: str, largest: int) -> tuple[int, ...]:
     try:
         sizes = {int(part) for part in text.split(",")}
     except ValueError:
-        raise ConfigError(f"--cuda-graph-bs takes whole numbers with commas between, got {text!r:.80}") from None
+        raise ConfigError(f"--cuda-graph-bs takes comma-separated whole numbers, got {text!r:.80}") from None
     if not all(1 <= size <= largest for size in sizes):
-        raise ConfigError(f"--cuda-graph-bs {text}: sizes are from 1 to --max-running-requests, {largest}")
+        raise ConfigError(f"--cuda-graph-bs {text}: sizes must be from 1 to --max-running-requests ({largest})")
     return tuple(sorted(sizes))
 
 
@@ -331,7 +335,7 @@ def _chunked_prefill_size(args: ServerArgs, device: str, decisions: list[str]) -
     if size is None:
         size = CHUNKED_PREFILL_SIZE[device]
         decisions.append(
-            f"chunked_prefill_size {size}: more is hardly faster on {device} and makes streams wait longer"
+            f"chunked_prefill_size {size}: larger chunks are hardly faster on {device} and delay running streams"
         )
     return args.max_prefill_tokens if size == -1 else min(size, args.max_prefill_tokens)
 

@@ -1,6 +1,6 @@
-"""User options, frozen, grouped. The command line and `Engine(**kwargs)` are made from this one table.
+"""The user's options: frozen and grouped. The command line and `Engine(**kwargs)` are both made from this table.
 
-`ServerArgs` holds what the user said; `config.resolve` turns it, with the model and device, into what will be used.
+`ServerArgs` holds what the user asked for; `config.resolve` combines it with the model and the device into a `Config`.
 """
 
 import math
@@ -15,12 +15,12 @@ from headrace.errors import ConfigError
 
 MAX_INT = 2**63 - 1
 LONGEST_S = 1e9
-"""Thirty years: longer waits than any clock of the system can count are refused."""
+"""About thirty years; longer times are refused, since no system clock counts that far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a number may be: least <= value <= most, above < value < below. Text: filled = not empty."""
+    """Range of a number: least <= value <= most, above < value < below. `filled`: a text must not be blank."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -50,276 +50,324 @@ class ServerArgs:
     model_path: str = _opt(
         "smollm2", _M, "A known name (see `headrace models`), a Hugging Face directory, or a .gguf file.", _FILLED
     )
-    tokenizer_path: str | None = _opt(None, _M, "Directory or file of another tokenizer than the model's own.")
+    tokenizer_path: str | None = _opt(None, _M, "Directory or file of a tokenizer to use instead of the model's own.")
     skip_tokenizer_init: bool = _opt(
-        False, _M, "Load no tokenizer: requests bring token ids and get token ids. What needs texts is refused (400)."
+        False, _M, "Load no tokenizer: requests send and receive token ids. Requests that need text are refused (400)."
     )
     served_model_name: str | None = _opt(
-        None, _M, "Name in /v1/models and in replies; default: the name or the file's stem."
+        None,
+        _M,
+        "Name of the model in /v1/models and in replies; default: the last part of --model-path, without .gguf.",
     )
     chat_template: str | None = _opt(None, _M, "A Jinja file or text that replaces the model's chat template.")
     load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"] = _opt(
-        "auto", _M, "dummy = random weights from config.json alone; sharded_state = what /save_sharded_state wrote."
+        "auto",
+        _M,
+        "Format of the weights. dummy: random weights, config.json is enough; sharded_state: a folder written by /save_sharded_state.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
-        "auto", _M, "Weights and compute. On CPU, bfloat16 = bfloat16 weights with float32 activations (auto)."
+        "auto",
+        _M,
+        "Precision of weights and compute. On CPU, auto = bfloat16: bfloat16 weights with float32 activations.",
     )
     disable_weight_cache: bool = _opt(
-        False, _M, "Convert the weights at every start instead of keeping them packed in the cache folder."
+        False, _M, "Pack the weights again at every start instead of keeping the packed copy in the cache folder."
     )
-    device: Literal["auto", "cpu", "cuda"] = _opt("auto", _M, "Where the model runs.")
+    device: Literal["auto", "cpu", "cuda"] = _opt(
+        "auto", _M, "Device that runs the model; auto: a GPU if there is one."
+    )
     model_impl: Literal["auto", "headrace", "transformers"] = _opt(
-        "auto", _M, "Our own model code, or the transformers one with our attention; auto prefers ours."
+        "auto",
+        _M,
+        "Headrace's own model code, or that of transformers with Headrace's attention; auto prefers the former.",
     )
-    context_length: int | None = _opt(None, _M, "Longest prompt + output in tokens; default: the model's.", _POSITIVE)
+    context_length: int | None = _opt(
+        None, _M, "Longest prompt plus output, in tokens; default: the model's own limit.", _POSITIVE
+    )
     sampling_defaults: Literal["model", "openai"] = _opt(
         "model",
         _M,
-        "Sampling values of requests that name none: the model's own, or temperature 1 and nothing else (openai).",
+        "Sampling parameters that a request leaves out: the model's own defaults, or OpenAI's (temperature 1, no filters).",
     )
-    random_seed: int = _opt(0, _M, "Seed of dummy weights, and of the seeds given to requests that bring none.", _COUNT)
-    json_model_override_args: str = _opt("{}", _M, "JSON object merged into config.json.")
+    random_seed: int = _opt(0, _M, "Seed for dummy weights, and for requests that set no seed.", _COUNT)
+    json_model_override_args: str = _opt(
+        "{}", _M, "JSON object whose fields override those of the model's config.json."
+    )
 
     lora_paths: str = _opt(
         "",
         _L,
-        "Adapters to load at start: name=path, comma-separated. Paths are the operator's; requests name adapters.",
+        "LoRA adapters to load at start, comma-separated: name=path. Requests select an adapter by its name.",
     )
-    max_loras: int = _opt(
-        8, _L, "Most adapters in memory; one more takes the place of the one that was not used longest.", _COUNT
-    )
-    max_lora_rank: int = _opt(64, _L, "Adapters of a higher rank are refused.", _POSITIVE)
+    max_loras: int = _opt(8, _L, "Most adapters in memory; loading one more evicts the least recently used.", _COUNT)
+    max_lora_rank: int = _opt(64, _L, "Highest rank of an adapter; adapters of a higher rank are refused.", _POSITIVE)
 
     host: str = _opt("127.0.0.1", _S, "Address to listen on.", _FILLED)
-    port: int = _opt(30000, _S, "Port to listen on; 0 = any free one.", Bounds(least=0, most=65535))
-    api_key: str | None = _opt(None, _S, "Key for every route but health, ready and metrics.", _FILLED)
+    port: int = _opt(30000, _S, "Port to listen on; 0 = any free port.", Bounds(least=0, most=65535))
+    api_key: str | None = _opt(None, _S, "Key that every route needs, except health, readiness and metrics.", _FILLED)
     admin_api_key: str | None = _opt(
-        None, _S, "Key for the control routes; default: the api key guards them too.", _FILLED
+        None, _S, "Key for the control routes; default: --api-key opens them too.", _FILLED
     )
     api_key_file: str | None = _opt(
-        None, _S, "TOML or JSON file of keys with a name, a weight and limits each; read again on SIGHUP.", _FILLED
+        None,
+        _S,
+        "TOML or JSON file of further keys, each with a name, a weight and limits; read again on SIGHUP.",
+        _FILLED,
     )
     allow_origins: str = _opt(
         "",
         _S,
-        "Origins whose web pages may use this server (CORS), comma-separated: https://chat.example; * = any. Default: none but its own.",
+        "Origins whose web pages may use this server (CORS), comma-separated, e.g. https://chat.example; * = any. "
+        "Default: only the server's own origin.",
     )
     allowed_hosts: str | None = _opt(
         None,
         _S,
-        "Names that requests may give as Host, comma-separated, besides localhost and --host; * = any. Default: no others when --host is a "
-        "loopback address, else any.",
+        "Host names that requests may use besides localhost and --host, comma-separated; * = any. Default: no others when --host is a "
+        "loopback address, otherwise any.",
         _FILLED,
     )
-    warmups: str = _opt("", _S, "Comma-separated warm-up routines to run before ready: generate, chat.")
+    warmups: str = _opt(
+        "", _S, "Warm-up routines to run before the server reports ready, comma-separated: generate, chat."
+    )
     skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
-    single_process: bool = _opt(False, _S, "Scheduler and detokenizer as threads of the main process.")
+    single_process: bool = _opt(False, _S, "Run the scheduler and the detokenizer as threads of the main process.")
     tokenizer_worker_num: int = _opt(
         1,
         _S,
-        "Processes that read requests, tokenize and write replies; more than one relieves the main process of many streams.",
+        "Number of processes that read requests, tokenize and write replies. Above 1, they take this load off the main process; useful with "
+        "many streams.",
         Bounds(least=1, most=64),
     )
     dp_size: int = _opt(
-        1, _S, "Replicas of the model on this machine; they share its cores and memory.", Bounds(least=1, most=64)
+        1,
+        _S,
+        "Number of replicas of the model on this machine (data parallel); they share its cores and memory.",
+        Bounds(least=1, most=64),
     )
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _opt(
         "round_robin",
         _S,
-        "With --dp-size: who gets a request: each in turn, fewest requests, fewest tokens, or who knows its prefix.",
+        "With --dp-size, which replica gets a request: the next in turn, the one with the fewest requests, the one with the fewest tokens, or "
+        "the one that has cached the longest prefix of its prompt.",
     )
     disable_recovery: bool = _opt(
-        False, _S, "Do not start a dead scheduler or detokenizer again: answer every waiter with an error and leave."
+        False, _S, "Do not restart a scheduler or detokenizer that died: fail the requests in flight and exit."
     )
-    max_restarts: int = _opt(5, _S, "Leave when more than N restarts are needed within ten minutes.", _COUNT)
-    max_n: int = _opt(64, _S, "Most samples of one prompt.", _POSITIVE)
-    max_batch_prompts: int = _opt(1024, _S, "Most prompts of one request.", _POSITIVE)
-    max_body_bytes: int = _opt(32 << 20, _S, "Largest request body.", _POSITIVE)
-    stream_interval: int = _opt(1, _S, "Send a chunk every N tokens of a stream.", _POSITIVE)
+    max_restarts: int = _opt(5, _S, "Exit when more than N restarts are needed within ten minutes.", _COUNT)
+    max_n: int = _opt(64, _S, "Most samples (`n`) of one prompt.", _POSITIVE)
+    max_batch_prompts: int = _opt(1024, _S, "Most prompts in one request.", _POSITIVE)
+    max_body_bytes: int = _opt(32 << 20, _S, "Largest request body, in bytes.", _POSITIVE)
+    stream_interval: int = _opt(1, _S, "Send a chunk of a stream every N tokens.", _POSITIVE)
     incremental_streaming_output: bool = _opt(
-        False, _S, "Chunks of /generate streams hold what is new, not all so far."
+        False, _S, "Send only the new text in each chunk of a /generate stream, not all text so far."
     )
     drain_timeout_s: float = _opt(
-        30.0, _S, "After SIGTERM, wait at most this many seconds for running requests.", _SECONDS
+        30.0, _S, "After SIGTERM, wait at most this many seconds for running requests to finish.", _SECONDS
     )
     request_timeout_s: float = _opt(
         0.0,
         _S,
-        "Abort a request after this many seconds (408, or the tokens made so far once it has begun to answer); 0 = never.",
+        "Abort a request that takes longer than this many seconds: 408 before its first token, later it ends with what it has; 0 = never.",
         _SECONDS,
     )
     queue_timeout_s: float = _opt(
-        0.0, _S, "Refuse a request (503) that has waited this many seconds without running; 0 = never.", _SECONDS
+        0.0, _S, "Refuse a request (503) that has waited in the queue for this many seconds; 0 = never.", _SECONDS
     )
     max_stream_buffer_bytes: int = _opt(
         1 << 20,
         _S,
-        "Abort a stream whose client leaves more than N bytes of output unread, beyond what the socket holds.",
+        "Abort a stream when its client leaves more than N bytes unread, not counting the socket's own buffers.",
         _POSITIVE,
     )
-    max_sessions: int = _opt(1000, _S, "Most sessions that are open at once.", _COUNT)
-    max_session_tokens: int = _opt(4_000_000, _S, "Most tokens that all sessions together may hold.", _COUNT)
+    max_sessions: int = _opt(1000, _S, "Most sessions open at once.", _COUNT)
+    max_session_tokens: int = _opt(4_000_000, _S, "Most tokens held by all sessions together.", _COUNT)
     session_timeout_s: float = _opt(
-        3600.0, _S, "Close a session that nobody has used for this many seconds; 0 = never.", _SECONDS
+        3600.0, _S, "Close a session that has not been used for this many seconds; 0 = never.", _SECONDS
     )
-    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after N seconds.", _SECONDS)
+    keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after this many seconds.", _SECONDS)
     custom_logit_processors: str = _opt(
         "",
         _S,
-        "Processors that requests may name: name=module:callable, comma-separated. Code of the operator, not of clients.",
+        "Logit processors that requests may select by name, comma-separated: name=module:callable.",
     )
     child_env: str = _opt(
         "",
         _S,
-        "Names of more environment variables for the engine's processes, comma-separated. They get those of libraries and devices, and none "
-        "that may be a secret: name here what your logit processors read.",
+        "Environment variables to pass to the engine's processes, comma-separated, e.g. those that your logit processors read. By default they "
+        "get only the variables of libraries and devices, so that no secret reaches them.",
     )
-    disable_openapi: bool = _opt(False, _S, "No /openapi.json and /docs.")
+    disable_openapi: bool = _opt(False, _S, "Do not serve /openapi.json and /docs.")
 
     mem_fraction_static: float | None = _opt(
         None,
         _Q,
-        "Share of free memory (container limits respected) for weights and KV pool; default: 0.5 on CPU, 0.85 on a GPU.",
+        "Fraction of free memory for weights and KV cache (a container's limit counts); default: 0.5 on CPU, 0.85 on a GPU.",
         Bounds(above=0.0, below=1.0),
     )
     max_total_tokens: int | None = _opt(
-        None, _Q, "KV pool size in tokens; default: from mem_fraction_static.", _POSITIVE
+        None, _Q, "Size of the KV cache, in tokens; default: what --mem-fraction-static leaves.", _POSITIVE
     )
-    max_running_requests: int = _opt(64, _Q, "Most samples in a step.", _POSITIVE)
-    max_queued_requests: int = _opt(
-        2048, _Q, "Most samples that wait for a running slot; more are answered 503.", _POSITIVE
-    )
+    max_running_requests: int = _opt(64, _Q, "Most samples that run at the same time.", _POSITIVE)
+    max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", _POSITIVE)
     chunked_prefill_size: int | None = _opt(
         None,
         _Q,
-        "Most prompt tokens in a step, of all requests together; -1 = as many as --max-prefill-tokens allows; "
-        "default: 512 on CPU, 2048 on a GPU.",
+        "Most prompt tokens in one step, over all requests; -1 = up to --max-prefill-tokens; default: 512 on CPU, 2048 on a GPU.",
     )
     max_prefill_tokens: int = _opt(
         2048,
         _Q,
-        "Most tokens in a step, of all requests together; one token for each running request always fits.",
+        "Most tokens in one step, over all requests; one token per running request is always allowed.",
         _POSITIVE,
     )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = _opt(
-        "fcfs", _Q, "Order of the queue: arrival, longest cached prefix, or priority (higher first, ageing)."
+        "fcfs",
+        _Q,
+        "Order of the queue. fcfs: by arrival; lpm: longest cached prefix first; priority: highest first, see --priority-ageing-s.",
     )
-    schedule_conservativeness: float = _opt(1.0, _Q, "Larger = admit fewer, retract less.", Bounds(above=0.0, most=1e9))
+    schedule_conservativeness: float = _opt(
+        1.0,
+        _Q,
+        "Above 1, admit fewer requests and retract less often; below 1, the opposite.",
+        Bounds(above=0.0, most=1e9),
+    )
     clip_max_new_tokens_estimate: int = _opt(
-        4096, _Q, "Reserve KV for at most N output tokens of a request, however many it may make.", _POSITIVE
+        4096,
+        _Q,
+        "When admitting a request, reserve KV cache for at most N output tokens, even if it may generate more.",
+        _POSITIVE,
     )
     priority_ageing_s: float = _opt(
         10.0,
         _Q,
-        "With policy priority: the priority of a waiting request rises by one each time it has waited this many seconds.",
+        "With --schedule-policy priority: raise the priority of a waiting request by one every this many seconds; 0 = never.",
         _SECONDS,
     )
     enable_priority_preemption: bool = _opt(
-        False, _Q, "With policy priority: a waiting request takes the place of running ones of much lower priority."
+        False,
+        _Q,
+        "With --schedule-policy priority: a waiting request may displace running requests of much lower priority.",
     )
     priority_scheduling_preemption_threshold: int = _opt(
-        10, _Q, "With --enable-priority-preemption: how much lower a priority must be.", _POSITIVE
+        10, _Q, "With --enable-priority-preemption: displace requests whose priority is lower by at least N.", _POSITIVE
     )
     page_size: int | None = _opt(
-        None, _Q, "KV page in tokens, 1 or 16; default: what the attention backend prefers. On CPU 1 is much slower."
+        None,
+        _Q,
+        "Tokens per page of the KV cache, 1 or 16; default: what the attention backend prefers. On CPU, 1 is much slower.",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8", "fp8_e4m3"] = _opt(
         "auto",
         _Q,
-        "Element type of the KV cache; auto = that of the weights; int8, or fp8_e4m3 on a GPU = half the bytes of bfloat16.",
+        "Element type of the KV cache; auto = that of the weights. int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
-    disable_radix_cache: bool = _opt(False, _Q, "Share nothing between requests.")
-    disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only when the one before has been processed.")
-    enable_cache_report: bool = _opt(True, _Q, "Report cached tokens in usage details.")
+    disable_radix_cache: bool = _opt(False, _Q, "Disable prefix caching: requests share no KV cache.")
+    disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only after the previous one has finished.")
+    enable_cache_report: bool = _opt(True, _Q, "Report the number of cached prompt tokens in the usage of replies.")
 
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _opt(
-        "auto", _K, "Attention kernels; see `headrace doctor`."
+        "auto", _K, "Attention backend; `headrace doctor` shows which ones run on this machine."
     )
     enable_deterministic_inference: bool = _opt(
-        False, _K, "On a GPU, bits that do not depend on the batch, at some cost in speed. On CPU they never do."
+        False, _K, "On a GPU, make results independent of the batch, at some cost in speed. On CPU they always are."
     )
-    num_threads: int | None = _opt(None, _K, "Compute threads on CPU; default: what the container may use.", _POSITIVE)
+    num_threads: int | None = _opt(
+        None, _K, "Compute threads on CPU; default: the cores that this process may use.", _POSITIVE
+    )
     quantization: Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
         "none",
         _K,
-        "Linear layers in integers, quantised at load: int16 (closer to the float weights than bfloat16), int8, int8-fast (quicker, less "
-        "exact), int4 on CPU, fp8, int4 on a GPU; a checkpoint that is quantised is served as it is stored. See docs/quantization.md.",
+        "Quantise the linear layers at load. On CPU: int16 (closer to the float weights than bfloat16), int8, int8-fast (faster, less exact) "
+        "or int4; on a GPU: fp8 or int4. Quantised checkpoints are served as they are. See docs/quantization.md.",
     )
-    disable_cuda_graph: bool = _opt(False, _K, "On a GPU, launch every kernel of a decode step instead of one graph.")
+    disable_cuda_graph: bool = _opt(
+        False, _K, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."
+    )
     cuda_graph_bs: str = _opt(
         "",
         _K,
-        "Batch sizes that have a graph, comma-separated; default: 1, 2, 4, 8, then steps of 8, from 64 on of 16.",
+        "Batch sizes to capture as CUDA graphs, comma-separated; default: 1, 2, 4, 8, then every 8 up to 64 and every 16 above.",
     )
     cuda_graph_max_bs: int | None = _opt(
-        None, _K, "Largest batch that has a graph; default: --max-running-requests, at most 256.", _POSITIVE
+        None,
+        _K,
+        "Largest batch size to capture as a CUDA graph; default: --max-running-requests, at most 256.",
+        _POSITIVE,
     )
     enable_torch_compile: bool = _opt(
-        False, _K, "On a GPU, compile what lies between attentions with torch.compile instead of the project's kernels."
+        False,
+        _K,
+        "On a GPU, compile the layers between the attention calls with torch.compile instead of using Headrace's kernels.",
     )
-    disable_native_kernels: bool = _opt(False, _K, "Torch fallbacks instead of the native CPU kernels.")
+    disable_native_kernels: bool = _opt(False, _K, "Use PyTorch instead of the native CPU kernels.")
 
-    log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Least severe line that is logged.")
-    log_requests: bool = _opt(False, _O, "One line per finished request, with counts and times.")
+    log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Log lines of this level and above.")
+    log_requests: bool = _opt(False, _O, "Log a line for each finished request, with token counts and times.")
     log_requests_level: Literal[0, 1, 2, 3] = _opt(
         0,
         _O,
-        "With --log-requests: 1 = also the sampling parameters, 2 = also the first 2,048 characters of input and output, 3 = all of them. "
-        "Input and output are private.",
+        "With --log-requests: 1 adds the sampling parameters, 2 the first 2,048 characters of input and output, 3 all of input and output. "
+        "Levels 2 and 3 log what users wrote.",
     )
     decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every N steps; 0 = never.", _COUNT)
-    disable_metrics: bool = _opt(False, _O, "No /metrics.")
+    disable_metrics: bool = _opt(False, _O, "Do not serve /metrics.")
     metrics_compat: Literal["none", "vllm", "sglang"] = _opt(
-        "none", _O, "Export the metrics under the names of another server too, for its dashboards."
+        "none", _O, "Export the metrics under the names of this other server as well, for its dashboards."
     )
     timeline_requests: int = _opt(
-        1000, _O, "/v1/requests/{rid} has a timeline of each of the last N finished requests; 0 = none.", _COUNT
+        1000, _O, "Keep the timelines of the last N finished requests for /v1/requests/{rid}; 0 = none.", _COUNT
     )
     profile_dir: str | None = _opt(
-        None, _O, "Folder that /start_profile may write traces to; without it there is no profiling.", _FILLED
+        None, _O, "Folder for the traces of /start_profile; without it, profiling is off.", _FILLED
     )
     crash_dump_dir: str | None = _opt(
-        None, _O, "When a part of the engine dies, write what the last requests were to this folder.", _FILLED
+        None, _O, "Write a dump of the most recent requests to this folder when a process of the engine dies.", _FILLED
     )
     dump_requests_dir: str | None = _opt(
         None,
         _O,
-        "/dump_requests writes what the last requests were to this folder; without it there are no such dumps.",
+        "Folder for the dumps of /dump_requests; without it, the route is off.",
         _FILLED,
     )
     crash_dump_prompts: bool = _opt(
-        False, _O, "The beginnings of prompts in crash and request dumps, too. Off by default: they are private."
+        False,
+        _O,
+        "Include the beginnings of prompts in crash and request dumps. Off by default, since prompts are private.",
     )
     otlp_traces_endpoint: str | None = _opt(
-        None, _O, "Send a span per request to this OTLP/HTTP URL; needs the extra `otel`.", _FILLED
+        None, _O, "Send one span per request to this OTLP/HTTP URL; needs the `otel` extra.", _FILLED
     )
     save_dir: str | None = _opt(
-        None, _S, "Folder below which /save_sharded_state may write the weights; without it nothing is saved.", _FILLED
+        None, _S, "Folder below which /save_sharded_state may write the weights; without it, the route is off.", _FILLED
     )
     weight_update_timeout_s: float = _opt(
         600.0,
         _S,
-        "Give up a weight update, or the load of an adapter, that takes longer than this to read or receive; 0 = never.",
+        "Give up on a weight update or an adapter that takes longer than this many seconds to read or receive; 0 = never.",
         _SECONDS,
     )
     watchdog_timeout_s: float = _opt(
-        300.0, _O, "End the server when a step takes longer than this; 0 = never.", _SECONDS
+        300.0, _O, "Kill and restart a scheduler whose step takes longer than this many seconds; 0 = never.", _SECONDS
     )
     soft_watchdog_timeout_s: float = _opt(
-        30.0, _O, "Warn when a loop stands still for this many seconds; 0 = never.", _SECONDS
+        30.0,
+        _O,
+        "Log a warning when the detokenizer or the front end makes no progress for this many seconds; 0 = never.",
+        _SECONDS,
     )
-    enable_fault_injection: bool = _opt(False, _O, "Test hook: accept fault requests. Never in production.")
+    enable_fault_injection: bool = _opt(False, _O, "For tests only: serve /inject_fault.")
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients; never a path."""
+        """The model's name in the API; never a path."""
         if self.served_model_name:
             return self.served_model_name
         path = Path(self.model_path)
         return path.stem if path.suffix == ".gguf" else path.name or "model"
 
     def __post_init__(self) -> None:
-        """Checks that need neither model nor device. Raises ConfigError."""
+        """Check what can be checked without a model or a device. Raises ConfigError."""
         for field_ in fields(self):
             option = "--" + field_.name.replace("_", "-")
             _check(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
@@ -335,7 +383,7 @@ class ServerArgs:
         if self.tokenizer_worker_num > 1 and self.single_process:
             raise ConfigError("--tokenizer-worker-num above 1 needs processes: it does not go with --single-process")
         if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
-            raise ConfigError("--cuda-graph-bs names the largest size too: leave --cuda-graph-max-bs out")
+            raise ConfigError("--cuda-graph-bs lists all sizes; leave --cuda-graph-max-bs out")
         if self.cuda_graph_bs and self.disable_cuda_graph:
             raise ConfigError("--cuda-graph-bs does not go with --disable-cuda-graph")
         if self.page_size not in (None, 1, 16):
@@ -343,11 +391,9 @@ class ServerArgs:
         if self.enable_priority_preemption and self.schedule_policy != "priority":
             raise ConfigError("--enable-priority-preemption needs --schedule-policy priority")
         if self.crash_dump_prompts and self.crash_dump_dir is None and self.dump_requests_dir is None:
-            raise ConfigError("--crash-dump-prompts says what --crash-dump-dir or --dump-requests-dir holds: give both")
+            raise ConfigError("--crash-dump-prompts needs --crash-dump-dir or --dump-requests-dir")
         if self.log_requests_level and not self.log_requests:
-            raise ConfigError(
-                f"--log-requests-level {self.log_requests_level} says what --log-requests writes: give both"
-            )
+            raise ConfigError(f"--log-requests-level {self.log_requests_level} needs --log-requests")
 
 
 def _check(option: str, value: object, annotation: Any, bounds: Bounds) -> None:
