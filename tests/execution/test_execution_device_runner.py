@@ -267,8 +267,8 @@ def test_steps_with_an_adapter_go_the_long_way_and_leave_no_trace(checkpoint, ex
             want.append(int(merged(torch.tensor([want])).logits[0, -1].argmax()))
     device = FakeDevice()
     driver, _, _ = device_driver(folder, sizes=(1, 2), device=device)
-    driver.worker.load_lora(1, adapter.save(tmp_path), "")
-    assert driver.worker.has_lora(1)
+    driver.worker.loras.load(1, adapter.save(tmp_path), "")
+    assert 1 in driver.worker.loras
 
     got = driver.generate(1, A, 3, lora_id=1)
 
@@ -276,8 +276,8 @@ def test_steps_with_an_adapter_go_the_long_way_and_leave_no_trace(checkpoint, ex
     assert device.num_replays == 0
     assert driver.generate(0, A, 4) == expected[0][:4]
     assert device.num_replays == 3
-    driver.worker.unload_lora(1)
-    assert not driver.worker.has_lora(1)
+    driver.worker.loras.unload(1)
+    assert 1 not in driver.worker.loras
 
 
 def test_a_row_without_finite_logits_ends_alone(folder, expected, sizes):

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from runner_harness import int32
 
-from headrace.errors import ExecutionError
+from headrace.errors import ExecutionError, RequestError
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.worker import TpModelWorker
+from headrace.messages.control import ProfileReq
+from headrace.messages.experts import ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -22,7 +24,9 @@ def plan(step: int) -> ModelWorkerBatch:
 
 
 def client_of(run: Any) -> TpModelWorkerClient:
-    return TpModelWorkerClient(TpModelWorker(cast(ModelRunner, SimpleNamespace(run=run)), cast(WeightExecutor, None)))
+    return TpModelWorkerClient(
+        TpModelWorker(cast(ModelRunner, SimpleNamespace(run=run, loras=None)), cast(WeightExecutor, None))
+    )
 
 
 def test_a_result_is_handed_over_while_the_next_step_computes_and_not_before():
@@ -68,4 +72,27 @@ def test_a_step_that_fails_before_its_layers_holds_no_result_back():
     assert client.collect().step == 1
     with pytest.raises(ExecutionError):
         client.collect()
+    client.close()
+
+
+def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it():
+    seen = []
+
+    def run(batch, on_layers):
+        seen.append((batch.step, threading.current_thread().name))
+        return StepResult(batch.step, int32([7]))
+
+    client = client_of(run)
+    client._worker.profiler._start = lambda request: (
+        seen.append(("start", threading.current_thread().name)) or "profiling"
+    )
+    client.submit(plan(1))
+    assert client.profiler.handle(ProfileReq(1, True)) == "profiling"
+    assert seen == [(1, "model-worker"), ("start", "model-worker")]
+
+    with pytest.raises(RequestError, match="no profile is running"):
+        client.profiler.handle(ProfileReq(2, False))
+    with pytest.raises(RequestError, match="no experts"):
+        client.experts.handle(ExpertCountsReq(3, "start"))
+    assert client.collect().step == 1
     client.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("scheduler", "frontend")]
 
-from fake_worker import EOS, VOCAB, FakeWorker  # noqa: E402
+from fake_worker import EOS, VOCAB, FakeLoras, FakeWorker  # noqa: E402
 from frontend_fakes import ByteTokenizer  # noqa: E402
 
 import headrace.launch  # noqa: E402
@@ -111,22 +111,24 @@ class DiskJob:
         return Prepared("updated", install, changes_weights=True, fingerprint=fingerprint)
 
 
+class DiskLoras(FakeLoras):
+    def load(self, lora_id: int, path: str, fingerprint: str) -> str:
+        if not os.path.exists(path):
+            raise ModelError("there is no such adapter")
+        time.sleep(LOAD_S)
+        return super().load(lora_id, path, fingerprint)
+
+
 class DiskWorker(FakeWorker):
     def __init__(self, checkpoint: str) -> None:
         super().__init__(NUM_PAGES, MAX_RUNNING + 2, EOS_EVERY)
         self.version, _ = read_weights(checkpoint)
         self.weights = DiskWeights(self)
+        self.loras = DiskLoras()
 
     def collect(self) -> StepResult:
         time.sleep(STEP_S)
         return super().collect()
-
-    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
-        if not os.path.exists(path):
-            raise ModelError("there is no such adapter")
-        time.sleep(LOAD_S)
-        self.loras.add(lora_id)
-        return ""
 
 
 def run_scheduler(

@@ -106,6 +106,23 @@ class FakeJob:
         self.worker.version = int(self.operation.model_path)
 
 
+class FakeLoras(set[int]):
+    """The ids of the adapters in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad_paths: set[str] = set()
+
+    def load(self, lora_id: int, path: str, fingerprint: str) -> str:
+        if path in self.bad_paths:
+            raise ModelError("no good")
+        self.add(lora_id)
+        return ""
+
+    def unload(self, lora_id: int) -> None:
+        self.discard(lora_id)
+
+
 class FakeWorker:
     """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host."""
 
@@ -121,8 +138,7 @@ class FakeWorker:
         self.nan_rids: set[str] = set()
         self.rids: dict[int, str] = {}
         self.lora_ids: dict[int, int] = {}
-        self.loras: set[int] = set()  # in memory
-        self.bad_paths: set[str] = set()
+        self.loras = FakeLoras()
         self.broken: set[int] = set()  # rows of a failed step: what a step already planned makes of them is thrown away
         self.num_computed = 0
         self.num_prefill_rows = 0
@@ -135,18 +151,6 @@ class FakeWorker:
 
     def close(self) -> None:
         self.closed = True
-
-    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
-        if path in self.bad_paths:
-            raise ModelError("no good")
-        self.loras.add(lora_id)
-        return ""
-
-    def unload_lora(self, lora_id: int) -> None:
-        self.loras.discard(lora_id)
-
-    def has_lora(self, lora_id: int) -> bool:
-        return lora_id in self.loras
 
     def collect(self) -> StepResult:
         batch = self.queue.popleft()

@@ -22,7 +22,7 @@ def replies(rig: Rig) -> list[LoraReply]:
 
 def test_what_is_to_be_there_at_once_is_there_for_the_next_message():
     rig = Rig()
-    rig.worker.bad_paths = {"/bad"}
+    rig.worker.loras.bad_paths = {"/bad"}
     rig.inbox.send(LoadLoraReq(0, 5, "/good", at_once=True))
     rig.inbox.send(LoadLoraReq(0, 6, "/bad", at_once=True))
     rig.add("good", PROMPT, 4, ignore_eos=True, lora_id=5)
@@ -56,7 +56,7 @@ def test_an_adapter_stays_until_the_last_request_that_uses_it_has_ended():
 def test_an_adapter_that_hangs_is_given_up_and_holds_up_nobody():
     rig = Rig()
     reading, comes_back = threading.Event(), threading.Event()
-    load = rig.worker.load_lora
+    load = rig.worker.loras.load
 
     def read(lora_id: int, path: str, fingerprint: str) -> str:
         if path == "/hangs":
@@ -64,7 +64,7 @@ def test_an_adapter_that_hangs_is_given_up_and_holds_up_nobody():
             assert comes_back.wait(60)
         return load(lora_id, path, fingerprint)
 
-    rig.worker.load_lora = read
+    rig.worker.loras.load = read
     rig.inbox.send(LoadLoraReq(1, 5, "/hangs"))
     rig.inbox.send(LoadLoraReq(2, 6, "/good"))
     rig.turn()
@@ -85,7 +85,7 @@ def test_an_adapter_that_hangs_is_given_up_and_holds_up_nobody():
 def test_the_end_lets_go_of_the_worker_without_the_garbage_collector():
     """At the end of a process the collector does not run, and the kernels' memory would count as lost."""
     worker = FakeWorker(8, 2)
-    loader = LoraLoader(worker, Mailbox(), 0.0, lambda: 0.0)
+    loader = LoraLoader(worker.loras, Mailbox(), 0.0, lambda: 0.0)
     loader.load(LoadLoraReq(1, 5, "/good"))
     loader.close()
     assert worker.loras == {5}

@@ -73,7 +73,7 @@ class Operations(RuleBasedStateMachine):
         self.lora_replies = []
         self.num_loras = 0
         self.loras = {0}  # what a request may name
-        self.rig.worker.bad_paths = {"bad"}
+        self.rig.worker.loras.bad_paths = {"bad"}
         self.rig.scheduler._loras._lane = Inline(self.rig.scheduler._loras._do)
 
     def operate(self, operation):

@@ -15,8 +15,6 @@ from headrace.execution.device_runner import DeviceRunner, Pending
 from headrace.execution.expert_recorder import NO_EXPERTS, ExpertRecorder
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.worker import guarded
-from headrace.messages.control import ProfileReq
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor
 
@@ -36,6 +34,7 @@ class DeviceWorker:
     ) -> None:
         self.runner = runner
         self.weights = weights
+        self.loras = runner.runner.loras
         self.profiler = StepProfiler(profile_dir)
         self.experts = experts
         self._resources = resources or ExitStack()
@@ -53,26 +52,6 @@ class DeviceWorker:
         if isinstance(result, ExecutionError):
             raise result
         return result
-
-    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
-        """See `Worker.load_lora`."""
-        return self.runner.runner.loras.load(lora_id, path, fingerprint)
-
-    def unload_lora(self, lora_id: int) -> None:
-        """See `Worker.unload_lora`."""
-        self.runner.runner.loras.unload(lora_id)
-
-    def has_lora(self, lora_id: int) -> bool:
-        """See `Worker.has_lora`."""
-        return lora_id in self.runner.runner.loras
-
-    def profile(self, request: ProfileReq) -> str:
-        """See `Worker.profile`. A step is named where it is queued."""
-        return self.profiler.handle(request)
-
-    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """See `Worker.count_experts`. In the thread that runs the steps."""
-        return self.experts.handle(request)
 
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""

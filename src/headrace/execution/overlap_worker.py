@@ -13,15 +13,40 @@ for, and the scheduler, woken earlier, would compete with it for the interpreter
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.worker import TpModelWorker, run_guarded
-from headrace.messages.control import ProfileReq
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult
 
-_Result = TypeVar("_Result")
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+_Todo = ModelWorkerBatch | Callable[[], None] | None
+"""A step; what is to be done after the steps before it; the end."""
+
+
+class _InThread(Generic[_Request, _Reply]):
+    """A part of the worker that is asked between two steps: `handle` runs in the thread of the steps, after those before it."""
+
+    def __init__(self, todo: "queue.SimpleQueue[_Todo]", handle: Callable[[_Request], _Reply]) -> None:
+        self._todo = todo
+        self._handle = handle
+
+    def handle(self, request: _Request) -> _Reply:
+        """Its reply; waits for it. Raises its HeadraceError."""
+        done: queue.SimpleQueue[_Reply | HeadraceError] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put(self._handle(request))
+            except HeadraceError as error:
+                done.put(error)
+
+        self._todo.put(run)
+        reply = done.get()
+        if isinstance(reply, HeadraceError):
+            raise reply
+        return reply
 
 
 class TpModelWorkerClient:
@@ -30,7 +55,10 @@ class TpModelWorkerClient:
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
         self.weights = worker.weights
-        self._todo: queue.SimpleQueue[ModelWorkerBatch | Callable[[], None] | None] = queue.SimpleQueue()
+        self.loras = worker.loras
+        self._todo: queue.SimpleQueue[_Todo] = queue.SimpleQueue()
+        self.profiler = _InThread(self._todo, worker.profiler.handle)
+        self.experts = _InThread(self._todo, worker.experts.handle)
         self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()
         self._num_in_flight = 0
         self._finished: StepResult | ExecutionError | None = None
@@ -48,42 +76,6 @@ class TpModelWorkerClient:
         result = self._done.get()
         self._num_in_flight -= 1
         if isinstance(result, ExecutionError):
-            raise result
-        return result
-
-    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
-        """See `Worker.load_lora`."""
-        return self._worker.load_lora(lora_id, path, fingerprint)
-
-    def unload_lora(self, lora_id: int) -> None:
-        """See `Worker.unload_lora`."""
-        self._worker.unload_lora(lora_id)
-
-    def has_lora(self, lora_id: int) -> bool:
-        """See `Worker.has_lora`."""
-        return self._worker.has_lora(lora_id)
-
-    def profile(self, request: ProfileReq) -> str:
-        """See `Worker.profile`: done by the thread, after the steps before it."""
-        return self._after_steps(lambda: self._worker.profile(request))
-
-    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """See `Worker.count_experts`: done by the thread, after the steps before it."""
-        return self._after_steps(lambda: self._worker.count_experts(request))
-
-    def _after_steps(self, act: Callable[[], _Result]) -> _Result:
-        """What `act` gives, done by the thread after the steps before it. Raises its HeadraceError."""
-        done: queue.SimpleQueue[_Result | HeadraceError] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                done.put(act())
-            except HeadraceError as error:
-                done.put(error)
-
-        self._todo.put(run)
-        result = done.get()
-        if isinstance(result, HeadraceError):
             raise result
         return result
 

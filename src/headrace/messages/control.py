@@ -4,7 +4,7 @@ A request carries `id`; its reply carries the same `id` (see `Communicator`). To
 in `scheduler/control.py`, a route in `server/control.py`.
 """
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -132,6 +132,13 @@ class ProfileReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     output_name: str = ""
     num_steps: int = 0
     activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+
+
+class Profiler(Protocol):
+    """The worker's side of profiles."""
+
+    def handle(self, request: ProfileReq) -> str:
+        """Start or stop between two steps; a line for the operator. Raises RequestError."""
 
 
 class ProfileReply(_Control, frozen=True, tag=True, array_like=True, gc=False):

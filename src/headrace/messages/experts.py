@@ -1,6 +1,6 @@
 """Recording which experts a mixture's routers choose: what is asked of every scheduler, and its answer."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -19,3 +19,10 @@ class ExpertCountsReply(msgspec.Struct, frozen=True, tag=True, array_like=True, 
     success: bool
     message: str
     layers: dict[int, list[int]] = {}
+
+
+class ExpertCounter(Protocol):
+    """The worker's side."""
+
+    def handle(self, request: ExpertCountsReq) -> ExpertCountsReply:
+        """Start, stop or tell, between two steps. Raises RequestError."""

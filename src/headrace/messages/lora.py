@@ -3,6 +3,8 @@
 An adapter is known to the engine by a number that is never used twice (`lora_id`, from 1; 0 = the base model). Names are the front end's.
 """
 
+from typing import Protocol
+
 import msgspec
 
 RESTORED = 0
@@ -41,3 +43,19 @@ class LoraReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False
     status_code: int = 200
     message: str = ""
     fingerprint: str = ""
+
+
+class Adapters(Protocol):
+    """The worker's side: the adapters in memory, by `lora_id`."""
+
+    def __contains__(self, lora_id: int) -> bool:
+        """Whether sequences may use it."""
+
+    def load(self, lora_id: int, path: str, fingerprint: str) -> str:
+        """Read an adapter whose files have this fingerprint (empty = any); theirs. From a thread of its own, while steps run.
+
+        Raises ModelError, and then nothing has changed.
+        """
+
+    def unload(self, lora_id: int) -> None:
+        """Forget an adapter that no step in flight uses. Unknown ids are ignored."""

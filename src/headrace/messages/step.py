@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.messages.control import FaultReq, ProfileReq
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.control import FaultReq, Profiler
+from headrace.messages.experts import ExpertCounter
+from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.weights import WeightExecutor
@@ -95,34 +96,27 @@ class StepResult:
 class Worker(Protocol):
     """The model as the scheduler sees it. Steps run in the order of `submit`; results come in that order.
 
-    weights: reads and changes them; what it prepared is installed with no step in flight.
+    weights: reads and changes them; what it prepared is installed with no step in flight. loras: the adapters that sequences may use.
+    profiler, experts: asked by the thread that submits, and answer for the steps submitted until then.
     """
 
-    weights: WeightExecutor
+    @property
+    def weights(self) -> WeightExecutor: ...
+
+    @property
+    def loras(self) -> Adapters: ...
+
+    @property
+    def profiler(self) -> Profiler: ...
+
+    @property
+    def experts(self) -> ExpertCounter: ...
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Start (or run) a step. With overlap it returns before the step has run."""
 
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when that whole step failed (its rows gave nothing)."""
-
-    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
-        """Read an adapter whose files have this fingerprint (empty = any); theirs. From a thread of its own, while steps run.
-
-        Raises ModelError, and then nothing has changed.
-        """
-
-    def unload_lora(self, lora_id: int) -> None:
-        """Forget an adapter that no step in flight uses. One that is not there is nothing."""
-
-    def has_lora(self, lora_id: int) -> bool:
-        """Whether sequences may use it."""
-
-    def profile(self, request: ProfileReq) -> str:
-        """Start or stop a profile between two steps; a line for the operator. Raises RequestError."""
-
-    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """Record between two steps which experts are chosen, or tell what was. Raises RequestError."""
 
     def close(self) -> None:
         """Release threads and memory."""

@@ -11,13 +11,13 @@ from headrace.messages.control import (
     HealthCheckReply,
     HealthCheckReq,
     InternalState,
+    Profiler,
     ProfileReply,
     ProfileReq,
     SetLimitsReq,
 )
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
+from headrace.messages.experts import ExpertCounter, ExpertCountsReply, ExpertCountsReq
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason, TokenIDOut
-from headrace.messages.step import Worker
 from headrace.scheduler.commit import end
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
@@ -77,18 +77,18 @@ def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:
     return HealthCheckReply(request.id, bool(state.running), state.gate.holds or state.gate.draining)
 
 
-def profile(worker: Worker, request: ProfileReq) -> ProfileReply:
+def profile(profiler: Profiler, request: ProfileReq) -> ProfileReply:
     """Start or stop a profile, or say why not."""
     try:
-        return ProfileReply(request.id, True, worker.profile(request))
+        return ProfileReply(request.id, True, profiler.handle(request))
     except HeadraceError as error:
         return ProfileReply(request.id, False, error.message)
 
 
-def count_experts(worker: Worker, request: ExpertCountsReq) -> ExpertCountsReply:
+def count_experts(counter: ExpertCounter, request: ExpertCountsReq) -> ExpertCountsReply:
     """Record which experts are chosen, tell it, or say why not."""
     try:
-        return worker.count_experts(request)
+        return counter.handle(request)
     except HeadraceError as error:
         return ExpertCountsReply(request.id, False, error.message)
 

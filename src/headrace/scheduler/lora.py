@@ -12,8 +12,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError, ModelError
 from headrace.log import get_logger
 from headrace.messages.channel import Sender
-from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
-from headrace.messages.step import Worker
+from headrace.messages.lora import Adapters, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.scheduler.state import SchedulerState
 
 logger = get_logger(__name__)
@@ -71,8 +70,8 @@ class LoraLoader:
     limit_s: how long one adapter may take to read; 0 = any time.
     """
 
-    def __init__(self, worker: Worker, replies: Sender, limit_s: float, clock: Callable[[], float]) -> None:
-        self._worker = worker
+    def __init__(self, adapters: Adapters, replies: Sender, limit_s: float, clock: Callable[[], float]) -> None:
+        self._adapters = adapters
         self._replies = replies
         self._limit_s = limit_s or math.inf
         self._clock = clock
@@ -83,7 +82,7 @@ class LoraLoader:
         """Begin to load; the reply comes from the thread, unless it is to be there at once."""
 
         def work() -> str:
-            return self._worker.load_lora(request.lora_id, request.path, request.fingerprint)
+            return self._adapters.load(request.lora_id, request.path, request.fingerprint)
 
         if request.at_once:
             self._replies.send(self._outcome((request, work)))
@@ -113,7 +112,7 @@ class LoraLoader:
 
     def _unloading(self, lora_id: int) -> Callable[[], str]:
         def work() -> str:
-            self._worker.unload_lora(lora_id)
+            self._adapters.unload(lora_id)
             return ""
 
         return work

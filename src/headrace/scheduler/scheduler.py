@@ -84,7 +84,7 @@ class Scheduler:
         self._weights = WeightControl(self.state, lambda: worker.weights, to_tokenizer.send)
         self._clock = clock
         self._on_turn = on_turn
-        self._loras = LoraLoader(worker, to_tokenizer, config.weight_update_timeout_s, clock)
+        self._loras = LoraLoader(worker.loras, to_tokenizer, config.weight_update_timeout_s, clock)
         self._stopping = False
         self._idle = True
         self._next_stats_s = 0.0
@@ -200,9 +200,9 @@ class Scheduler:
             case UnloadLoraReq():
                 self._loras.unload(message)
             case ProfileReq():
-                self._to_tokenizer.send(control.profile(self.worker, message))
+                self._to_tokenizer.send(control.profile(self.worker.profiler, message))
             case ExpertCountsReq():
-                self._to_tokenizer.send(control.count_experts(self.worker, message))
+                self._to_tokenizer.send(control.count_experts(self.worker.experts, message))
             case ConfigureLoggingReq():
                 set_level(message.level)
             case FreezeGCReq():
@@ -259,7 +259,7 @@ class Scheduler:
         whole = (len(req.asked.input_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
-        if req.asked.lora_id and not self.worker.has_lora(req.asked.lora_id):
+        if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:
             raise ExecutionError("the request's adapter is not loaded in the engine")
         self._check_allowed(req.task.params)
 

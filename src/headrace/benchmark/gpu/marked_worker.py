@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.benchmark.gpu.bench import Clock
-from headrace.messages.control import ProfileReq
-from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.step import ModelWorkerBatch, StepResult, Worker
 
 
@@ -26,6 +24,9 @@ class MarkedWorker:
         self._worker = worker
         self._clock = clock
         self.weights = worker.weights
+        self.loras = worker.loras
+        self.profiler = worker.profiler
+        self.experts = worker.experts
         self.steps: list[MarkedStep] = []
 
     def submit(self, batch: ModelWorkerBatch) -> None:
@@ -35,21 +36,6 @@ class MarkedWorker:
 
     def collect(self) -> StepResult:
         return self._worker.collect()
-
-    def load_lora(self, lora_id: int, path: str, fingerprint: str) -> str:
-        return self._worker.load_lora(lora_id, path, fingerprint)
-
-    def unload_lora(self, lora_id: int) -> None:
-        self._worker.unload_lora(lora_id)
-
-    def has_lora(self, lora_id: int) -> bool:
-        return self._worker.has_lora(lora_id)
-
-    def profile(self, request: ProfileReq) -> str:
-        return self._worker.profile(request)
-
-    def count_experts(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        return self._worker.count_experts(request)
 
     def close(self) -> None:
         self._worker.close()
