@@ -1,4 +1,4 @@
-"""The client that owns a server process. The server here is a small stand-in that speaks H1."""
+"""The client that owns a server process. The server here is a small stand-in that speaks the native HTTP API."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Which adapters are in memory, against an engine that only counts (SPEC S22)."""
+"""Which adapters are in memory, against an engine that only counts."""
 
 import asyncio
 

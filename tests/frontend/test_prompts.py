@@ -1,4 +1,4 @@
-"""The shape of a call: what is refused, and that every field of it reaches every sample (SPEC B8)."""
+"""The shape of a call: what is refused, and that every field of it reaches every sample."""
 
 import dataclasses
 import math

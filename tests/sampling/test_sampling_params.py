@@ -1,4 +1,4 @@
-"""Bounds, types and precedence of the sampling parameters (SPEC section P)."""
+"""Bounds, types and precedence of the sampling parameters."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The adapter routes, and adapters by the name of a model (SPEC H6)."""
+"""The adapter routes, and adapters by the name of a model."""
 
 import httpx
 import pytest

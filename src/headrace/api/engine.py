@@ -35,7 +35,7 @@ from headrace.metrics.export import render
 T = TypeVar("T")
 
 Output = dict[str, Any]
-"""One answer: {text, output_ids, meta_info} (SPEC H1)."""
+"""One answer: {text, output_ids, meta_info}, see docs/http-api.md."""
 
 _END = object()
 

@@ -1,6 +1,6 @@
 """A client that owns a server process: `Runtime(model_path=...).generate("...")` over HTTP.
 
-Owns the child process, its port and the waiting until it is ready. Does not share code with the server: it speaks H1 like any
+Owns the child process, its port and the waiting until it is ready. Does not share code with the server: it uses the native HTTP API like any
 client. Its methods may be called from any thread.
 """
 

@@ -1,6 +1,6 @@
 """What the front end knows of a sample while it lives, and of the call that waits for it.
 
-Owns the accumulated output and the times of each sample, the shape of the answer (SPEC H1) and the waking of the waiter. Does
+Owns the accumulated output and the times of each sample, the shape of the answer and the waking of the waiter. Does
 not own the table of rids nor sending. Used by the tokenizer manager, in its event loop only.
 
 A sample's life: created -> sent -> waiting or streaming -> finished -> cleaned. Output is accumulated here, so a waiter that is
@@ -95,7 +95,7 @@ class ReqState:
 
     shown_id: `meta_info.id`, the prompt's rid, the same for all samples of a prompt. index: place in the answer.
     first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
-    first_logprob_id: the prompt token at logprob_start_len, listed without a value (SPEC P); None = no prompt logprobs.
+    first_logprob_id: the prompt token at logprob_start_len, listed without a value; None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
     the leader end before its first token, there are none. logged_input: for the log. dumped_prompt: its beginning,
     for dumps. turn: its place in a session.
@@ -244,7 +244,7 @@ class ReqState:
         self._followers.clear()
 
     def chunk(self) -> dict[str, Any]:
-        """The answer as it stands (SPEC H1), or, when the call wants deltas, what is new since the last chunk.
+        """The answer as it stands, or, when the call wants deltas, what is new since the last chunk.
 
         All chunks of deltas joined are the answer of a call that does not stream: text, output ids and every logprob list.
         Hidden states come once, with the last chunk.
@@ -381,7 +381,7 @@ class CallState:
 
 
 def finish_reason_dict(finish: FinishReason) -> dict[str, Any]:
-    """`meta_info.finish_reason` of SPEC H1."""
+    """`meta_info.finish_reason` as it is in replies (docs/http-api.md)."""
     match finish.type:
         case "stop":
             return {"type": "stop", "matched": finish.matched}

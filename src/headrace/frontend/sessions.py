@@ -1,4 +1,4 @@
-"""Sessions: turns of a conversation whose tokens the server keeps, so that a client sends only what is new (SPEC S19).
+"""Sessions: turns of a conversation whose tokens the server keeps, so that a client sends only what is new.
 
 Owns the open sessions and the tokens of their turns. A session belongs to the key that opened it, and is unknown to others. It is a
 tree: a turn goes on from another one (`rid`), from the latest, or from nothing. Only ids are kept here; the KV of earlier turns is

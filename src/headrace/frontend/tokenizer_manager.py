@@ -265,7 +265,7 @@ class TokenizerManager:
         incremental: bool | None = None,
         caller: Caller = NOBODY,
     ) -> AsyncGenerator[Any, None]:
-        """The answers of one call (SPEC H1).
+        """The answers of one call.
 
         Without `stream` exactly one item: a dict, or a list of dicts in prompt-major order when the input was a list or n > 1.
         With `stream` dicts as they come; those of lists carry `index`, and the last of each index its finish reason.

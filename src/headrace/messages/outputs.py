@@ -10,7 +10,7 @@ WAITED_TOO_LONG = "the request waited longer than the server lets it wait"
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Why a sample ended (SPEC H1 `finish_reason`).
+    """Why a sample ended (`meta_info.finish_reason`).
 
     stop: `matched` is the stop string, the regex's match, or the token id. length: `length` = tokens made.
     abort: `message` for the client and the `status_code` an error before the first token is answered with.

@@ -26,7 +26,7 @@ class SessionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One call of `generate` (SPEC H1): one prompt or a batch of prompts, `n` samples of each.
+    """One call of `generate`: one prompt or a batch of prompts, `n` samples of each.
 
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).

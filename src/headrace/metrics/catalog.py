@@ -1,4 +1,4 @@
-"""Every metric, once (SPEC section 4).
+"""Every metric, once.
 
 Owns the registry and the names. Does not serve them (`metrics.export`). Lives in the main process and is fed by the tokenizer
 manager, from its event loop; the scheduler's gauges come with its `SchedulerStats`.

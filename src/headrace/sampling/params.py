@@ -1,6 +1,6 @@
 """Sampling parameters: as asked (`SamplingParams`) and as they will be used (`ResolvedSamplingParams`).
 
-Owns the names, defaults and bounds of SPEC section P. No torch: the front end and the scheduler import it.
+Owns the names, defaults and bounds of the sampling parameters (docs/python.md). No torch: the front end and the scheduler import it.
 "validated" is a type here: only `SamplingParams.resolve` makes a `ResolvedSamplingParams`.
 """
 

@@ -1,6 +1,6 @@
 """The sampler: one id for each row of logits.
 
-Owns the table of sampling state by sequence (row `seq` of the worker's tables) and the order of S13: custom logit processor -> NaN
+Owns the table of sampling state by sequence (row `seq` of the worker's tables) and the order of operations: custom logit processor -> NaN
 check -> bias, penalties and masks -> greedy, or temperature, top-k, top-p, min-p and a seeded draw -> logprobs. Does not own the
 draw (`draw`), the edits (`penalties`) or which positions are sampled (the plan). One instance, used by one thread at a time.
 

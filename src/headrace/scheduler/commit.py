@@ -153,7 +153,7 @@ def _take_hidden(req: Req, start: int, rows: bytes) -> None:
 
 
 def _finish_reason(state: SchedulerState, req: Req, token_id: int) -> FinishReason | None:
-    """Whether the token just appended ends the request: stop string, then stop token or EOS, then length (SPEC section 3)."""
+    """Whether the token just appended ends the request: stop string, then stop token or EOS, then length."""
     params = req.task.params
     if req.stop_checker is not None and (match := req.stop_checker.push(token_id)) is not None:
         return FinishReason("stop", matched=match.matched)

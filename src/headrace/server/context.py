@@ -27,7 +27,7 @@ Soon: TypeAlias = T | Awaitable[T]
 """An answer that is there at once when the front end is in this process, and is awaited when it is not (`remote_frontend`)."""
 
 Output = dict[str, Any]
-"""One output of `generate_request`: {text, output_ids, meta_info[, index]} (SPEC H1)."""
+"""One output of `generate_request`: {text, output_ids, meta_info[, index]}, see docs/http-api.md."""
 
 TEXT_WORK_LIMIT_S = 10.0
 """Rendering and tokenizing one request may take so long, from when a thread begins; then the request is refused."""

@@ -1,4 +1,4 @@
-"""Health, information and control routes (SPEC H2, H3).
+"""Health, information and control routes.
 
 Runs in the event loop of the main process. Who may call them is declared in app.py.
 """

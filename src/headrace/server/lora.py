@@ -1,4 +1,4 @@
-"""Routes that load and unload adapters (SPEC H6), and which model or adapter the `model` of a request names.
+"""Routes that load and unload adapters, and which model or adapter the `model` of a request names.
 
 Runs in the event loop of the main process. Who may call the routes is declared in app.py.
 """

@@ -1,4 +1,4 @@
-"""The native route: `POST | PUT /generate` (SPEC H1).
+"""The native route: `POST | PUT /generate`.
 
 Runs in the event loop of the main process. Checking, tokenizing and sampling defaults are the TokenizerManager's.
 """

@@ -1,4 +1,4 @@
-"""Routes that open and close sessions (SPEC H7).
+"""Routes that open and close sessions.
 
 Runs in the event loop of the main process. Who may call them is declared in app.py.
 """

@@ -1,4 +1,4 @@
-"""Routes that pause generation, change weights and give memory back (SPEC H5). Field names are those of SGLang's clients.
+"""Routes that pause generation, change weights and give memory back. Field names are those of SGLang's clients.
 
 Runs in the event loop of the main process. All of it needs the admin key, but for the version of the weights. An operation that has
 begun goes on when its client leaves; /cancel_weight_update ends it.

@@ -133,7 +133,7 @@ _FIRST_DELTA = b'{"role":"assistant","content":"","reasoning_content":null}'
 
 
 class ChatChunks(ChunkWriter):
-    """Chunks of a chat: per choice the role, content deltas, the finish reason with the last of them (SPEC H9)."""
+    """Chunks of a chat: per choice the role, content deltas, the finish reason with the last of them."""
 
     def __init__(self, serving: ChatServing, generation: Generation[ChatCompletionRequest]) -> None:
         super().__init__(generation, "chat.completion.chunk", generation.request.model, serving.fingerprint)
