@@ -51,7 +51,7 @@ def adapters(engine: CountingEngine) -> Adapters:
 async def use(adapters: Adapters, name: str) -> int:
     adapter = await adapters.acquire(name)
     lora_id = adapter.lora_id
-    adapters.release(adapter)
+    adapter.release()
     return lora_id
 
 
@@ -73,11 +73,11 @@ async def test_pinned_ones_and_those_in_use_stay(adapters, engine):
     await adapters.load("a", "/a", pinned=True)
     await adapters.load("b", "/b", pinned=False)
     held = await adapters.acquire("b", 2)
-    adapters.release(held)
+    held.release()
     with pytest.raises(CapacityError, match="all 2 adapters"):
         await adapters.load("c", "/c", pinned=False)
     assert adapters.names == ["a", "b"]
-    adapters.release(held)
+    held.release()
     await adapters.load("c", "/c", pinned=False)
     assert set(engine.loaded.values()) == {"/a", "/c"}
 
@@ -93,7 +93,7 @@ async def test_unload_waits_for_users_and_refuses_new_ones(adapters, engine):
             await refused
     assert not leaving.done()
     assert engine.loaded
-    adapters.release(held)
+    held.release()
     await leaving
     assert not engine.loaded
     with pytest.raises(NotFoundError):
@@ -108,7 +108,7 @@ async def test_an_unload_that_is_given_up_leaves_the_adapter(adapters, engine):
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    adapters.release(held)
+    held.release()
     assert adapters.names == ["a"]
     assert await use(adapters, "a") in engine.loaded
 

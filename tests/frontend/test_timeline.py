@@ -179,9 +179,9 @@ async def test_every_sample_that_ends_becomes_a_span_unless_its_trace_is_not_sam
             pass
 
     frontend = make_frontend()
-    frontend.manager.spans = Spans("tiny", Exporter())
+    frontend.manager.endings.spans = Spans("tiny", Exporter())
     await run(frontend, "r")
-    frontend.manager.spans.add(finished_timeline(f"00-{TRACE}-{PARENT}-00"))
+    frontend.manager.endings.spans.add(finished_timeline(f"00-{TRACE}-{PARENT}-00"))
 
     assert [span.attributes["headrace.rid"] for span in made] == ["r"]
 

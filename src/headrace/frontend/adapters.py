@@ -41,6 +41,13 @@ class Adapter:
     leaving: bool = False
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def release(self, num_users: int = 1) -> None:
+        """Samples that used it have ended."""
+        self.num_users -= num_users
+        assert self.num_users >= 0, (self.name, self.num_users)
+        if not self.num_users:
+            self.unused.set()
+
 
 class Adapters:
     """See the module's text. loaded: (name, path) of those that the engine has loaded at start, as its numbers 1, 2, ...
@@ -113,7 +120,7 @@ class Adapters:
             adapter.leaving = False
 
     async def acquire(self, name: str, num_users: int = 1) -> Adapter:
-        """The adapter, in memory, kept there until `release` was called `num_users` times.
+        """The adapter, in memory, kept there until its `release` was called `num_users` times.
 
         Raises NotFoundError for a name that there is not, CapacityError when every adapter in memory is in use or pinned, RequestError when it
         cannot be read any more.
@@ -127,16 +134,9 @@ class Adapters:
                     if not adapter.lora_id:
                         await self._bring_in(adapter)
         except BaseException:
-            self.release(adapter, num_users)
+            adapter.release(num_users)
             raise
         return adapter
-
-    def release(self, adapter: Adapter, num_users: int = 1) -> None:
-        """Samples that used it have ended."""
-        adapter.num_users -= num_users
-        assert adapter.num_users >= 0, (adapter.name, adapter.num_users)
-        if not adapter.num_users:
-            adapter.unused.set()
 
     def restore(self, sender: Sender) -> None:
         """Send what is in memory to a scheduler that begins another life; before the requests that use it."""

@@ -188,13 +188,6 @@ class EngineLink:
         if self._watcher is not None:
             self._watcher.cancel()
 
-    def left(self, sample: ReqState) -> None:
-        """A sample has left the table."""
-        if self._balancer is not None and sample.replica != NOWHERE:
-            assert sample.request is not None, sample.rid
-            self._balancer.left(sample.replica, sample.request)
-            sample.replica = NOWHERE
-
     # -- deaths and lives
 
     def new_source(self) -> int:
@@ -258,7 +251,7 @@ class EngineLink:
         if self._probation in lost:
             self._probation = None
         for sample in lost:
-            self.left(sample)
+            leave_replica(sample, self._balancer)
             sample.replica = NOWHERE
             sample.note("lost", self._clock())
             sample.num_deaths = 1 if _has_passed(sample) else sample.num_deaths + 1
@@ -360,6 +353,14 @@ class EngineLink:
                 self._end(sample, FinishReason("abort", message=TOO_LATE, status_code=408))
             elif 0 < sample.request.queue_deadline_s <= now_s and not sample.output_ids:
                 self._end(sample, FinishReason("abort", message=WAITED_TOO_LONG, status_code=503))
+
+
+def leave_replica(sample: ReqState, balancer: Balancer | None) -> None:
+    """No replica has the sample any more. balancer: None for one replica."""
+    if balancer is not None and sample.replica != NOWHERE:
+        assert sample.request is not None, sample.rid
+        balancer.left(sample.replica, sample.request)
+        sample.replica = NOWHERE
 
 
 def _has_passed(sample: ReqState) -> bool:

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,8 +32,10 @@ from headrace.frontend.adapters import Adapters
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
+from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.flush import flush_when_idle
+from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import (
     Call,
     CallLimits,
@@ -78,7 +80,7 @@ from headrace.messages.control import (
 from headrace.messages.dispatch import TypeBasedDispatcher
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
-from headrace.messages.outputs import WAITED_TOO_LONG, BatchStrOut, FinishReason, TokenIDOut
+from headrace.messages.outputs import BatchStrOut, FinishReason
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
@@ -106,13 +108,6 @@ from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokeni
 logger = get_logger(__name__)
 
 
-class SpanSink(Protocol):
-    """Takes what happened to each sample, for traces."""
-
-    def add(self, timeline: Timeline) -> None:
-        """A sample has ended. Must not block."""
-
-
 IsDisconnected = Callable[[], Awaitable[bool]]
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -129,10 +124,6 @@ HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
 LOGGED_CHARACTERS = 200
 LOGGED_IDS = 50
-DEADLINE_STATUS = 408
-"""Status of the scheduler's aborts of requests that ran out of time."""
-NO_ROOM_STATUS = 503
-"""Status of aborts of requests that waited too long, or found the scheduler's queue full."""
 HEALTH_RID_PREFIX = "headrace-health-"
 
 
@@ -168,7 +159,6 @@ class TokenizerManager:
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
         self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
-        self.num_unknown_outputs = 0
         self.num_restarts = 0
         self._dropped_frames: dict[str, int] = {}
         # Requests without a seed differ from each other, and repeat when a server is started again.
@@ -176,7 +166,6 @@ class TokenizerManager:
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
         self._anybody = Tenant(TenantLimits(name=""))
         self._timelines = Timelines(args.timeline_requests)
-        self.spans = spans
         self.request_log = RequestLog(args.log_requests, args.log_requests_level)
         self._accepting = True
         self._defaults = defaults if defaults and args.sampling_defaults == "model" else GenerationDefaults()
@@ -192,15 +181,31 @@ class TokenizerManager:
             has_tokenizer=not args.skip_tokenizer_init,
             context_length=ready.context_length,
         )
+        self.sessions = Sessions(
+            args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
+        )
         schedulers = [to_scheduler, *more_schedulers]
+        balancer = make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None
+        self.endings = Endings(
+            self.table, self.sessions, self._timelines, self.request_log, self.metrics, clock, balancer, spans
+        )
         self.link = EngineLink(
             schedulers,
             self.table.samples,
-            self._end_here,
+            self.endings.end,
             self.metrics,
             clock,
             to_detokenizer,
-            balancer=make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None,
+            balancer=balancer,
+        )
+        self.outputs = Outputs(
+            self.table,
+            self.endings,
+            self.link,
+            self.metrics,
+            clock,
+            hidden_size=ready.hidden_size,
+            max_unread_bytes=args.max_stream_buffer_bytes,
         )
         self._to_scheduler: Sender = self.link
         self._to_detokenizer = to_detokenizer
@@ -209,9 +214,6 @@ class TokenizerManager:
         self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
         self._clock = clock
         self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length)
-        self.sessions = Sessions(
-            args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
-        )
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = -1
@@ -246,7 +248,7 @@ class TokenizerManager:
         self._dispatcher.register(LoraReply, self._on_lora_reply)
         self._dispatcher.register(ProfileReply, self._profiles.handle)
         self._dispatcher.register(ExpertCountsReply, self.experts.replies.handle)
-        self._dispatcher.register(BatchStrOut, self._on_outputs)
+        self._dispatcher.register(BatchStrOut, self.outputs.handle)
         self._dispatcher.register(FlushCacheReply, self._flushes.handle)
         self._dispatcher.register(InternalStateReply, self._states.handle)
         self._dispatcher.register(HealthCheckReply, self._healths.handle)
@@ -527,7 +529,7 @@ class TokenizerManager:
         wanted = []
         for sample, request in zip(state.samples, requests, strict=True):
             if sample.abort_asked:
-                self._end(sample, FinishReason("abort", message="aborted"), now)
+                self.endings.end(sample, FinishReason("abort", message="aborted"))
             else:
                 sample.sent_s = now
                 sample.request = request
@@ -581,21 +583,9 @@ class TokenizerManager:
             if self.failure is None and sample.sent_s:
                 sent.append(sample.rid)
             else:
-                self._forget(sample)
+                self.endings.forget(sample)
         if sent:
             self._to_scheduler.send(AbortReq(tuple(sent), message="the client went away"))
-
-    def _forget(self, sample: ReqState) -> None:
-        """Take a sample out of the table; its rid may be used again."""
-        if not self.table.forget(sample, self._clock()):
-            return
-        self.link.left(sample)
-        sample.write_timeline()
-        self._timelines.finish(sample.rid)
-        if sample.turn is not None:
-            self.sessions.give_up(sample.turn)
-        if sample.adapter is not None:
-            self._adapters.release(sample.adapter)
 
     # -- outputs of the engine
 
@@ -619,97 +609,6 @@ class TokenizerManager:
             logger.exception("the loop that takes outputs failed")
             self.fail_all("internal error")
             self.on_broken()
-
-    def _on_outputs(self, batch: BatchStrOut) -> None:
-        if batch.source in self.link.gone:
-            return
-        now = self._clock()
-        new_tokens = 0
-        for row in batch.rows:
-            sample = self.table.samples.get(row.tokens.rid)
-            if sample is None:
-                self.num_unknown_outputs += 1
-                continue
-            try:
-                new_tokens += self._apply(sample, row.text, row.tokens, now)
-            except Exception:
-                logger.exception("an output of rid %s could not be taken", sample.rid)
-                self._to_scheduler.send(AbortReq((sample.rid,), message="internal error"))
-                self._end(sample, FinishReason("abort", message="internal error", status_code=500), now)
-        self.metrics.generation_tokens.inc(new_tokens)
-
-    def _apply(self, sample: ReqState, text: str, row: TokenIDOut, now_s: float) -> int:
-        """Take one output into account; its number of tokens."""
-        if sample.call.abandoned:
-            if row.finish is not None:
-                self._end(sample, row.finish, now_s)
-            return len(row.ids) // 4
-        had_tokens, last_s = len(sample.output_ids), sample.last_token_s
-        sample.apply(text, row, now_s, self.ready.hidden_size)
-        new_tokens = len(sample.output_ids) - had_tokens
-        if new_tokens:
-            self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
-            sample.call.tenant.use_tokens(new_tokens)
-            if sample.call.stream and sample.num_unread_bytes > self.args.max_stream_buffer_bytes:
-                self._cut_off(sample)
-        if row.finish is not None:
-            self._finish(sample, row.finish, now_s)
-        return new_tokens
-
-    def _cut_off(self, sample: ReqState) -> None:
-        """Its client does not read. What it has left unread stays for it, but no more is made."""
-        if not sample.abort_asked:
-            sample.abort_asked = True
-            limit = self.args.max_stream_buffer_bytes
-            rid = sample.timeline.own_rid
-            logger.warning("aborted rid %s: its client left more than %d bytes unread", rid, limit)
-            self._to_scheduler.send(AbortReq((sample.rid,), message=f"more than {limit} bytes were left unread"))
-
-    def _finish(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
-        late = finish.status_code == DEADLINE_STATUS and sample.output_ids
-        # What there is when time is up is an answer, and no error.
-        self._end(sample, msgspec.structs.replace(finish, status_code=0) if late else finish, now_s)
-
-    def _end_here(self, sample: ReqState, finish: FinishReason) -> None:
-        """End a sample that no scheduler has."""
-        self._finish(sample, finish, self._clock())
-
-    def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
-        if had_tokens:
-            self.metrics.inter_token_latency_s.add(elapsed_s / new_tokens, new_tokens)
-            return
-        self.table.begin(sample, sample.last_token_s)
-        self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
-        self._count_prompt(sample)
-
-    def _count_prompt(self, sample: ReqState) -> None:
-        """It has been computed: the sample has its first token, or ended without one as it was asked to."""
-        if sample.first_of_prompt:
-            self.metrics.prompt_tokens.inc(sample.num_prompt_tokens)
-            self.metrics.cached_tokens.inc(sample.stats.cached_tokens)
-            sample.call.tenant.use_tokens(sample.num_prompt_tokens - sample.stats.cached_tokens)
-
-    def _end(self, sample: ReqState, finish: FinishReason, now_s: float) -> None:
-        """The sample's one end: out of the table, counted, logged, its waiter woken."""
-        if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
-            self.sessions.finish(sample.turn, sample.output_ids)
-        if finish.status_code == NO_ROOM_STATUS:
-            self.metrics.count_rejected("queue_timeout" if finish.message == WAITED_TOO_LONG else "queue_full")
-            sample.retry_after_s = self.table.queue.retry_after_s(now_s)
-        sample.end(finish, now_s)
-        self._forget(sample)
-        if self.spans is not None:
-            self.spans.add(sample.timeline)
-        metrics = self.metrics
-        metrics.count_end(finish.type)
-        metrics.e2e_latency_s.observe(now_s - sample.created_s)
-        metrics.generation_length.observe(len(sample.output_ids))
-        metrics.prompt_length.observe(sample.num_prompt_tokens)
-        if sample.first_token_s:
-            metrics.queue_time_s.observe(sample.stats.queue_time_s)
-        elif finish.type != "abort":
-            self._count_prompt(sample)
-        self.request_log.write(sample)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
         self._heartbeats[message.process] = self._clock()
@@ -737,7 +636,7 @@ class TokenizerManager:
     def counters(self) -> dict[str, int]:
         """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
         return {
-            "num_unknown_outputs": self.num_unknown_outputs,
+            "num_unknown_outputs": self.outputs.num_unknown,
             "dropped_frames": self._from_engine.dropped_frames,
             "detokenizer_dropped_frames": self._dropped_frames.get("detokenizer", 0),
             "num_stalls": self._watchdog.num_stalls,
@@ -1117,7 +1016,7 @@ class TokenizerManager:
             communicator.fail_all(error)
         for sample in list(self.table.samples.values()):
             if sample.call.abandoned:
-                self._forget(sample)
+                self.endings.forget(sample)
 
     async def close(self) -> None:
         """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""
