@@ -13,6 +13,8 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
+from headrace.processes import threads
+from headrace.processes.scheduler_process import scheduler_config
 
 READY = ReadyInfo(
     max_total_tokens=4096,
@@ -50,8 +52,8 @@ def parts(monkeypatch):
         on_ready(None)
         assert isinstance(channels.receiver("to_detokenizer").recv(60), ShutdownReq)
 
-    monkeypatch.setattr(launch, "run_scheduler", scheduler)
-    monkeypatch.setattr(launch, "run_detokenizer", detokenizer)
+    monkeypatch.setattr(threads, "run_scheduler", scheduler)
+    monkeypatch.setattr(threads, "run_detokenizer", detokenizer)
     monkeypatch.setattr(launch, "open_tokenizer", lambda args: SimpleNamespace(decode=lambda ids: ""))
     monkeypatch.setattr(launch, "open_chat_template", lambda args, tokenizer: None)
     monkeypatch.setattr(launch, "read_model_config", lambda args: MODEL)
@@ -111,7 +113,7 @@ def test_threads_that_load_give_up_when_told_to_stop(parts, monkeypatch):
         finally:
             ended.set()
 
-    monkeypatch.setattr(launch, "run_scheduler", scheduler)
+    monkeypatch.setattr(threads, "run_scheduler", scheduler)
     with pytest.raises(ExecutionError, match="stopped while starting"):
         launch.launch_engine(ServerArgs(single_process=True), should_stop=loading.is_set)
     assert ended.wait(20)
@@ -121,7 +123,7 @@ def test_a_thread_that_cannot_start_says_why_without_waiting_for_the_other(parts
     def detokenizer(args, channels, on_ready, on_progress):
         raise ExecutionError("no tokenizer")
 
-    monkeypatch.setattr(launch, "run_detokenizer", detokenizer)
+    monkeypatch.setattr(threads, "run_detokenizer", detokenizer)
     with pytest.raises(ExecutionError, match="no tokenizer"):
         launch.launch_engine(ServerArgs(single_process=True))
 
@@ -129,13 +131,13 @@ def test_a_thread_that_cannot_start_says_why_without_waiting_for_the_other(parts
 @pytest.mark.parametrize("limit, step", [(2048, 2048), (100, 100), (4, 8)])
 def test_a_step_is_never_larger_than_it_was_allowed_to_be(limit, step):
     ready = msgspec.structs.replace(READY, chunked_prefill_size=64)
-    config = launch.scheduler_config(ServerArgs(max_prefill_tokens=limit), MODEL, ready)
+    config = scheduler_config(ServerArgs(max_prefill_tokens=limit), MODEL, ready)
 
     # Every running request decodes one token, whatever the limit.
     assert (config.chunk_tokens, config.step_tokens) == (64, step)
 
 
 def test_the_scheduler_queues_what_will_run_and_what_may_wait():
-    assert launch.scheduler_config(ServerArgs(max_queued_requests=3), MODEL, READY).max_queued == 8 + 3
+    assert scheduler_config(ServerArgs(max_queued_requests=3), MODEL, READY).max_queued == 8 + 3
     # All may come to one of several replicas.
-    assert launch.scheduler_config(ServerArgs(max_queued_requests=3, dp_size=2), MODEL, READY).max_queued == 16 + 3
+    assert scheduler_config(ServerArgs(max_queued_requests=3, dp_size=2), MODEL, READY).max_queued == 16 + 3

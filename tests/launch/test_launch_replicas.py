@@ -3,8 +3,8 @@
 import pytest
 
 from headrace.config.server_args import ServerArgs
-from headrace.launch import share_of_machine
-from headrace.processes.child import environment
+from headrace.processes.environment import environment
+from headrace.processes.scheduler_process import share_of_machine
 
 
 @pytest.mark.parametrize(

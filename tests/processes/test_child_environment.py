@@ -9,7 +9,8 @@ import pytest
 
 from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import Ports
-from headrace.processes.child import ChildProcess, environment
+from headrace.processes.child import ChildProcess
+from headrace.processes.environment import environment
 
 SECRETS = (
     "HEADRACE_API_KEY", "HEADRACE_ADMIN_API_KEY", "HF_TOKEN", "HF_HUB_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY",
@@ -50,7 +51,7 @@ def test_neither_the_environment_nor_the_options_of_a_started_child_hold_a_key(m
         f"json.dump([dict(os.environ), sys.stdin.readline()], open({str(tmp_path / 'given')!r}, 'w'))\n"
     )
     stand_in.chmod(0o700)
-    monkeypatch.setattr(ChildProcess, "program", (str(stand_in), "-m", "headrace.processes.child"))
+    monkeypatch.setattr(ChildProcess, "program", (str(stand_in), "-m", "headrace.processes.child_main"))
     args = ServerArgs(api_key="hush-hush", admin_api_key="hush-hush", otlp_traces_endpoint="http://u:hush-hush@h/")
     started = ChildProcess("detokenizer", args, Ports.in_directory(tmp_path))
     started.stop(60.0)

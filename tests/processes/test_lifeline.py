@@ -28,12 +28,12 @@ signal.pause()
 """
 OWNED = """
 import os, signal
-from headrace import launch
+from headrace import serve
 from headrace.processes import lifeline
-launch.OWNER_GONE_S = (0.0, 0.0)
+serve.OWNER_GONE_S = (0.0, 0.0)
 seen = []
 signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
-lifeline.follow_owner(launch._leave_with_owner)
+lifeline.follow_owner(serve._leave_with_owner)
 assert lifeline.VARIABLE not in os.environ
 print("up", flush=True)
 while True:

@@ -1,5 +1,5 @@
 """A child process as the real one, but for the model: a worker of hashes, so that it starts in a moment and its tokens say which weights
-made them. Run as `replica_child.py KIND`, see `headrace.processes.child`.
+made them. Run as `replica_child.py KIND`, see `headrace.processes.child_main`.
 
 A checkpoint is a file that holds a number, an adapter any file.
 """
@@ -14,8 +14,9 @@ sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("sched
 from fake_worker import EOS, VOCAB, FakeLoras, FakeWorker  # noqa: E402
 from frontend_fakes import ByteTokenizer  # noqa: E402
 
-import headrace.launch  # noqa: E402
-import headrace.processes.child  # noqa: E402
+import headrace.processes.child_main  # noqa: E402
+import headrace.processes.detokenizer_process  # noqa: E402
+import headrace.processes.scheduler_process  # noqa: E402
 from headrace.cache.allocator import PageAllocator  # noqa: E402
 from headrace.cache.radix_cache import RadixCache  # noqa: E402
 from headrace.checkpoint.weight_cache import identity  # noqa: E402
@@ -170,6 +171,6 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready, on_progress)
 
 
 if __name__ == "__main__":
-    headrace.launch.run_scheduler = run_scheduler
-    headrace.launch.run_detokenizer = run_detokenizer
-    headrace.processes.child.main()
+    headrace.processes.scheduler_process.run_scheduler = run_scheduler
+    headrace.processes.detokenizer_process.run_detokenizer = run_detokenizer
+    headrace.processes.child_main.main()

@@ -22,7 +22,6 @@ from headrace.errors import CapacityError, ExecutionError, HeadraceError, Reques
 from headrace.frontend.replay import GIVEN_UP
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.tokenizer_manager import TokenizerManager
-from headrace.launch import ChildParts
 from headrace.messages.channel import IpcDir, Ports
 from headrace.messages.weights import (
     ContinueGeneration,
@@ -33,6 +32,7 @@ from headrace.messages.weights import (
     WeightOperation,
 )
 from headrace.processes.child import ChildProcess
+from headrace.processes.children import ChildParts
 
 LIMIT_S = 120.0
 """For a machine with busy cores; nothing here measures speed."""

@@ -87,7 +87,7 @@ _Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", rich_help_
 @with_server_options()
 def serve(model: _Model = None, *, server_args: ServerArgs) -> None:
     """Serve a model over HTTP: OpenAI's API, the native API and metrics."""
-    from headrace.launch import launch_server
+    from headrace.serve import launch_server
 
     raise typer.Exit(launch_server(with_model(server_args, model)))
 

@@ -68,7 +68,7 @@ class EngineChat:
     def __init__(self, server_args: ServerArgs, sampling: ChatSampling) -> None:
         """Load the tokenizer and its template first: a model that cannot chat is refused before its weights are read."""
         from headrace.api.engine import Engine
-        from headrace.launch import open_chat_template, open_tokenizer
+        from headrace.processes.model_files import open_chat_template, open_tokenizer
 
         self.name = server_args.served_name
         self._tokenizer = open_tokenizer(server_args)

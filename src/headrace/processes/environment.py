@@ -6,6 +6,9 @@ ours: a model's libraries and the operator's logit processors. So a variable is 
 
 from collections.abc import Mapping
 
+from headrace.config.server_args import ServerArgs
+from headrace.processes.handshake import Kind
+
 NAMES = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TMP", "TEMP", "TZ", "LANG", "LANGUAGE", "TERM", "HOSTNAME", "VIRTUAL_ENV",
     "CONDA_PREFIX", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LIBRARY_PATH", "CPATH", "HF_HOME", "NO_COLOR",
@@ -24,6 +27,18 @@ SECRET_WORDS = frozenset({
     "AUTH", "COOKIE",
 })  # fmt: skip
 """A variable with one of these words in its name is passed on by no rule."""
+
+
+def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int) -> dict[str, str]:
+    """Ours without what may be secret. A replica sees one GPU: its own of those that we may use."""
+    given = child_environment(own, args.child_env)
+    if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
+        return given
+    visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not visible:
+        return {**given, "CUDA_VISIBLE_DEVICES": str(index)}
+    # Beyond the last one it sees none, and `of_all_replicas` refuses.
+    return {**given, "CUDA_VISIBLE_DEVICES": visible[index] if index < len(visible) else ""}
 
 
 def child_environment(own: Mapping[str, str], more: str = "") -> dict[str, str]:

@@ -26,7 +26,7 @@ from headrace.server.address import local_url
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
-    from headrace.server.context import ServedModel, ServerStatus
+    from headrace.server.context import ServerStatus
     from headrace.server.keys import ApiKeys
 
 logger = log.get_logger(__name__)
@@ -153,44 +153,3 @@ class HttpWorkers:
             log_level=self._manager.settings.log_level,
             keys_generation=self._keys.generation if self._keys is not None else 0,
         )
-
-
-def serve_http(
-    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
-) -> None:
-    """What a worker runs: the HTTP application over a front end that is elsewhere, until a ShutdownReq."""
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(args, channels, on_ready, start, model))
-
-
-async def _serve(
-    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
-) -> None:
-    from headrace.server.app import create_app
-    from headrace.server.context import ServerStatus
-    from headrace.server.listener import Server
-    from headrace.server.remote_frontend import RemoteFrontend
-
-    status = ServerStatus()
-    frontend = RemoteFrontend(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
-    app = create_app(frontend, args, model, status)
-    server = Server(app, args, listening=socket.socket(fileno=start.listening_fd))
-
-    def on_news(before: FrontNews, news: FrontNews) -> None:
-        status.draining = not news.accepting
-        if before.log_level != news.log_level:
-            log.set_level(news.log_level)
-        if before.keys_generation != news.keys_generation and app.state.keys is not None:
-            app.state.keys.reload()
-
-    frontend.on_news = on_news
-    frontend.on_shutdown = server.shutdown
-    taking = asyncio.get_running_loop().create_task(frontend.run())
-    try:
-        await frontend.wait_for_news()
-        await server.serve(lambda: on_ready(None))
-    finally:
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)

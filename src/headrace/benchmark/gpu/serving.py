@@ -20,9 +20,9 @@ def measure_serving(bench: Bench, rows: Rows) -> None:
     """Requests through the scheduler, all there from the beginning; without tokenizer and HTTP."""
     from headrace.cache.allocator import PageAllocator
     from headrace.cache.radix_cache import RadixCache
-    from headrace.launch import scheduler_config
     from headrace.messages.channel import LocalChannels
     from headrace.messages.outputs import BatchTokenIDOut
+    from headrace.processes.scheduler_process import scheduler_config
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.scheduler import Scheduler
 

@@ -1,0 +1,61 @@
+"""What a child process is given when it starts, and what it reports until it can serve. Imported by both sides."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from headrace.config.server_args import ServerArgs
+from headrace.messages.channel import Ports
+from headrace.messages.control import ReadyInfo
+from headrace.messages.front import HttpWorkerStart
+
+Kind = Literal["scheduler", "detokenizer", "http"]
+
+OnReady = Callable[[ReadyInfo | None], None]
+"""Called once when a part can serve; a scheduler says what it has."""
+
+OnProgress = Callable[[int, int], None]
+"""Called while a part loads: bytes of the checkpoint so far, and in all."""
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """What a child is given. parent_pid: see `lifeline`. index, source: of a scheduler, see `run_scheduler`. http: of an HTTP worker."""
+
+    args: ServerArgs
+    ports: Ports
+    report_fd: int
+    parent_pid: int
+    index: int = 0
+    source: int = 0
+    http: HttpWorkerStart | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of the checkpoint loaded so far."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The child can serve. info: of a scheduler."""
+
+    info: ReadyInfo | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The child cannot serve."""
+
+    kind: Literal["config", "model", "other"]
+    message: str
+
+
+Report = Progress | Ready | Failed
+
+
+def process_name(kind: Kind, args: ServerArgs, index: int) -> str:
+    """What a child is called in messages, heartbeats and metrics."""
+    if kind == "http":
+        return f"HTTP worker {index}"
+    return f"{kind} {index}" if kind == "scheduler" and args.dp_size > 1 else kind

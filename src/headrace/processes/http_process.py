@@ -1,0 +1,63 @@
+"""What an HTTP worker runs (--tokenizer-worker-num): the HTTP application over the front end of the main process."""
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING
+
+from headrace import log
+from headrace.config.server_args import ServerArgs
+from headrace.messages.channel import Channels
+from headrace.messages.front import FrontNews, HttpWorkerStart
+from headrace.processes.handshake import OnReady
+from headrace.processes.model_files import open_chat_template, open_tokenizer, read_model_config, served_model
+
+if TYPE_CHECKING:
+    from headrace.server.context import ServedModel
+
+
+def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart) -> None:
+    """The HTTP application over the front end of the main process, until a ShutdownReq."""
+    tokenizer = open_tokenizer(args)
+    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), read_model_config(args))
+    serve_http(args, channels, on_ready, start, model)
+
+
+def serve_http(
+    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
+) -> None:
+    """What a worker runs: the HTTP application over a front end that is elsewhere, until a ShutdownReq."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(args, channels, on_ready, start, model))
+
+
+async def _serve(
+    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
+) -> None:
+    from headrace.server.app import create_app
+    from headrace.server.context import ServerStatus
+    from headrace.server.listener import Server
+    from headrace.server.remote_frontend import RemoteFrontend
+
+    status = ServerStatus()
+    frontend = RemoteFrontend(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
+    app = create_app(frontend, args, model, status)
+    server = Server(app, args, listening=socket.socket(fileno=start.listening_fd))
+
+    def on_news(before: FrontNews, news: FrontNews) -> None:
+        status.draining = not news.accepting
+        if before.log_level != news.log_level:
+            log.set_level(news.log_level)
+        if before.keys_generation != news.keys_generation and app.state.keys is not None:
+            app.state.keys.reload()
+
+    frontend.on_news = on_news
+    frontend.on_shutdown = server.shutdown
+    taking = asyncio.get_running_loop().create_task(frontend.run())
+    try:
+        await frontend.wait_for_news()
+        await server.serve(lambda: on_ready(None))
+    finally:
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)

@@ -1,0 +1,69 @@
+"""What a process reads of the model's files, weights apart: its configuration, tokenizer and chat template.
+
+Each process opens what it needs for itself. What takes long to import is imported where it is used.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.checkpoint.names import resolve_model
+from headrace.config.resolve import sampling_defaults
+from headrace.config.server_args import ServerArgs
+from headrace.errors import RequestError
+from headrace.messages.control import ReadyInfo
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.model_config import ModelConfig
+    from headrace.server.context import ServedModel
+    from headrace.text.chat_templates import ChatTemplate
+    from headrace.text.tokenizers import Tokenizer
+
+
+def read_model_config(args: ServerArgs) -> "ModelConfig":
+    """What the checkpoint says of itself, with the user's overrides; reads no weights."""
+    from headrace.checkpoint.model_config import load_model_config
+    from headrace.checkpoint.source import open_checkpoint
+    from headrace.config.resolve import override_model
+
+    path = resolve_model(args.model_path)
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    config = open_checkpoint(path).config if is_gguf else load_model_config(path)
+    return override_model(config, args.json_model_override_args)
+
+
+def open_tokenizer(args: ServerArgs) -> "Tokenizer":
+    """The tokenizer of the model, or the one of --tokenizer-path."""
+    from headrace.frontend.no_tokenizer import NoTokenizer
+    from headrace.text.tokenizers import load_tokenizer
+
+    if args.skip_tokenizer_init:
+        return NoTokenizer()
+    return load_tokenizer(Path(args.tokenizer_path) if args.tokenizer_path else resolve_model(args.model_path))
+
+
+def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
+    """The template of --chat-template or the model's own; None when there is none."""
+    from headrace.text.chat_templates import chat_template_of, read_template_argument
+
+    override = read_template_argument(args.chat_template) if args.chat_template else None
+    try:
+        return chat_template_of(tokenizer, override)
+    except RequestError:
+        return None
+
+
+def served_model(
+    args: ServerArgs, ready: ReadyInfo, tokenizer: "Tokenizer", template: "ChatTemplate | None", model: "ModelConfig"
+) -> "ServedModel":
+    """The model as clients see it."""
+    from headrace.server.context import ServedModel
+
+    return ServedModel(
+        name=args.served_name,
+        context_length=ready.context_length,
+        tokenizer=tokenizer,
+        chat_template=template,
+        ready=ready,
+        model_type=model.model_type,
+        sampling_defaults=sampling_defaults(args, model),
+    )

@@ -1,0 +1,181 @@
+"""What a scheduler process runs, from loading the model to the last step: `run_scheduler`.
+
+Also the body of the scheduler's thread with --single-process. No other process of an engine needs torch.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from headrace.config.resolve import MEM_FRACTION
+from headrace.config.server_args import ServerArgs
+from headrace.messages.channel import Channels, Sender
+from headrace.messages.control import Heartbeat, ReadyInfo
+from headrace.messages.packing import unpack_int32
+from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.metrics.watchdog import Watchdog
+from headrace.processes.handshake import OnProgress, OnReady, process_name
+from headrace.processes.model_files import open_tokenizer, read_model_config
+
+if TYPE_CHECKING:
+    from headrace.cache.base import PrefixCache
+    from headrace.checkpoint.model_config import ModelConfig
+    from headrace.scheduler.state import SchedulerConfig
+    from headrace.text.stop import StopMatcher
+    from headrace.text.tokenizers import Tokenizer
+
+HEARTBEAT_S = 0.5
+
+
+def _die_of_watchdog() -> None:
+    """A step that never ends cannot be interrupted: the process goes, and its parent answers every waiter."""
+    os._exit(3)
+
+
+def run_scheduler(
+    args: ServerArgs,
+    channels: Channels,
+    on_ready: OnReady,
+    on_progress: OnProgress,
+    on_stall: Callable[[], None] = _die_of_watchdog,
+    replica: int = 0,
+    source: int = 0,
+) -> None:
+    """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`.
+
+    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. replica: its index, below --dp-size. source: signs the outputs
+    of this life, see `BatchTokenIDOut`.
+    """
+    from headrace.cache.allocator import PageAllocator
+    from headrace.cache.chunk_cache import ChunkCache
+    from headrace.cache.radix_cache import RadixCache
+    from headrace.execution.build import build_worker  # torch: first, for it takes longest
+    from headrace.scheduler.kv_manager import KVManager
+    from headrace.scheduler.scheduler import Scheduler
+
+    receiver = channels.receiver("to_scheduler", replica)
+    args = share_of_machine(args)
+    to_tokenizer = channels.sender("to_tokenizer")
+    model = read_model_config(args)
+    tokenizer = _SoonTokenizer(args)
+    worker, ready = build_worker(args, on_progress)
+    cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size)
+    allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
+    watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
+    scheduler = Scheduler(
+        scheduler_config(args, model, ready, replica),
+        KVManager(allocator, cache, ready.max_running_requests),
+        worker,
+        receiver,
+        channels.sender("to_detokenizer"),
+        to_tokenizer,
+        lambda request: _stop_checker(tokenizer.get(), request),
+        on_turn=watchdog.feed,
+        source=source,
+    )
+    watchdog.start()
+    on_ready(ready)
+    tokenizer.start()
+    with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
+        scheduler.run()
+    watchdog.stop()
+
+
+def share_of_machine(args: ServerArgs) -> ServerArgs:
+    """A replica's part: cores and host memory are divided by --dp-size. A GPU, which each has one of, is not."""
+    if args.dp_size == 1:
+        return args
+    import torch
+
+    from headrace.kernels.cpu.threads import default_num_threads
+
+    num_threads = max(1, (args.num_threads or default_num_threads()) // args.dp_size)
+    on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    fraction = args.mem_fraction_static
+    if not on_gpu:
+        fraction = (fraction or MEM_FRACTION["cpu"]) / args.dp_size
+    return dataclasses.replace(args, num_threads=num_threads, mem_fraction_static=fraction)
+
+
+def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, replica: int = 0) -> "SchedulerConfig":
+    """The scheduler's limits."""
+    from headrace.scheduler.state import SchedulerConfig
+
+    return SchedulerConfig(
+        policy=args.schedule_policy,
+        chunk_tokens=ready.chunked_prefill_size,
+        step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
+        max_running=ready.max_running_requests,
+        # The front end refuses what may not wait. This bound is for what it sends all the same: whatever it takes may come to one replica.
+        max_queued=ready.max_running_requests * args.dp_size + args.max_queued_requests,
+        max_steps_in_flight=1 if args.disable_overlap_schedule else 2,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        vocab_size=ready.vocab_size,
+        stream_interval=args.stream_interval,
+        priority_ageing_s=args.priority_ageing_s,
+        preemption_threshold=args.priority_scheduling_preemption_threshold if args.enable_priority_preemption else 0,
+        conservativeness=args.schedule_conservativeness,
+        clip_estimate_tokens=args.clip_max_new_tokens_estimate,
+        weight_update_timeout_s=args.weight_update_timeout_s,
+        decode_log_interval=args.decode_log_interval,
+        accept_faults=args.enable_fault_injection,
+        replica=replica,
+    )
+
+
+class _SoonTokenizer:
+    """The scheduler's tokenizer, which only stop strings need: opened in a thread once the server is ready, or when first asked for.
+
+    The main process has opened the same one before, so it can be.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        self._open = functools.cache(functools.partial(open_tokenizer, args))
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to open it."""
+        threading.Thread(target=self.get, name="tokenizer", daemon=True).start()
+
+    def get(self) -> "Tokenizer":
+        """The tokenizer, once it is open."""
+        with self._lock:
+            return self._open()
+
+
+def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) -> "StopMatcher":
+    from headrace.text.incremental import IncrementalDecoder
+    from headrace.text.stop import StopMatcher
+
+    sampling = request.task.params
+    decoder = IncrementalDecoder(
+        tokenizer,
+        skip_special_tokens=sampling.skip_special_tokens,
+        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        context_ids=unpack_int32(request.input_ids[-32:]) if not request.input_embeds else (),
+    )
+    return StopMatcher(sampling.stop, sampling.stop_regex, decoder)
+
+
+@contextlib.contextmanager
+def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[None]:
+    """Signs of life from a thread, while the loop may be deep in a step."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(HEARTBEAT_S):
+            to_tokenizer.send(Heartbeat(process))
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    if enabled:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if enabled:
+            thread.join()

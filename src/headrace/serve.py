@@ -1,0 +1,176 @@
+"""`headrace serve`: an engine behind HTTP, from the first signal handler to the exit code.
+
+Reads on in `launch.py` (how the engine is put together) and `processes/` (what its parts run). Runs in the main process.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from headrace import log
+from headrace.config.open_files import check_open_files
+from headrace.config.resolve import sampling_defaults
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ExecutionError
+from headrace.launch import RunningEngine, launch_engine
+from headrace.processes import lifeline
+from headrace.processes.children import ChildParts
+from headrace.processes.handshake import OnProgress
+from headrace.processes.http_workers import HttpWorkers
+from headrace.processes.model_files import served_model
+
+logger = log.get_logger(__name__)
+
+OWNER_GONE_S = (0.25, 0.75)
+"""A server whose owner has died drains for so long, then ends its requests for so long, then is gone."""
+
+
+def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = None) -> int:
+    """Serve over HTTP until told to stop. Returns the exit code: 0 after a drain, 1 when a part of the engine died.
+
+    on_started: called with the URL once requests are accepted; default: the start-up summary on stderr.
+    """
+    from headrace.server.address import bind
+
+    log.configure(args.log_level, "main")
+    check_open_files(args, with_server=True)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    lifeline.follow_owner(_leave_with_owner)
+    started_s = time.monotonic()
+    # Bound first: a port in use is found before the model is loaded, and clients that come early wait.
+    listening = bind(args.host, args.port)
+    with _loading_bar() as on_progress:
+        try:
+            engine = launch_engine(args, on_progress, stopping.is_set, _import_server)
+        except ExecutionError:
+            if stopping.is_set():
+                return 0
+            raise
+    import uvloop
+
+    try:
+        announce = on_started or (lambda url: _print_summary(engine, url, time.monotonic() - started_s))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(engine, listening, announce, stopping))
+    finally:
+        engine.shutdown()
+
+
+def _import_server() -> None:
+    """What serving needs takes a second to import: while the children load."""
+    import uvloop  # noqa: F401
+
+    import headrace.frontend.tokenizer_manager
+    import headrace.server.app
+    import headrace.server.listener  # noqa: F401
+
+
+def _leave_with_owner() -> None:
+    """In a thread: stop as for signals, and go in any case."""
+    for wait_s in OWNER_GONE_S:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(wait_s)
+    os._exit(1)
+
+
+async def _serve(
+    engine: RunningEngine, listening: socket.socket, on_started: Callable[[str], None], stopping: threading.Event
+) -> int:
+    from headrace.server.app import create_app
+    from headrace.server.context import ServerStatus
+    from headrace.server.keys import open_keys
+    from headrace.server.listener import Server
+
+    args, manager = engine.args, engine.tokenizer_manager
+    status = ServerStatus()
+    server: Server | HttpWorkers
+    if isinstance(engine.parts, ChildParts) and args.tokenizer_worker_num > 1:
+        keys = open_keys(args)
+        server = HttpWorkers(args, manager, engine.parts.channels, engine.parts.ports, listening, keys, status)
+        server.on_death = lambda message: engine.on_death()
+    else:
+        model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model)
+        app = create_app(manager, args, model, status)
+        keys = app.state.keys
+        server = Server(app, args, listening=listening)
+    loop = asyncio.get_running_loop()
+    exit_code = 0
+    num_signals = 0
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def drain() -> None:
+        await manager.drain(args.drain_timeout_s)
+        server.shutdown()
+
+    def on_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            logger.info("stopping: running requests have %.0f s; a second signal ends them now", args.drain_timeout_s)
+            status.draining = True
+            tasks.add(loop.create_task(drain()))
+        else:
+            server.shutdown(force=True)
+
+    def on_death() -> None:
+        nonlocal exit_code
+        exit_code = 1
+        status.draining = True
+        # Waiters have been answered; their replies are written before the server goes.
+        loop.call_soon_threadsafe(server.shutdown)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    if keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    engine.on_death = on_death
+    manager.start()
+    gc.collect()
+    gc.freeze()  # as the children do, see `child_main.main`
+    if stopping.is_set():
+        return 0
+    await server.serve(lambda: on_started(server.url))
+    for task in tasks:
+        task.cancel()
+    await manager.close()
+    return exit_code
+
+
+@contextlib.contextmanager
+def _loading_bar() -> Iterator[OnProgress]:
+    """A progress bar on stderr while the weights load; nothing when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("weights", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
+    ready = engine.ready
+    gib = 2**30
+    rows = (
+        ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB)"),
+        ("precision", f"{ready.weights} weights, {ready.kv_cache_dtype} KV, on {ready.device}"),
+        ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
+        ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
+        ("attention", ready.attention_backend),
+        ("sampling", sampling_defaults(engine.args, engine.model).summary()),
+        ("URL", url),
+    )
+    lines = [f"Headrace is ready after {seconds:.1f} s", *(f"  {name:<10} {value}" for name, value in rows)]
+    print("\n".join(lines), file=sys.stderr, flush=True)
