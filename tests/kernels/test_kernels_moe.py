@@ -5,8 +5,9 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import FORMATS
 from headrace.kernels import PackedExperts, cpu
-from headrace.kernels.packing import ROW_FORMATS, unpack_quantized
+from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS, unpack_quantized
 from headrace.layers.linear import unpack_weight
 from headrace.layers.quantization import quantize
 
@@ -43,10 +44,11 @@ def routed(rows: int, num_experts: int, top_k: int, hidden: int) -> tuple[torch.
 def through(x: torch.Tensor, linear: kernels.PackedLinear) -> torch.Tensor:
     """float64 product of what the kernel multiplies."""
     seen = x.double()
-    if linear.layout.startswith(("native_int", "torch_int")):
-        bits, size = ROW_FORMATS.get(linear.layout.replace("native", "torch"), (8, 32))
-        values, scales = kernels.quantize_rows(x, group=size, bits=16 if bits == 16 else 8)
-        seen = values.double() * scales.double().repeat_interleave(size, 1)[:, : x.shape[1]]
+    quantized = QUANTIZED_LAYOUTS.get(linear.layout)
+    rounding = ROUNDINGS.get(linear.layout) if quantized is None else FORMATS[quantized.scheme].activations
+    if rounding is not None:
+        values, scales = kernels.quantize_rows(x, group=rounding.group, bits=rounding.bits)
+        seen = values.double() * scales.double().repeat_interleave(rounding.group, 1)[:, : x.shape[1]]
     weight = unpack_quantized(linear) if linear.layout.startswith("native_int") else unpack_weight(linear)
     bias = 0.0 if linear.bias is None else linear.bias[: linear.n].double()
     return seen @ weight.double().T + bias

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
+from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP
 from headrace.kernels import cpu
-from headrace.kernels.packing import BY_COLUMN, half_scales, pack_native_quantized, unpack_quantized
+from headrace.kernels.packing import half_scales, pack_native_quantized, unpack_quantized
 from headrace.layers.quantization import quantize
 
 SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030)]
@@ -38,9 +38,10 @@ def used_weights(matrix: QuantizedMatrix) -> torch.Tensor:
 
 def used_activations(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
     """x in float64 as the kernel sees it."""
-    group = WIDE_GROUP if matrix.scheme in BY_COLUMN else KERNEL_GROUP
-    values, scales = kernels.quantize_rows(x, group=group, bits=16 if matrix.scheme == "int16" else 8)
-    return values.double() * scales.double().repeat_interleave(group, 1)[:, : x.shape[1]]
+    rounding = FORMATS[matrix.scheme].activations
+    assert rounding is not None, matrix.scheme
+    values, scales = kernels.quantize_rows(x, group=rounding.group, bits=rounding.bits)
+    return values.double() * scales.double().repeat_interleave(rounding.group, 1)[:, : x.shape[1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

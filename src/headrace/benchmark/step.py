@@ -25,6 +25,7 @@ from rich.table import Table
 from headrace.attention.base import AttentionBackend
 from headrace.benchmark.results import write_json
 from headrace.benchmark.timing import Timing, timing, timing_document
+from headrace.checkpoint.weight_formats import FORMATS
 from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -387,11 +388,12 @@ class _Work:
         weights = list(model.weights())
         matrices = [weight.shape for weight in weights if len(weight.shape) > 1 and weight.shape != vocabulary]
         # A tied table that is not quantised is the projection's own weight.
-        shared = config.tie_word_embeddings and args.quantization == "none" and config.quantization is None
+        shared = config.tie_word_embeddings and config.quantization is None and not FORMATS[args.quantization].quantizes
         lookup_bytes = 0 if shared else math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
         products = "float"
         if any(weight.load_quantized is not None for weight in weights):
-            products = "word" if args.quantization == "int16" else "byte"
+            rounding = FORMATS[args.quantization].activations
+            products = "word" if rounding is not None and rounding.bits == 16 else "byte"
         return cls(
             layer_parameters=sum(math.prod(shape) for shape in matrices),
             head_parameters=math.prod(vocabulary),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.checkpoint.gguf import Bytes, half, k_scales
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP, Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme
 
 if TYPE_CHECKING:
     from headrace.checkpoint.source import RawBlocks

@@ -1,28 +1,13 @@
 """Which quantised checkpoints are served: the settings of a `quantization_config`, read without torch.
 
-Owns the schemes' names and what is refused. Does not own how matrices are stored (`quantized_formats`). Pure; used in any process.
+Owns what is refused. Does not own the weight formats (`weight_formats`) nor how matrices are stored (`quantized_formats`). Pure; used in any process.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, STORED, Scheme
 from headrace.errors import ModelError
-
-Scheme = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
-"""How linear layers compute: in float; 16-bit integers with one scale a row (weights) and one every 128 elements (activations); 8-bit weights
-and activations with a scale every 32 elements; 8 bits with scales as in int16; 4-bit weights with a scale every 32 elements and 8-bit
-activations (on a GPU: bfloat16 ones); float8 weights and activations with a scale a row (on a GPU only)."""
-
-BITS: dict[Scheme, int] = {"int16": 16, "int8": 8, "int8-fast": 8, "int4": 4}
-
-KERNEL_GROUP = 32
-"""Elements that share a scale in the kernels; a checkpoint's groups are multiples of it."""
-
-WIDE_GROUP = 128
-"""Elements of a row of activations that share a scale where weights have one scale a row."""
-
-MAX_WORDS_NORM = 23170
-"""Of 128 weights as 16-bit integers: sqrt(sum of squares). Sums of their products with activations fit 32 bits."""
 
 OWN_METHOD = "headrace"
 
@@ -53,7 +38,7 @@ def stored_settings(quantization: dict[str, Any] | None) -> StoredSettings | Non
     group_size = quantization.get("group_size", quantization.get("q_group_size"))
     if method == OWN_METHOD:
         scheme = quantization.get("scheme")
-        if scheme not in ("int4", "int8") or group_size != KERNEL_GROUP:
+        if scheme not in STORED or group_size != KERNEL_GROUP:
             raise ModelError(
                 f"a headrace checkpoint of scheme {scheme} with groups of {group_size} is not known to this version"
             )

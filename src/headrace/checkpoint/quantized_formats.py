@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP, Scheme, stored_settings
+from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme, codes_of
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def own_tensors(matrix: QuantizedMatrix) -> dict[str, "torch.Tensor"]:
 
     assert matrix.group_size == KERNEL_GROUP, matrix.group_size
     codes = matrix.codes
-    if matrix.scheme == "int4":
+    if codes_of(matrix.scheme).bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     parts = {"codes": codes.contiguous()}
     for suffix, values in (("scales", matrix.scales), ("minimums", matrix.minimums)):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, Scheme
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme, codes_of
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class QuantizedMatrix:
     """weight[i, j] = scales[i, j // group_size] * codes[i, j] - minimums[i, j // group_size].
 
-    scheme: not "none". codes: uint8[n, k], 0 .. 2^bits - 1. scales, minimums: float32[n, ceil(k / group_size)]. minimums None: symmetric,
-    scale * (code - 2^(bits - 1)); int16 has signed codes int16[n, k] instead, scale * code. group_size: a multiple of 32, or k for int8-fast
-    and int16; only int4 may have minimums.
+    scheme: one that has codes (`weight_formats.Codes`). codes: [n, k], of the dtype that it has. scales, minimums: float32[n, ceil(k / group_size)].
+    minimums None: symmetric, scale * (code - zero). group_size: a multiple of 32, or k where a row has one scale.
     """
 
     scheme: Scheme
@@ -41,10 +40,9 @@ class QuantizedMatrix:
         k = self.codes.shape[1]
         scales = self.scales.repeat_interleave(self.group_size, dim=1)[:, :k]
         values = self.codes.to(torch.float32)
-        if self.scheme == "int16":
-            return values.mul_(scales)
         if self.minimums is None:
-            return values.sub_(2 ** (BITS[self.scheme] - 1)).mul_(scales)
+            zero = codes_of(self.scheme).zero
+            return (values.sub_(zero) if zero else values).mul_(scales)
         return values.mul_(scales).sub_(self.minimums.repeat_interleave(self.group_size, dim=1)[:, :k])
 
     def rows(self, begin: int, end: int) -> "QuantizedMatrix":
@@ -71,7 +69,7 @@ class QuantizedMatrix:
         """The same weights with minimums spelled out. Exact."""
         if self.minimums is not None:
             return self
-        minimums = self.scales * 2 ** (BITS[self.scheme] - 1)
+        minimums = self.scales * codes_of(self.scheme).zero
         return QuantizedMatrix(self.scheme, self.codes, self.scales, minimums, self.group_size)
 
 

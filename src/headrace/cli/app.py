@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.checkpoint.weight_formats import StoredScheme
 from headrace.config.cli import ENGINE_FIELDS, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
@@ -219,9 +220,7 @@ def cache_clear() -> None:
 def quantize(
     model: Annotated[str, typer.Argument(help="A known name, a Hugging Face directory or a .gguf file.")],
     output: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
-    scheme: Annotated[
-        Literal["int8", "int4"], typer.Option(help="Format of the weights; int4 is calibrated on a text.")
-    ] = "int4",
+    scheme: Annotated[StoredScheme, typer.Option(help="Format of the weights; int4 is calibrated on a text.")] = "int4",
     calibration: Annotated[
         Path | None,
         typer.Option(

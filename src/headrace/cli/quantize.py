@@ -14,8 +14,8 @@ from rich.console import Console
 from headrace import kernels
 from headrace.attention import select
 from headrace.checkpoint.names import resolve_model
-from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.source import Checkpoint, open_checkpoint
+from headrace.checkpoint.weight_formats import Scheme, StoredScheme
 from headrace.errors import ConfigError
 from headrace.execution.calibrate import quantize_checkpoint
 from headrace.execution.load_weights import load_model
@@ -46,7 +46,7 @@ def windows_of(tokenizer: Tokenizer, text: str, max_tokens: int) -> list[list[in
 
 def run_quantize(
     model: str,
-    scheme: Literal["int8", "int4"],
+    scheme: StoredScheme,
     output: Path,
     calibration: Path | None,
     calibration_tokens: int,

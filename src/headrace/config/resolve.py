@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
-from headrace.checkpoint.quantization_settings import Scheme, stored_scheme
+from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
+from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
@@ -23,8 +24,6 @@ MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 
 CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
 """--chunked-prefill-size by device: from here on a larger step is hardly faster for each token."""
-
-FP8_CAPABILITY = (8, 9)
 
 _LARGEST_GRAPH = 256
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
@@ -203,17 +202,17 @@ def _quantization(
     args: ServerArgs, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts, decisions: list[str]
 ) -> Scheme:
     stored = stored_scheme(model.quantization)
-    refusal = _quantization_refusal(
-        stored if args.quantization == "none" else args.quantization, model, device, dtype, facts
-    )
-    if refusal and args.quantization != "none":
+    asked = FORMATS[args.quantization].quantizes
+    needs = FormatNeeds(device, dtype, facts.cuda_capability, model.moe is not None)
+    refusal = FORMATS[args.quantization if asked else stored].reason_against(needs)
+    if refusal and asked:
         raise ConfigError(f"--quantization {args.quantization}: {refusal}")
     if refusal:
         decisions.append(f"quantization none: the checkpoint's {stored} weights are dequantised, because {refusal}")
         return "none"
-    if stored == "none":
+    if not FORMATS[stored].quantizes:
         return args.quantization
-    if args.quantization not in ("none", stored):
+    if asked and args.quantization != stored:
         raise ConfigError(
             f"--quantization {args.quantization}: the checkpoint is already quantised, to {stored}; leave the option out"
         )
@@ -221,29 +220,12 @@ def _quantization(
     return stored
 
 
-def _quantization_refusal(scheme: Scheme, model: ModelConfig, device: str, dtype: str, facts: DeviceFacts) -> str:
-    """Why the device cannot run linear layers in this scheme; "" if it can."""
-    if scheme == "none":
-        return ""
-    if device == "cpu":
-        return "fp8 runs on GPUs; a CPU has int8" if scheme == "fp8" else ""
-    if scheme in ("int16", "int8", "int8-fast"):
-        return f"{scheme} linear layers run on CPU, not on {device}; fp8 and int4 do"
-    if model.moe is not None:
-        return f"the experts of a mixture have no {scheme} kernel on {device}"
-    if scheme == "fp8" and facts.cuda_capability < FP8_CAPABILITY:
-        return f"fp8 needs compute capability 8.9 or later, this GPU has {'.'.join(map(str, facts.cuda_capability))}"
-    if scheme == "int4" and dtype != "bfloat16":
-        return f"the int4 kernel of {device} computes in bfloat16, not in {dtype}; give --dtype bfloat16"
-    return ""
-
-
 def _check_compile(args: ServerArgs, device: str, quantization: Scheme, deterministic: bool) -> None:
     if not args.enable_torch_compile:
         return
     if device == "cpu":
         raise ConfigError("--enable-torch-compile is for GPUs; on a CPU the native kernels already run whole layers")
-    if quantization != "none":
+    if FORMATS[quantization].quantizes:
         raise ConfigError(f"--enable-torch-compile does not go with quantised weights ({quantization})")
     if deterministic:
         raise ConfigError("--enable-torch-compile does not go with --enable-deterministic-inference")
@@ -268,7 +250,7 @@ def _deterministic(args: ServerArgs, device: str, quantization: Scheme, decision
             "deterministic inference: the option has no effect on CPU, where every kernel is deterministic"
         )
         return False
-    if quantization != "none":
+    if FORMATS[quantization].quantizes:
         raise ConfigError(
             f"--enable-deterministic-inference: {quantization} linear layers depend on the batch on {device}"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from headrace.checkpoint.weight_formats import Scheme, help_text
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
 
@@ -275,11 +276,10 @@ class ServerArgs:
     num_threads: int | None = _opt(
         None, _K, "Compute threads on CPU; default: the cores that this process may use.", _POSITIVE
     )
-    quantization: Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
+    quantization: Scheme = _opt(  # noqa: RUF009, it gives a field
         "none",
         _K,
-        "Quantise the linear layers at load. On CPU: int16 (closer to the float weights than bfloat16), int8, int8-fast (faster, less exact) "
-        "or int4; on a GPU: fp8 or int4. Quantised checkpoints are served as they are. See docs/quantization.md.",
+        f"Quantise the linear layers at load. {help_text()} Quantised checkpoints are served as they are. See docs/quantization.md.",
     )
     disable_cuda_graph: bool = _opt(
         False, _K, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP, OWN_METHOD, Scheme
+from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import Checkpoint
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, StoredScheme
 from headrace.errors import ModelError
 from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner
@@ -40,7 +41,7 @@ class _InputHessian:
 
 def quantize_checkpoint(
     checkpoint: Checkpoint,
-    scheme: Scheme,
+    scheme: StoredScheme,
     windows: Sequence[Sequence[int]],
     output: Path,
     *,
@@ -49,7 +50,7 @@ def quantize_checkpoint(
 ) -> None:
     """Write `output`/config.json and model.safetensors; the other files of a model folder are the caller's to copy.
 
-    scheme: int8 or int4. windows: tokens of the calibration text, for int4; the longest sets how long a sequence the model is built for.
+    windows: tokens of the calibration text, for int4; the longest sets how long a sequence the model is built for.
     backend: of attention. Matrices of linear layers are quantised, the output projection always to 8 bits; everything else is stored as
     it is. Raises ModelError for a model that is already quantised by another scheme than a GGUF file's.
     """

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable
 import torch
 
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import Checkpoint
+from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ModelError
 from headrace.execution.weight_cache import Progress, WeightCache
 from headrace.layers.weight import Placement, Weight
@@ -103,14 +103,12 @@ def _leave_files(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
 def _as_stored(
     weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme
 ) -> QuantizedMatrix | None:
-    """The matrix `name` as it is stored, when its layer computes with one and it is at least as fine as `quantization` asks.
-
-    int4 takes what is stored in 4 bits, and in 8 bits too. int8 takes 8 bits. int16 and int8-fast have one scale a row, which no file has.
-    """
-    if weight is None or weight.load_quantized is None or quantization not in ("int4", "int8"):
+    """The matrix `name` as it is stored, when its layer computes with one and it is of a format that `quantization` takes."""
+    takes = FORMATS[quantization].takes
+    if weight is None or weight.load_quantized is None or not takes:
         return None
     matrix = checkpoint.quantized(name)
-    return matrix if matrix is not None and (quantization == "int4" or matrix.scheme == "int8") else None
+    return matrix if matrix is not None and matrix.scheme in takes else None
 
 
 def fill_random(weights: Iterable[Weight], seed: int, device: torch.device = _CPU) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ExecutionError, RequestError
 from headrace.layers.weight import Weight
 from headrace.messages.safetensors_bytes import safetensors_parts
@@ -26,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class WeightSaver:
     """save_dir: the operator's folder; None = nothing is saved. config: of the model, as config.json has it. quantization: of the weights."""
 
-    def __init__(self, save_dir: str | None, config: Mapping[str, Any], quantization: str) -> None:
+    def __init__(self, save_dir: str | None, config: Mapping[str, Any], quantization: Scheme) -> None:
         self._save_dir = save_dir
         self._config = config
         self._quantization = quantization
@@ -40,7 +41,7 @@ class WeightSaver:
                 f"path must be the name of a new folder below --save-dir (letters, digits, '.', '_', '-'), got {name[:100]!r}",
                 "path",
             )
-        if self._quantization != "none":
+        if FORMATS[self._quantization].quantizes:
             raise RequestError(
                 f"weights that were quantised to {self._quantization} when they were loaded cannot be saved: quantising what is read "
                 "back would not give the same; `headrace quantize` makes a quantised checkpoint"

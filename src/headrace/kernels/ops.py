@@ -13,8 +13,8 @@ from typing import Literal, cast
 
 import torch
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP
 from headrace.kernels.experts import PackedExperts
 from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import PackedLinear

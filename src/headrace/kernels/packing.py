@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from headrace.checkpoint.quantization_settings import BITS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP, Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, WIDE_GROUP, Rounding, Scheme, codes_of
 
 PAGE_SIZE = 16
 """Tokens in a page of the KV cache."""
@@ -34,26 +34,33 @@ Layout = Literal[
     "torch_int4",
 ]
 
-QUANT_SCHEMES: dict[str, int] = {
-    "native_int8": 0,
-    "native_int8_fast": 1,
-    "native_int4": 2,
-    "native_int4_min": 3,
-    "native_int16": 4,
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayout:
+    """Packed codes that the native kernels multiply. kernel: QuantScheme of csrc/cpu/ops.h. minimums: behind the scales there are some."""
+
+    kernel: int
+    scheme: Scheme
+    minimums: bool = False
+
+
+QUANTIZED_LAYOUTS: dict[Layout, QuantizedLayout] = {
+    "native_int8": QuantizedLayout(0, "int8"),
+    "native_int8_fast": QuantizedLayout(1, "int8-fast"),
+    "native_int4": QuantizedLayout(2, "int4"),
+    "native_int4_min": QuantizedLayout(3, "int4", minimums=True),
+    "native_int16": QuantizedLayout(4, "int16"),
 }
+
+QUANT_SCHEMES: dict[str, int] = {layout: quantized.kernel for layout, quantized in QUANTIZED_LAYOUTS.items()}
 """QuantScheme of csrc/cpu/ops.h, by layout."""
 
-BY_COLUMN: tuple[Scheme, ...] = ("int8-fast", "int16")
-"""Schemes of weights that have one scale a row (of the matrix; a column of the product)."""
-
-ROW_FORMATS: dict[str, tuple[int, int]] = {
-    "torch_int8": (8, KERNEL_GROUP),
-    "torch_int8_fast": (8, WIDE_GROUP),
-    "torch_int16": (16, WIDE_GROUP),
+ROUNDINGS: dict[Layout, Rounding] = {
+    "torch_int8": Rounding(8, KERNEL_GROUP),
+    "torch_int8_fast": Rounding(8, WIDE_GROUP),
+    "torch_int16": Rounding(16, WIDE_GROUP),
 }
-"""Bits of an activation, and how many share a scale, by layout."""
-
-_TORCH_LAYOUTS: dict[Scheme, Layout] = {"int16": "torch_int16", "int8-fast": "torch_int8_fast"}
+"""How torch rounds the input of a linear layer, by layout."""
 
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """KvType of csrc/cpu/ops.h, by dtype of the KV cache."""
@@ -74,7 +81,7 @@ class PackedLinear:
 
     data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
         torch: [n, k] as given (float32 on CPU). Columns beyond n are 0. The native_int layouts: uint8, `pack_native_quantized`;
-        torch_int8, torch_int8_fast, torch_int16: float32[n, k], the weights; activations are quantised as ROW_FORMATS says. torch_fp8,
+        torch_int8, torch_int8_fast, torch_int16: float32[n, k], the weights; activations are rounded as ROUNDINGS says. torch_fp8,
         torch_int4: of a GPU, see `torch_quantized`.
     bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
         n rounded up to 32 elements, a factor of each column.
@@ -132,6 +139,7 @@ def pack_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
 
 def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
     """ValueError unless the matrix' parts fit one another and bias is [n] or None."""
+    grid = codes_of(matrix.scheme)
     (n, k), size = matrix.shape, matrix.group_size
     wanted = (n, -(-k // size))
     for what, tensor in (("scales", matrix.scales), ("minimums", matrix.minimums)):
@@ -139,18 +147,17 @@ def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
             raise ValueError(
                 f"pack_linear: {what} must be float32 {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
             )
-    wanted_codes = torch.int16 if matrix.scheme == "int16" else torch.uint8
-    if matrix.codes.dtype != wanted_codes:
-        raise ValueError(f"pack_linear: codes must be {wanted_codes}, got {matrix.codes.dtype}")
-    if matrix.scheme not in BITS or (matrix.minimums is not None and matrix.scheme != "int4"):
-        raise ValueError(f"pack_linear: scheme {matrix.scheme} does not go with minimums, or is none")
-    if size != k if matrix.scheme in BY_COLUMN else size % KERNEL_GROUP and size < k:
+    if matrix.codes.dtype != getattr(torch, grid.dtype):
+        raise ValueError(f"pack_linear: codes must be torch.{grid.dtype}, got {matrix.codes.dtype}")
+    if matrix.minimums is not None and not grid.minimums:
+        raise ValueError(f"pack_linear: {matrix.scheme} has no minimums")
+    if size != k if grid.scale_per_row else size % KERNEL_GROUP and size < k:
         raise ValueError(f"pack_linear: {matrix.scheme} with groups of {size} in rows of {k}")
     if k > MAX_QUANTIZED_K:
         raise ValueError(f"pack_linear: a quantised row has at most {MAX_QUANTIZED_K} elements, got {k}")
-    if matrix.scheme == "int16" and _largest_norm(matrix.codes) > MAX_WORDS_NORM:
+    if grid.max_norm is not None and _largest_norm(matrix.codes) > grid.max_norm:
         raise ValueError(
-            f"pack_linear: int16 codes of a row have a norm of at most {MAX_WORDS_NORM} in each {WIDE_GROUP} elements"
+            f"pack_linear: {matrix.scheme} codes of a row have a norm of at most {grid.max_norm} in each {WIDE_GROUP} elements"
         )
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"pack_linear: bias must be [{n}], got shape {tuple(bias.shape)}")
@@ -171,20 +178,25 @@ def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) ->
     n, k = matrix.shape
     blocks, groups = -(-n // PACKED_COLUMNS), -(-k // KERNEL_GROUP)
     more = blocks * PACKED_COLUMNS - n
-    zero = 0 if matrix.minimums is not None or matrix.scheme == "int16" else 2 ** (BITS[matrix.scheme] - 1)
+    grid = codes_of(matrix.scheme)
+    zero = grid.zero if matrix.minimums is None else 0
     padding = (0, groups * KERNEL_GROUP - k, 0, more)
     codes = torch.nn.functional.pad(matrix.codes, padding, value=zero) if any(padding) else matrix.codes
     padded_bias = None
     if bias is not None:
         padded_bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more)).contiguous()
-    if matrix.scheme in BY_COLUMN:
-        layout: Layout = "native_int16" if matrix.scheme == "int16" else "native_int8_fast"
-        data = codes.reshape(blocks, PACKED_COLUMNS, -1, 32 // BITS[matrix.scheme]).permute(0, 2, 1, 3).contiguous()
+    layout = next(
+        name
+        for name, quantized in QUANTIZED_LAYOUTS.items()
+        if (quantized.scheme, quantized.minimums) == (matrix.scheme, matrix.minimums is not None)
+    )
+    if grid.scale_per_row:
+        data = codes.reshape(blocks, PACKED_COLUMNS, -1, 32 // grid.bits).permute(0, 2, 1, 3).contiguous()
         columns = torch.nn.functional.pad(matrix.scales[:, 0], (0, more)).contiguous()
         return PackedLinear(n, k, layout, data, padded_bias, columns)
     scales, minimums, columns = half_scales(matrix)
     halves = [scales] if minimums is None else [scales, minimums]
-    if matrix.scheme == "int8":
+    if grid.bits == 8:
         ordered = codes.reshape(blocks, PACKED_COLUMNS, groups, 8, 4).permute(0, 2, 3, 1, 4)
     else:
         nibbles = codes.reshape(blocks, PACKED_COLUMNS, groups, 4, 2, 4)
@@ -193,7 +205,6 @@ def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) ->
     for half in halves:
         padded = torch.nn.functional.pad(half, (0, 0, 0, more)).reshape(blocks, PACKED_COLUMNS, groups)
         record.append(padded.permute(0, 2, 1).contiguous().view(torch.uint8))
-    layout = "native_int8" if matrix.scheme == "int8" else "native_int4" if minimums is None else "native_int4_min"
     columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
     return PackedLinear(n, k, layout, torch.cat(record, dim=2), padded_bias, columns)
 
@@ -203,7 +214,7 @@ def pack_torch_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> 
     n, k = matrix.shape
     weights = unpack_quantized(pack_native_quantized(matrix, None))
     bias = None if bias is None else bias.to(torch.float32)
-    layout = _TORCH_LAYOUTS.get(matrix.scheme, "torch_int8")
+    layout = next(name for name, rounding in ROUNDINGS.items() if rounding == FORMATS[matrix.scheme].activations)
     return PackedLinear(n, k, layout, weights, bias)
 
 
@@ -233,13 +244,15 @@ def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
     """What was packed in one of the native_int layouts: the same codes, and scales as the kernels use them. Packing it again is exact."""
     assert packed.column_scales is not None, packed.layout
     n, k, data, columns = packed.n, packed.k, packed.data, packed.column_scales[: packed.n, None]
-    if packed.layout in ("native_int8_fast", "native_int16"):
+    quantized = QUANTIZED_LAYOUTS[packed.layout]
+    grid = codes_of(quantized.scheme)
+    if grid.scale_per_row:
         codes = data.permute(0, 2, 1, 3).reshape(-1, data.shape[1] * data.shape[3])[:n, :k].contiguous()
-        return QuantizedMatrix("int16" if packed.layout == "native_int16" else "int8-fast", codes, columns, None, k)
+        return QuantizedMatrix(quantized.scheme, codes, columns, None, k)
     blocks, groups = data.shape[:2]
-    num_code_bytes = 1024 if packed.layout == "native_int8" else 512
+    num_code_bytes = PACKED_COLUMNS * KERNEL_GROUP * grid.bits // 8
     codes, halves = data[..., :num_code_bytes], data[..., num_code_bytes:]
-    if packed.layout == "native_int8":
+    if grid.bits == 8:
         codes = codes.reshape(blocks, groups, 8, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
     else:
         nibbles = codes.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
@@ -247,9 +260,8 @@ def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
     codes = codes.reshape(blocks * PACKED_COLUMNS, groups * KERNEL_GROUP)[:n, :k].contiguous()
     scales = halves.contiguous().view(torch.float16).reshape(blocks, groups, -1, PACKED_COLUMNS).permute(2, 0, 3, 1)
     scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups)[:, :n].to(torch.float32) * columns
-    minimums = scales[1] if packed.layout == "native_int4_min" else None
-    scheme: Scheme = "int8" if packed.layout == "native_int8" else "int4"
-    return QuantizedMatrix(scheme, codes, scales[0], minimums, KERNEL_GROUP)
+    minimums = scales[1] if quantized.minimums else None
+    return QuantizedMatrix(quantized.scheme, codes, scales[0], minimums, KERNEL_GROUP)
 
 
 def kv_cache_shapes(

@@ -16,7 +16,7 @@ from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import (
     PAGE_SIZE,
     QUANT_LIMITS,
-    ROW_FORMATS,
+    ROUNDINGS,
     PackedLinear,
     check_linear,
     check_quantized,
@@ -81,9 +81,9 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
             y += packed.bias.to(y.dtype)
         return y if out is None else out.add_(y) if accumulate else out.copy_(y)
     if packed.layout != "torch":
-        bits, group = ROW_FORMATS[packed.layout]
-        values, scales = quantize_rows(x, group, bits)
-        x = values * scales.repeat_interleave(group, dim=1)[:, : packed.k]
+        rounding = ROUNDINGS[packed.layout]
+        values, scales = quantize_rows(x, rounding.group, rounding.bits)
+        x = values * scales.repeat_interleave(rounding.group, dim=1)[:, : packed.k]
     if x.device.type == "cpu":
         y = _in_row_tiles(x, packed.data)
         if packed.bias is not None:

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import FORMATS, FormatFacts, Scheme
 
 Kept = Mapping[str, torch.Tensor | int | str | None]
 """What a layer keeps of its weights, by field."""
@@ -87,6 +87,11 @@ class Placement:
     quantization: Scheme = "none"
 
     @property
+    def format(self) -> FormatFacts:
+        """Of linear layers."""
+        return FORMATS[self.quantization]
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """dtype of activations: float32 on CPU, whatever the weights are; elsewhere the weights' own."""
         return torch.float32 if self.device.type == "cpu" else self.weight_dtype
@@ -98,10 +103,10 @@ class Placement:
 
     @property
     def head(self) -> "Placement":
-        """For the output projection: every token is chosen by it, so int4 leaves it 8 bits, and a GPU all 16."""
+        """For the output projection: every token is chosen by it, so a format may leave it more bits, and a GPU leaves it all 16."""
         if self.device.type != "cpu":
             return self.unquantized
-        return replace(self, quantization="int8") if self.quantization == "int4" else self
+        return replace(self, quantization=self.format.head or self.quantization)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A matrix on the device in the weights' dtype."""

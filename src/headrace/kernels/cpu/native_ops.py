@@ -7,8 +7,8 @@ meanwhile.
 
 import torch
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP
 from headrace.kernels.cpu import _native
 from headrace.kernels.drawing import MAX_VOCAB
 from headrace.kernels.experts import PackedExperts

@@ -7,8 +7,8 @@ file. Runs in the thread that quantises a checkpoint.
 
 import torch
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP
 from headrace.layers.quantization.int4 import encode, grid
 
 _DAMPING = 0.01  # of the mean of the diagonal, added to it

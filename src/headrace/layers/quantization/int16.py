@@ -2,8 +2,8 @@
 
 import torch
 
-from headrace.checkpoint.quantization_settings import MAX_WORDS_NORM, WIDE_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import MAX_WORDS_NORM, WIDE_GROUP
 
 _ROUNDING = WIDE_GROUP**0.5 / 2
 """What rounding to nearest adds to the norm of a group, at most."""

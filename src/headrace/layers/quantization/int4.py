@@ -2,8 +2,8 @@
 
 import torch
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP
 
 # Shares of a group's range that are tried; a narrower grid clips the extremes and is finer for the rest.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)

@@ -2,8 +2,8 @@
 
 import torch
 
-from headrace.checkpoint.quantization_settings import KERNEL_GROUP
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import KERNEL_GROUP
 
 
 def quantize(weight: torch.Tensor) -> QuantizedMatrix:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headrace.checkpoint.quantization_settings import Scheme
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
+from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.layers.quantization import int4, int8, int8_fast, int16
 
 _QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
@@ -17,8 +17,6 @@ _QUANTIZERS: dict[Scheme, Callable[[torch.Tensor], QuantizedMatrix]] = {
 # Quantised at a time: the temporaries stay in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 18
 _ROWS_ON_A_GPU = 4096
-# Codes and half scales; int4 with minimums.
-_BYTES_PER_WEIGHT: dict[Scheme, float] = {"int16": 2.0, "int8": 34 / 32, "int8-fast": 1.0, "int4": 20 / 32, "fp8": 1.0}
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedMatrix:
@@ -39,4 +37,5 @@ def join(parts: Sequence[torch.Tensor | QuantizedMatrix], scheme: Scheme) -> Qua
 
 def bytes_per_weight(scheme: Scheme, itemsize: int) -> float:
     """Bytes that one weight takes, packed; itemsize: bytes of a float one."""
-    return _BYTES_PER_WEIGHT.get(scheme, float(itemsize))
+    packed = FORMATS[scheme].bytes_per_weight
+    return float(itemsize) if packed is None else packed
