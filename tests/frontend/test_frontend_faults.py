@@ -18,7 +18,7 @@ POINTS = {
     "bad words": ("headrace.text.batch_tokenizer.AsyncDynamicBatchTokenizer.encode_words", None),
     "session": ("headrace.frontend.sessions.Sessions.begin", None),
     "parameters": ("headrace.sampling.params.SamplingParams.resolve", None),
-    "packing": ("headrace.frontend.tokenizer_manager.pack_int32", None),
+    "packing": ("headrace.frontend.encode.pack_int32", None),
     "adapter": ("headrace.frontend.adapters.Adapters.acquire", None),
     "choosing a replica": ("headrace.frontend.replay.EngineLink._choose", None),
     "submitting": ("headrace.frontend.replay.EngineLink.submit", None),
@@ -73,7 +73,8 @@ async def test_what_no_frame_can_hold_is_the_caller_s_error_and_leaves_nothing(m
         "headrace.messages.channel.LocalQueue.send", lambda self, message: (codec.encode(message), send(message))
     )
     monkeypatch.setattr("headrace.frontend.prompts.MAX_PRIORITY", 2**80)
-    frontend.manager._limits = dataclasses.replace(frontend.manager._limits, uses_priority=True)
+    encoder = frontend.manager.encoder
+    encoder.limits = dataclasses.replace(encoder.limits, uses_priority=True)
 
     with pytest.raises(RequestError, match="cannot be sent"):
         await frontend.start("a", priority=2**70)

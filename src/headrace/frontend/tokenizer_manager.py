@@ -6,45 +6,36 @@ method says that it may be called from any thread. No torch.
 """
 
 import asyncio
-import dataclasses
 import functools
-import itertools
-import random
 import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
 from headrace.errors import (
     CapacityError,
-    ContextLengthError,
     ExecutionError,
     HeadraceError,
     NotFoundError,
     RequestError,
 )
+from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
+from headrace.frontend.encode import Encoder
 from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.flush import flush_when_idle
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import (
     Call,
-    CallLimits,
-    Prompt,
-    adapter_namespace,
     check_text,
-    is_large,
     refuse_text,
-    split_call,
 )
 from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
@@ -81,11 +72,8 @@ from headrace.messages.dispatch import TypeBasedDispatcher
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, FinishReason
-from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
-    LogprobSpec,
-    SampleTask,
     TokenizedGenerateReqInput,
 )
 from headrace.messages.weights import (
@@ -102,8 +90,8 @@ from headrace.messages.weights import (
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 from headrace.metrics.watchdog import Watchdog
-from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams, SamplingParams
-from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+from headrace.sampling.params import GenerationDefaults, SamplingParams
+from headrace.text.batch_tokenizer import TextTokenizer
 
 logger = get_logger(__name__)
 
@@ -122,8 +110,6 @@ ABORT_WAIT_S = 2.0
 HEALTH_TIMEOUT_S = 10.0
 HEARTBEAT_LIMIT_S = 5.0
 """A process that has been heard before and is silent for so long is not healthy."""
-LOGGED_CHARACTERS = 200
-LOGGED_IDS = 50
 HEALTH_RID_PREFIX = "headrace-health-"
 
 
@@ -161,26 +147,11 @@ class TokenizerManager:
         self.on_broken: Callable[[], None] = lambda: None
         self.num_restarts = 0
         self._dropped_frames: dict[str, int] = {}
-        # Requests without a seed differ from each other, and repeat when a server is started again.
-        self._seeds = random.Random(args.random_seed)
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
         self._anybody = Tenant(TenantLimits(name=""))
         self._timelines = Timelines(args.timeline_requests)
         self.request_log = RequestLog(args.log_requests, args.log_requests_level)
         self._accepting = True
-        self._defaults = defaults if defaults and args.sampling_defaults == "model" else GenerationDefaults()
-        self._limits = CallLimits(
-            vocab_size=ready.vocab_size,
-            hidden_size=ready.hidden_size,
-            max_n=args.max_n,
-            max_prompts=args.max_batch_prompts,
-            max_samples=self.table.queue.most_at_once,
-            processors=processor_names(args.custom_logit_processors),
-            uses_priority=args.schedule_policy == "priority",
-            num_replicas=args.dp_size,
-            has_tokenizer=not args.skip_tokenizer_init,
-            context_length=ready.context_length,
-        )
         self.sessions = Sessions(
             args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
         )
@@ -208,12 +179,12 @@ class TokenizerManager:
             max_unread_bytes=args.max_stream_buffer_bytes,
         )
         self._to_scheduler: Sender = self.link
+        self.aborts = Aborts(self.table, self.link)
         self._to_detokenizer = to_detokenizer
         self.settings = RuntimeSettings(args, ready, self.link.send, self._tell_detokenizer, self._take_limits)
         self._from_engine = from_engine
         self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
         self._clock = clock
-        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length)
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = -1
@@ -223,7 +194,7 @@ class TokenizerManager:
         self._weights = WeightControl(
             self.link,
             self._check_control,
-            lambda: self.abort_request(abort_all=True),
+            self.aborts.abort_all,
             ready.fingerprint,
             self._note_operation,
         )
@@ -233,6 +204,17 @@ class TokenizerManager:
         self._healths = Communicator[HealthCheckReply]("health")
         self._lora_replies = Communicator[LoraReply]("adapters")
         self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora, ready.lora_fingerprints)
+        self.encoder = Encoder(
+            args,
+            ready,
+            tokenizer,
+            defaults if defaults and args.sampling_defaults == "model" else GenerationDefaults(),
+            self.table,
+            self.aborts,
+            self.sessions,
+            self._adapters,
+            self.request_log,
+        )
         self._profiles = Communicator[ProfileReply]("profile")
         self.experts = ExpertRecording(self.link.replicas_up, self._check_control)
         self._communicators = (
@@ -281,13 +263,15 @@ class TokenizerManager:
         """
         self.start()
         self._check_accepting()
-        call = await self._split(obj)
+        call = await self.encoder.split(obj)
+        # A large call is split beside others: the server may have stopped meanwhile.
+        self._check_accepting()
         state = self._register(
             call, obj, self.args.incremental_streaming_output if incremental is None else incremental, caller
         )
         try:
             self._begin_timelines(state, caller.traceparent)
-            requests = await self._prepare(call, obj, state, default_max_new_tokens)
+            requests = await self.encoder.encode(call, obj, state, default_max_new_tokens)
             self._send(state, requests)
             if not obj.stream:
                 yield await self._gather(state, is_disconnected)
@@ -301,14 +285,6 @@ class TokenizerManager:
                 yield sample.chunk()
         finally:
             self._release(state)
-
-    async def _split(self, obj: GenerateReqInput) -> Call:
-        """See `split_call`. A call with many items is looked at in a thread, so that others are not held up."""
-        if not is_large(obj):
-            return split_call(obj, self._limits)
-        call = await asyncio.get_running_loop().run_in_executor(None, split_call, obj, self._limits)
-        self._check_accepting()
-        return call
 
     def _check_accepting(self) -> None:
         if self.failure is not None:
@@ -363,163 +339,6 @@ class TokenizerManager:
                 scope=state.tenant.scope,
             )
             self._timelines.add(sample.timeline)
-
-    async def _prepare(
-        self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
-    ) -> list[TokenizedGenerateReqInput]:
-        """Tokenize and check every prompt: nothing is sent unless all are good. Raises RequestError."""
-        self._adapters.check_number(prompt.adapter for prompt in call.prompts)
-        texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
-        encoded = iter(await self._batch_tokenizer.encode(texts) if texts else ())
-        samples = iter(state.samples)
-        requests: list[TokenizedGenerateReqInput] = []
-        for index, prompt in enumerate(call.prompts):
-            if prompt.text is not None:
-                ids = next(encoded)
-            elif prompt.input_ids is not None:
-                ids = prompt.input_ids
-            else:
-                ids = [0] * (len(prompt.input_embeds or b"") // (4 * self.ready.hidden_size))
-            words = prompt.sampling.bad_words
-            bad_word_ids = await self._bad_word_ids(words) if words else []
-            if prompt.session is not None:
-                ids = self._go_on(prompt, ids, state.samples[len(requests)])
-            try:
-                sampling = self._resolve(prompt, len(ids), bad_word_ids, default_max_new_tokens)
-                logprobs = self._logprob_spec(prompt, len(ids))
-            except RequestError as error:
-                if len(call.prompts) > 1:
-                    raise RequestError(f"prompt {index}: {error.message}", error.param, error.code) from None
-                raise
-            own = list(itertools.islice(samples, prompt.sampling.n))
-            if prompt.adapter:
-                await self._use_adapter(prompt.adapter, own)
-            requests += self._samples(prompt, ids, sampling, logprobs, own, obj)
-        return requests
-
-    async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
-        """Hold the adapter in memory until the samples have left the table. Raises NotFoundError, RequestError, CapacityError."""
-        adapter = await self._adapters.acquire(name, len(samples))
-        for sample in samples:
-            sample.adapter = adapter
-
-    def _go_on(self, prompt: Prompt, ids: list[int], sample: ReqState) -> list[int]:
-        """The prompt's tokens after those of its session. Raises RequestError, CapacityError."""
-        assert prompt.session is not None
-        bos_id = self.tokenizer.bos_id if prompt.text is not None else None
-        tenant = sample.call.tenant
-        ids, sample.turn, replaced = self.sessions.begin(prompt.session, prompt.rid, ids, bos_id, tenant)
-        for rid in replaced:
-            self._abort(self.table.find(tenant.scope, rid))
-        return ids
-
-    def _resolve(
-        self, prompt: Prompt, num_tokens: int, bad_word_ids: list[list[int]], default_max_new_tokens: int
-    ) -> ResolvedSamplingParams:
-        """Checked parameters of a prompt of `num_tokens` tokens, which is checked against the context first."""
-        name = "text" if prompt.text is not None else "input_ids" if prompt.input_ids is not None else "input_embeds"
-        context = self.ready.context_length
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty", name)
-        room = context - num_tokens
-        asked = prompt.sampling.max_new_tokens
-        if num_tokens > context and asked is None:
-            raise ContextLengthError.of_prompt(name, context, num_tokens)
-        least = 1 if asked is None else asked
-        if least > room:
-            raise ContextLengthError.of_both(name if room <= 0 else "max_new_tokens", context, num_tokens, least)
-        if num_tokens > self.ready.max_total_tokens:
-            held = "what the KV cache holds"
-            raise ContextLengthError.of_prompt(name, self.ready.max_total_tokens, num_tokens, held)
-        return prompt.sampling.resolve(
-            defaults=self._defaults,
-            vocab_size=self.ready.vocab_size,
-            default_max_new_tokens=default_max_new_tokens,
-            room_tokens=room,
-            bad_word_ids=bad_word_ids,
-            seed=self._seeds.getrandbits(63),
-            max_n=self.args.max_n,
-        )
-
-    @staticmethod
-    def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
-        if not prompt.return_logprob:
-            return None
-        # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.
-        start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
-        if start > num_tokens:
-            raise RequestError(
-                f"logprob_start_len is {start}, but the prompt has {num_tokens} tokens", "logprob_start_len"
-            )
-        if start < num_tokens and prompt.input_embeds is not None:
-            raise RequestError("logprob_start_len: embeddings of a prompt have no logprobs", "logprob_start_len")
-        return LogprobSpec(start + 1, prompt.top_logprobs_num, prompt.token_ids_logprob)
-
-    async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Token sequences that spell the words, at the start of a text and after a space."""
-        spellings = list(dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}")))
-        sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
-        return [list(ids) for ids in sequences if ids]
-
-    def _samples(
-        self,
-        prompt: Prompt,
-        ids: list[int],
-        sampling: ResolvedSamplingParams,
-        logprobs: LogprobSpec | None,
-        own: list[ReqState],
-        obj: GenerateReqInput,
-    ) -> list[TokenizedGenerateReqInput]:
-        """What the scheduler gets for each sample of a prompt."""
-        packed = pack_int32(ids)
-        lora_id = own[0].adapter.lora_id if own[0].adapter is not None else 0
-        embeds = prompt.input_embeds or b""
-        timeout_s, queue_timeout_s = own[0].call.timeout_s, own[0].call.queue_timeout_s
-        tenant = own[0].call.tenant
-        limits = tenant.limits
-        # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
-        wants_prompt = logprobs is not None and logprobs.prompt_start < len(ids)
-        is_shared = not (self.args.disable_radix_cache or prompt.return_hidden_states or embeds)
-        logged_input = self.request_log.input_of(prompt, ids)
-        requests = []
-        for j, sample in enumerate(own):
-            sample.num_prompt_tokens = len(ids)
-            sample.logged_input = logged_input
-            if self.args.crash_dump_prompts:
-                sample.dumped_prompt = _beginning(prompt, ids)
-            sample.wants_hidden_states = prompt.return_hidden_states
-            if logprobs is not None:
-                sample.wants_logprobs = True
-                first = logprobs.prompt_start - 1
-                sample.first_logprob_id = ids[first] if first < len(ids) else None
-                sample.top_num = logprobs.top_num
-                sample.picked_ids = logprobs.token_ids
-                if j and wants_prompt and is_shared:
-                    sample.follow(own[0])
-            requests.append(
-                TokenizedGenerateReqInput(
-                    rid=sample.rid,
-                    input_ids=packed,
-                    task=SampleTask(
-                        msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_SEED) if j else sampling,
-                        stream=obj.stream,
-                        logprobs=_outputs_only(logprobs, len(ids)) if logprobs and sample.leader else logprobs,
-                        return_hidden_states=prompt.return_hidden_states,
-                        custom_logit_processor=prompt.custom_logit_processor,
-                    ),
-                    input_embeds=embeds,
-                    namespace=adapter_namespace(tenant.namespace(prompt.namespace), lora_id),
-                    priority=obj.priority or 0,
-                    group=tenant.scope + prompt.rid if len(own) > 1 else "",
-                    created_s=sample.created_s,
-                    deadline_s=sample.created_s + timeout_s if timeout_s > 0 else 0.0,
-                    lora_id=lora_id,
-                    queue_deadline_s=sample.created_s + queue_timeout_s if queue_timeout_s > 0 else 0.0,
-                    tenant=limits.name,
-                    weight=limits.weight,
-                )
-            )
-        return requests
 
     def _send(self, state: CallState, requests: list[TokenizedGenerateReqInput]) -> None:
         """Send the samples in one message; those aborted meanwhile end here."""
@@ -660,26 +479,9 @@ class TokenizerManager:
         there is, with finish reason abort. Nothing leaves the table here: each sample's end does that.
         """
         if abort_all:
-            self._mark_aborted(self.table.samples.values())
-            self._to_scheduler.send(AbortReq(abort_all=True))
-            return
-        scopes = {caller.scope} | (self.table.scopes() if caller.is_admin else set())
-        self._abort(sample for scope in scopes for sample in self.table.find(scope, rid))
-
-    def _abort(self, samples: Iterable[ReqState]) -> None:
-        if sent := self._mark_aborted(samples):
-            self._to_scheduler.send(AbortReq(sent))
-
-    @staticmethod
-    def _mark_aborted(samples: Iterable[ReqState]) -> tuple[str, ...]:
-        """Rids of those that a scheduler has; the others end when they would be sent."""
-        sent = []
-        for sample in samples:
-            if sample.finish is None:
-                sample.abort_asked = True
-                if sample.sent_s:
-                    sent.append(sample.rid)
-        return tuple(sent)
+            self.aborts.abort_all()
+        else:
+            self.aborts.abort(rid, caller)
 
     def open_session(
         self,
@@ -812,7 +614,6 @@ class TokenizerManager:
     def _take_limits(self, limits: Limits) -> None:
         self.table.queue.num_slots = limits.max_running_requests * self.args.dp_size
         self.table.queue.max_waiting = limits.max_queued_requests
-        self._limits = dataclasses.replace(self._limits, max_samples=self.table.queue.most_at_once)
 
     async def dump_requests(self) -> tuple[str, int]:
         """Write what the last requests were to --dump-requests-dir: the file's name and how many. Raises RequestError, ExecutionError."""
@@ -991,7 +792,7 @@ class TokenizerManager:
         try:
             await asyncio.wait_for(self.table.wait_until_empty(), timeout_s)
         except TimeoutError:
-            self.abort_request(abort_all=True)
+            self.aborts.abort_all()
         else:
             return True
         try:
@@ -1026,28 +827,12 @@ class TokenizerManager:
             await asyncio.gather(self._handle_task, return_exceptions=True)
         # Here, because an end that a loop watches is to be closed on that loop.
         self._from_engine.close()
-        self._batch_tokenizer.close()
+        self.encoder.close()
         self._watchdog.stop()
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def processor_names(option: str) -> frozenset[str]:
-    """Names defined by --custom-logit-processors (`name=module:callable,...`)."""
-    return frozenset(item.partition("=")[0].strip() for item in option.split(",") if item.strip())
-
-
 def _no_text(_token_id: int) -> str | None:
     return None
-
-
-def _beginning(prompt: Prompt, ids: list[int]) -> str:
-    """The beginning of a prompt for the log: text where it is text, else ids."""
-    if prompt.input_embeds is not None:
-        return f"{len(ids)} embeddings"
-    return repr(prompt.text[:LOGGED_CHARACTERS]) if prompt.text is not None else repr(ids[:LOGGED_IDS])
-
-
-def _outputs_only(logprobs: LogprobSpec, num_prompt_tokens: int) -> LogprobSpec:
-    return msgspec.structs.replace(logprobs, prompt_start=num_prompt_tokens + 1)

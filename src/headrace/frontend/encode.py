@@ -1,0 +1,277 @@
+"""From the prompts of a call to what the scheduler gets: tokens and checked parameters of each sample.
+
+Owns the threads that tokenize, the checks that need the number of tokens, and the seeds of requests that name none. Does not own the shape
+of a call (`prompts`), nor sending. Runs in the tokenizer manager's event loop; large calls are looked at in a thread.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import random
+
+import msgspec
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ContextLengthError, RequestError
+from headrace.frontend.aborts import Aborts
+from headrace.frontend.adapters import Adapters
+from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, is_large, split_call
+from headrace.frontend.request_log import RequestLog
+from headrace.frontend.request_state import CallState, ReqState
+from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.sessions import Sessions
+from headrace.messages.control import ReadyInfo
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import GenerateReqInput, LogprobSpec, SampleTask, TokenizedGenerateReqInput
+from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
+
+DUMPED_CHARACTERS = 200
+"""Of a prompt's text, in dumps."""
+DUMPED_IDS = 50
+
+
+class Encoder:
+    """See the module's text.
+
+    limits: what calls are checked against. defaults: of sampling parameters that a request leaves out. table: the samples; a request of a
+    session may replace some.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        ready: ReadyInfo,
+        tokenizer: TextTokenizer,
+        defaults: GenerationDefaults,
+        table: SampleTable,
+        aborts: Aborts,
+        sessions: Sessions,
+        adapters: Adapters,
+        request_log: RequestLog,
+    ) -> None:
+        self.limits = call_limits(args, ready, table.queue.most_at_once)
+        self._args = args
+        self._ready = ready
+        self._tokenizer = tokenizer
+        self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length)
+        self._defaults = defaults
+        # Requests without a seed differ from each other, and repeat when a server is started again.
+        self._seeds = random.Random(args.random_seed)
+        self._table = table
+        self._aborts = aborts
+        self._sessions = sessions
+        self._adapters = adapters
+        self._request_log = request_log
+
+    async def split(self, obj: GenerateReqInput) -> Call:
+        """See `split_call`. A call with many items is looked at in a thread, so that others are not held up."""
+        if self.limits.max_samples != self._table.queue.most_at_once:
+            self.limits = dataclasses.replace(self.limits, max_samples=self._table.queue.most_at_once)
+        if not is_large(obj):
+            return split_call(obj, self.limits)
+        return await asyncio.get_running_loop().run_in_executor(None, split_call, obj, self.limits)
+
+    async def encode(
+        self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
+    ) -> list[TokenizedGenerateReqInput]:
+        """Tokenize and check every prompt: nothing is sent unless all are good. A request for each sample of `state`.
+
+        The samples hold their adapters and turns of sessions from now on. Raises RequestError, NotFoundError, CapacityError.
+        """
+        self._adapters.check_number(prompt.adapter for prompt in call.prompts)
+        texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
+        encoded = iter(await self._batch_tokenizer.encode(texts) if texts else ())
+        samples = iter(state.samples)
+        requests: list[TokenizedGenerateReqInput] = []
+        for index, prompt in enumerate(call.prompts):
+            own = list(itertools.islice(samples, prompt.sampling.n))
+            ids = next(encoded) if prompt.text is not None else self._given_ids(prompt)
+            words = prompt.sampling.bad_words
+            bad_word_ids = await self._bad_word_ids(words) if words else []
+            if prompt.session is not None:
+                ids = self._go_on(prompt, ids, own[0])
+            try:
+                sampling = self._resolve(prompt, len(ids), bad_word_ids, default_max_new_tokens)
+                logprobs = _logprob_spec(prompt, len(ids))
+            except RequestError as error:
+                if len(call.prompts) > 1:
+                    raise RequestError(f"prompt {index}: {error.message}", error.param, error.code) from None
+                raise
+            if prompt.adapter:
+                await self._use_adapter(prompt.adapter, own)
+            self._describe(prompt, ids, logprobs, own)
+            requests += _requests(prompt, ids, sampling, logprobs, own, obj)
+        return requests
+
+    def close(self) -> None:
+        """End the threads."""
+        self._batch_tokenizer.close()
+
+    def _given_ids(self, prompt: Prompt) -> list[int]:
+        if prompt.input_ids is not None:
+            return prompt.input_ids
+        return [0] * (len(prompt.input_embeds or b"") // (4 * self._ready.hidden_size))
+
+    async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
+        """Token sequences that spell the words, at the start of a text and after a space."""
+        spellings = list(dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}")))
+        sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
+        return [list(ids) for ids in sequences if ids]
+
+    def _go_on(self, prompt: Prompt, ids: list[int], sample: ReqState) -> list[int]:
+        """The prompt's tokens after those of its session. Raises RequestError, CapacityError."""
+        assert prompt.session is not None
+        bos_id = self._tokenizer.bos_id if prompt.text is not None else None
+        tenant = sample.call.tenant
+        ids, sample.turn, replaced = self._sessions.begin(prompt.session, prompt.rid, ids, bos_id, tenant)
+        for rid in replaced:
+            self._aborts.abort_samples(self._table.find(tenant.scope, rid))
+        return ids
+
+    def _resolve(
+        self, prompt: Prompt, num_tokens: int, bad_word_ids: list[list[int]], default_max_new_tokens: int
+    ) -> ResolvedSamplingParams:
+        """Checked parameters of a prompt of `num_tokens` tokens, which is checked against the context first."""
+        room = self._room(prompt, num_tokens)
+        return prompt.sampling.resolve(
+            defaults=self._defaults,
+            vocab_size=self._ready.vocab_size,
+            default_max_new_tokens=default_max_new_tokens,
+            room_tokens=room,
+            bad_word_ids=bad_word_ids,
+            seed=self._seeds.getrandbits(63),
+            max_n=self._args.max_n,
+        )
+
+    def _room(self, prompt: Prompt, num_tokens: int) -> int:
+        """Tokens of the context that a prompt of `num_tokens` leaves for outputs. Raises ContextLengthError, RequestError."""
+        name = "text" if prompt.text is not None else "input_ids" if prompt.input_ids is not None else "input_embeds"
+        context = self._ready.context_length
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty", name)
+        room = context - num_tokens
+        asked = prompt.sampling.max_new_tokens
+        if num_tokens > context and asked is None:
+            raise ContextLengthError.of_prompt(name, context, num_tokens)
+        least = 1 if asked is None else asked
+        if least > room:
+            raise ContextLengthError.of_both(name if room <= 0 else "max_new_tokens", context, num_tokens, least)
+        if num_tokens > self._ready.max_total_tokens:
+            held = "what the KV cache holds"
+            raise ContextLengthError.of_prompt(name, self._ready.max_total_tokens, num_tokens, held)
+        return room
+
+    async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
+        """Hold the adapter in memory until the samples have left the table. Raises NotFoundError, RequestError, CapacityError."""
+        adapter = await self._adapters.acquire(name, len(samples))
+        for sample in samples:
+            sample.adapter = adapter
+
+    def _describe(self, prompt: Prompt, ids: list[int], logprobs: LogprobSpec | None, own: list[ReqState]) -> None:
+        """Note in the samples of a prompt what their outputs will be shown with."""
+        logged_input = self._request_log.input_of(prompt, ids)
+        dumped_prompt = _beginning(prompt, ids) if self._args.crash_dump_prompts else ""
+        for sample in own:
+            sample.num_prompt_tokens = len(ids)
+            sample.logged_input = logged_input
+            sample.dumped_prompt = dumped_prompt
+            sample.wants_hidden_states = prompt.return_hidden_states
+        if logprobs is None:
+            return
+        first = logprobs.prompt_start - 1
+        for sample in own:
+            sample.wants_logprobs = True
+            sample.first_logprob_id = ids[first] if first < len(ids) else None
+            sample.top_num = logprobs.top_num
+            sample.picked_ids = logprobs.token_ids
+        # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
+        is_shared = not (self._args.disable_radix_cache or prompt.return_hidden_states or prompt.input_embeds)
+        if is_shared and logprobs.prompt_start < len(ids):
+            for sample in own[1:]:
+                sample.follow(own[0])
+
+
+def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLimits:
+    """What calls are checked against. max_samples: that an idle server takes."""
+    return CallLimits(
+        vocab_size=ready.vocab_size,
+        hidden_size=ready.hidden_size,
+        max_n=args.max_n,
+        max_prompts=args.max_batch_prompts,
+        max_samples=max_samples,
+        processors=processor_names(args.custom_logit_processors),
+        uses_priority=args.schedule_policy == "priority",
+        num_replicas=args.dp_size,
+        has_tokenizer=not args.skip_tokenizer_init,
+        context_length=ready.context_length,
+    )
+
+
+def processor_names(option: str) -> frozenset[str]:
+    """Names defined by --custom-logit-processors (`name=module:callable,...`)."""
+    return frozenset(item.partition("=")[0].strip() for item in option.split(",") if item.strip())
+
+
+def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
+    """Which logprobs the engine is asked for. Raises RequestError."""
+    if not prompt.return_logprob:
+        return None
+    # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.
+    start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
+    if start > num_tokens:
+        raise RequestError(f"logprob_start_len is {start}, but the prompt has {num_tokens} tokens", "logprob_start_len")
+    if start < num_tokens and prompt.input_embeds is not None:
+        raise RequestError("logprob_start_len: embeddings of a prompt have no logprobs", "logprob_start_len")
+    return LogprobSpec(start + 1, prompt.top_logprobs_num, prompt.token_ids_logprob)
+
+
+def _requests(
+    prompt: Prompt,
+    ids: list[int],
+    sampling: ResolvedSamplingParams,
+    logprobs: LogprobSpec | None,
+    own: list[ReqState],
+    obj: GenerateReqInput,
+) -> list[TokenizedGenerateReqInput]:
+    """What the scheduler gets of each sample of a prompt."""
+    packed = pack_int32(ids)
+    call, adapter = own[0].call, own[0].adapter
+    tenant = call.tenant
+    lora_id = adapter.lora_id if adapter is not None else 0
+    namespace = adapter_namespace(tenant.namespace(prompt.namespace), lora_id)
+    return [
+        TokenizedGenerateReqInput(
+            rid=sample.rid,
+            input_ids=packed,
+            task=SampleTask(
+                msgspec.structs.replace(sampling, seed=(sampling.seed + number) & MAX_SEED) if number else sampling,
+                stream=obj.stream,
+                logprobs=_outputs_only(logprobs, len(ids)) if logprobs and sample.leader else logprobs,
+                return_hidden_states=prompt.return_hidden_states,
+                custom_logit_processor=prompt.custom_logit_processor,
+            ),
+            input_embeds=prompt.input_embeds or b"",
+            namespace=namespace,
+            priority=obj.priority or 0,
+            group=tenant.scope + prompt.rid if len(own) > 1 else "",
+            created_s=sample.created_s,
+            deadline_s=sample.created_s + call.timeout_s if call.timeout_s > 0 else 0.0,
+            lora_id=lora_id,
+            queue_deadline_s=sample.created_s + call.queue_timeout_s if call.queue_timeout_s > 0 else 0.0,
+            tenant=tenant.limits.name,
+            weight=tenant.limits.weight,
+        )
+        for number, sample in enumerate(own)
+    ]
+
+
+def _outputs_only(logprobs: LogprobSpec, num_prompt_tokens: int) -> LogprobSpec:
+    return msgspec.structs.replace(logprobs, prompt_start=num_prompt_tokens + 1)
+
+
+def _beginning(prompt: Prompt, ids: list[int]) -> str:
+    """The beginning of a prompt for dumps: text where it is text, else ids."""
+    if prompt.input_embeds is not None:
+        return f"{len(ids)} embeddings"
+    return repr(prompt.text[:DUMPED_CHARACTERS]) if prompt.text is not None else repr(ids[:DUMPED_IDS])
