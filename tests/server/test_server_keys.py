@@ -56,7 +56,7 @@ def test_keys_are_read_from_toml_and_json_in_the_clear_or_hashed(tmp_path):
         ({"keys": [{"name": "a", "key": "x", "max_sessions": -1}]}, "max_sessions of 'a'"),
         ({"keys": [{"name": "a", "key": "x", "shared_cache": 1}]}, "shared_cache|bool"),
         ({"keys": [{"name": "a", "key": "x"}, {"name": "b", "key": "x"}]}, "twice"),
-        ({"keys": [{"name": "a", "key": "x"}, {"name": "a", "key": "y"}]}, "one name"),
+        ({"keys": [{"name": "a", "key": "x"}, {"name": "a", "key": "y"}]}, "the same name"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_and_says_no_key(tmp_path, content, says):

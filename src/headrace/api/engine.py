@@ -27,6 +27,7 @@ from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import TensorFile
 from headrace.launch import launch_engine
 from headrace.messages.control import InternalState, ReadyInfo
+from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
@@ -276,7 +277,7 @@ class Engine(WeightOperations):
         try:
             changes = msgspec.convert(limits, LimitChanges)
         except msgspec.ValidationError as error:
-            raise RequestError(str(error), "limits") from None
+            raise field_error(str(error), LimitChanges) from None
         return msgspec.structs.asdict(self._call(lambda: self._manager.set_internal_state(changes)))
 
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
@@ -418,7 +419,7 @@ def _request(
     try:
         return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
     except msgspec.ValidationError as error:
-        raise RequestError(str(error)) from None
+        raise field_error(str(error), GenerateReqInput) from None
 
 
 def _plain_ids(ids: object) -> list[object]:

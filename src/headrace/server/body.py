@@ -1,8 +1,8 @@
-"""What a JSON body may hold, and where it is decoded.
+"""Limits on what a JSON body holds, and the thread that decodes it.
 
-Decoding keeps Python's lock for as long as it takes: a body of some megabytes of empty lists would stop every other request for
-seconds. So what a body holds is counted first, piece by piece, in the one thread that also decodes all bodies but small ones.
-Owns those limits and how many bytes of bodies may be in memory. Does not know what a body means.
+Decoding holds the GIL: a few megabytes of empty lists would block every other request for seconds. So the values of a body are
+counted first, piece by piece, in the same thread that then decodes it (small bodies are decoded in the event loop).
+Owns these limits and the limit on bytes of bodies in memory. Does not know what a body means.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from headrace.garbage import give_back_free_memory
 T = TypeVar("T")
 
 INLINE_BODY_BYTES = 16 << 10
-"""A body up to this size is decoded in the event loop: it takes less time than waking the thread."""
+"""Bodies up to this size are decoded in the event loop: that is faster than waking the thread."""
 
 MAX_VALUES = 1 << 19
 MAX_LISTS = 1 << 14
 MAX_FIELDS = 1 << 15
-"""Each limit stands for well under 0.1 s of decoding: a value is some 0.1 us, a list or an object with its fields 1 to 2 us."""
+"""Each limit means well under 0.1 s of decoding: a value takes about 0.1 us, a list or an object with its fields 1 to 2 us."""
 
 BODIES_AT_ONCE = 8
-"""Bodies of the largest size that may be in memory together."""
+"""How many bodies of the largest size may be in memory at once."""
 
 TRIM_BYTES = 32 << 20
-"""Once that much has arrived in bodies and none is in memory any more, free memory goes back to the system: malloc would keep it."""
+"""After this many bytes of bodies, once none is in memory, return free memory to the system (malloc would keep it)."""
 
 _PIECE_BYTES = 64 << 10
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
@@ -37,25 +37,25 @@ _LONG_NUMBER = b"0" * 19
 
 @dataclass(slots=True)
 class BodyCounts:
-    """Of a JSON text, outside of its strings: values (separators, in fact), lists and objects, fields of objects."""
+    """Counts of a JSON text, outside its strings: values (really separators), lists and objects, fields of objects."""
 
     values: int = 0
     lists: int = 0
     fields: int = 0
 
     def add(self, text: bytes) -> None:
-        """Count a piece that holds no strings."""
+        """Count a piece that contains no strings."""
         self.values += text.count(b",")
         self.lists += text.count(b"[") + text.count(b"{")
         self.fields += text.count(b":")
 
     @property
     def is_small(self) -> bool:
-        """Within the limits."""
+        """Whether all counts are within the limits."""
         return self.values < MAX_VALUES and self.lists <= MAX_LISTS and self.fields <= MAX_FIELDS
 
     def check(self) -> None:
-        """Raises TooLargeError for the limit that is broken."""
+        """Raises TooLargeError for the first limit that is exceeded."""
         for count, limit, what in (
             (self.values + 1, MAX_VALUES, "values"),
             (self.lists, MAX_LISTS, "lists and objects"),
@@ -69,11 +69,11 @@ class BodyCounts:
 
 
 def count_body(body: bytes) -> BodyCounts:
-    """What `body` holds. Exact for valid JSON, some count for anything else. Other threads run between pieces."""
+    """Counts of `body`: exact for valid JSON, arbitrary for anything else. In pieces, so that other threads get a turn."""
     counts = BodyCounts()
     for at in range(0, len(body), _PIECE_BYTES):
         counts.add(body[at : at + _PIECE_BYTES])
-    # Most bodies are small even when their texts are counted as well.
+    # Most bodies are within the limits even when the contents of strings are counted too.
     return counts if counts.is_small else _count_outside_strings(body)
 
 
@@ -82,7 +82,7 @@ def _count_outside_strings(body: bytes) -> BodyCounts:
     at, in_string = 0, False
     while at < len(body):
         end = min(at + _PIECE_BYTES, len(body))
-        # A piece ends after what a backslash escapes, so that no escape lies across its end.
+        # Extend the piece past an escaped character, so that no escape sequence is split.
         while end < len(body) and body[end - 1] == ord("\\"):
             end += 1
         piece = body[at:end]
@@ -96,7 +96,7 @@ def _count_outside_strings(body: bytes) -> BodyCounts:
 
 
 def has_long_number(body: bytes) -> bool:
-    """Whether 19 digits follow each other anywhere: an integer that long may not fit in 64 bits."""
+    """Whether there are 19 digits in a row anywhere: such an integer may not fit in 64 bits."""
     overlap = len(_LONG_NUMBER) - 1
     return any(
         _LONG_NUMBER in body[at : at + _PIECE_BYTES + overlap].translate(_DIGITS)
@@ -113,25 +113,25 @@ class Bodies:
         self._num_arrived = 0
         self._closed = False
         self._max_bytes = BODIES_AT_ONCE * max_body_bytes
-        # One: two that decode would keep the event loop waiting twice as long.
+        # One thread: two that decode would block the event loop for twice as long.
         self._thread = ThreadPoolExecutor(1, "headrace-body")
 
     def take(self, num_bytes: int) -> None:
-        """`num_bytes` more of a body are in memory. Raises CapacityError when there is no room for it."""
+        """Count `num_bytes` more in memory. Raises CapacityError when they exceed the limit."""
         if self.num_bytes + num_bytes > self._max_bytes:
             raise CapacityError("too many large requests are arriving at once: try again later", retry_after_s=1.0)
         self.num_bytes += num_bytes
         self._num_arrived += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """`num_bytes` fewer are."""
+        """Count `num_bytes` fewer in memory."""
         self.num_bytes -= num_bytes
         if self.num_bytes == 0 and self._num_arrived >= TRIM_BYTES and not self._closed:
             self._num_arrived = 0
             self._thread.submit(give_back_free_memory)
 
     async def join(self, parts: list[bytes]) -> bytes:
-        """The parts as one, joined and freed in the thread: some dozens of megabytes take milliseconds. Empties `parts`."""
+        """The parts joined into one, in the thread, since tens of megabytes take milliseconds. Empties `parts`."""
         if len(parts) == 1:
             return parts[0]
         if sum(map(len, parts)) <= _PIECE_BYTES:
@@ -147,7 +147,7 @@ class Bodies:
     async def decode(self, body: bytes, decode: Callable[[bytes], T], shorten: Callable[[bytes], bytes] | None) -> T:
         """`decode(body)`, in the thread unless the body is small.
 
-        shorten: makes of a body that holds too much one that means the same and holds less. Raises TooLargeError, and what `decode` raises.
+        shorten: rewrites a body into an equivalent one with fewer values. Raises TooLargeError, and whatever `decode` raises.
         """
         if len(body) <= INLINE_BODY_BYTES:
             return decode(body)

@@ -18,8 +18,8 @@ import msgspec
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError, TooLargeError
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
+from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
-from headrace.server.allowed_values import allowed_values
 from headrace.server.body import Bodies, has_long_number
 
 Scope = MutableMapping[str, Any]
@@ -35,19 +35,15 @@ log = get_logger(__name__)
 encode_json = msgspec.json.Encoder().encode
 
 _RID_IN_HEADER = re.compile(r"[\x21-\x7e]{1,256}")
-_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
-_MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
-_WRONG_VALUE = re.compile(r"invalid enum value (.*)", re.DOTALL)
-_AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
 
 
 class ClientGone(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection, so there is nobody to answer."""
 
 
 @dataclass(slots=True)
 class RequestId:
-    """What the reply's `x-request-id` will say. is_clients: the client named it, so it stays."""
+    """Value of the reply's `x-request-id`. is_clients: the client chose it, so it is not replaced."""
 
     value: str
     is_clients: bool = False
@@ -69,7 +65,7 @@ def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
     logged here, once, and the client learns only that.
     """
     if isinstance(exc, RequestError):
-        # OpenAI's clients ask again after a 408 unless told.
+        # OpenAI's clients retry after a 408 unless told not to.
         special: dict[int, Headers] = {
             401: [(b"www-authenticate", b"Bearer")],
             408: [(b"x-should-retry", b"false")],
@@ -123,12 +119,12 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         try:
             value = decoder.decode(body)
         except msgspec.ValidationError:
-            # Only a body that does not fit as it is pays for the search for fields that ask for nothing.
+            # Only a body that does not decode as it is pays for removing the fields that ask for nothing.
             value = _decode_what_asks(body, decoder)
         if has_long_number(body):
             _refuse_wide_integers(msgspec.json.decode(body))
     except msgspec.ValidationError as exc:
-        raise _field_error(str(exc), decoder.type) from None
+        raise field_error(str(exc), decoder.type) from None
     except msgspec.DecodeError as exc:
         raise RequestError(f"the body is not valid JSON: {exc}", code="invalid_json") from None
     except UnicodeDecodeError as exc:
@@ -139,42 +135,17 @@ def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 
 def _decode_what_asks(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """As `decode_json` of the body without the fields that ask for nothing."""
+    """Like `decode_json`, after removing the fields that ask for nothing."""
     try:
         given = msgspec.json.decode(body)
     except msgspec.ValidationError:
-        return decoder.decode(body)  # a number that no type can hold: this says where it is
+        return decoder.decode(body)  # a number that no type can hold; the error says where it is
     _refuse_wide_integers(given)
     return decoder.decode(encode_json(without_neutral(given, decoder.type)))
 
 
-def _field_error(text: str, kind: object) -> RequestError:
-    """A RequestError for a message of msgspec about a body of type `kind`, with the field spelled as the client wrote it."""
-    path = found[1] if (found := _AT_FIELD.search(text)) else ""
-    reason = _AT_FIELD.sub("", text)
-    if field := _UNKNOWN_FIELD.search(reason):
-        name = _join(path, field[1])
-        return RequestError(f"unknown field {_shorten(name)!r}", _shorten(name), "unknown_field")
-    if field := _MISSING_FIELD.search(reason):
-        name = _join(path, field[1])
-        return RequestError(f"missing field {name!r}", name, "missing_field")
-    reason = reason[:1].lower() + reason[1:]
-    if (value := _WRONG_VALUE.fullmatch(reason)) and (allowed := allowed_values(kind, path)):
-        reason = f"{_shorten(value[1])} is not one of {', '.join(map(repr, allowed))}"
-    where = _shorten(path)
-    return RequestError(f"{where}: {reason}" if where else f"the body is not as expected: {reason}", where or None)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= 100 else name[:100] + "..."
-
-
 def _refuse_wide_integers(value: object) -> None:
-    """Integers beyond 64 bits cannot cross to the other processes; no field means one."""
+    """Integers beyond 64 bits cannot be sent to the other processes, and no field needs one."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -226,7 +197,7 @@ class Exchange:
 
     @property
     def caller(self) -> Caller:
-        """Who asks."""
+        """Who sent this request."""
         return Caller(self.tenant, (self.header(b"traceparent") or b"").decode("latin-1"), self.is_admin)
 
     def path_param(self, name: str) -> str:
@@ -243,7 +214,7 @@ class Exchange:
         try:
             return msgspec.convert({name: values[-1] for name, values in given.items()}, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise _field_error(str(error), kind) from None
+            raise field_error(str(error), kind) from None
 
     async def read_json(self, decoder: "msgspec.json.Decoder[T]", shorten: Callable[[bytes], bytes] | None = None) -> T:
         """The body decoded, see `decode_json` and `Bodies.decode`. Raises RequestError, TooLargeError, CapacityError, ClientGone."""
@@ -258,7 +229,7 @@ class Exchange:
             self.forget_body()
 
     async def read_no_fields(self) -> None:
-        """For a route without fields: it needs no body, and one that asks for something is refused by name. Raises as `read_json`."""
+        """For a route without fields: a body is optional, and its fields are refused by name. Raises the errors of `read_json`."""
         body = await self.read_body()
         if body.strip():
             await self.bodies.decode(body, lambda text: decode_json(text, _NO_FIELDS), None)
@@ -268,7 +239,7 @@ class Exchange:
     async def read_body(self) -> bytes:
         """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives.
 
-        It counts as in memory until `forget_body`, but where the route has a limit of its own.
+        Its bytes count as held until `forget_body`, unless the route has a limit of its own.
         Raises RequestError, TooLargeError, CapacityError, ClientGone.
         """
         encoding = (self.header(b"content-encoding") or b"identity").strip().lower()
@@ -342,7 +313,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class Endpoint:
-    """A handler as an ASGI application, to be put into a route as it is."""
+    """A handler as an ASGI application, for use in a route."""
 
     def __init__(self, handler: Handler, bodies: Bodies) -> None:
         self.handler = handler
@@ -358,7 +329,7 @@ class Endpoint:
 
 
 class ErrorBoundary:
-    """The one place where an exception becomes a reply; once a reply has begun it can only be cut off."""
+    """The one place where an exception becomes a reply. A reply that has already begun can only be cut off."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -381,6 +352,6 @@ class ErrorBoundary:
             return
         except Exception as exc:
             if started:
-                log.error("a reply broke off", exc_info=exc)
+                log.error("a reply failed after it had begun", exc_info=exc)
             else:
                 await send_error(send, exc)

@@ -17,6 +17,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.frontend.tenants import Tenant, TenantLimits
 from headrace.log import get_logger
+from headrace.messages.field_errors import plain_types
 
 log = get_logger(__name__)
 
@@ -74,11 +75,11 @@ class ApiKeys:
         for entry in entries:
             digest = self._digest(entry)
             if digest in by_digest:
-                raise self._error(f"the key of {entry.name!r} is in it twice")
+                raise self._error(f"the key of {entry.name!r} appears twice")
             by_digest[digest] = self._limits(entry, 1.0 / len(entries))
         limits_of = {limits.name: limits for limits in by_digest.values()}
         if len(limits_of) != len(by_digest):
-            raise self._error("two keys have one name")
+            raise self._error("two keys have the same name")
         for name, limits in limits_of.items():
             if name in self._by_name:
                 self._by_name[name].change(limits)
@@ -93,9 +94,9 @@ class ApiKeys:
         try:
             self.load()
         except ConfigError as error:
-            log.error("kept the old keys: %s", error.message)
+            log.error("the old keys stay in use: %s", error.message)
         else:
-            log.info("%d keys", len(self))
+            log.info("read the key file: %d %s", len(self), "key" if len(self) == 1 else "keys")
 
     def _read(self) -> list[_Entry]:
         try:
@@ -108,7 +109,7 @@ class ApiKeys:
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from None
         except msgspec.ValidationError as error:
-            raise self._error(str(error)) from None
+            raise self._error(plain_types(str(error))) from None
         except ValueError:
             # The text of a decoder's error may hold a part of a key.
             kind = "TOML" if self._path.suffix == ".toml" else "JSON"

@@ -1,0 +1,68 @@
+"""What is wrong with a body or with arguments: msgspec's message as an error that names the field in the client's words.
+
+Pure functions; any process.
+"""
+
+import re
+
+from headrace.errors import RequestError
+from headrace.messages.allowed_values import allowed_values
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`", re.DOTALL)
+_MISSING_FIELD = re.compile(r"missing required field `(.*?)`", re.DOTALL)
+_WRONG_VALUE = re.compile(r"invalid enum value (.*)", re.DOTALL)
+_AT_FIELD = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$", re.DOTALL)
+_TYPES = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
+
+_WORDS = {
+    "str": "a string",
+    "bytes": "a base64 string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def field_error(text: str, kind: object) -> RequestError:
+    """The RequestError for `text`, msgspec's message about a value that is no `kind`; `param` is the field as the client wrote it."""
+    path = found[1] if (found := _AT_FIELD.search(text)) else ""
+    reason = _AT_FIELD.sub("", text)
+    if field := _UNKNOWN_FIELD.search(reason):
+        name = _join(path, field[1])
+        return RequestError(f"unknown field {_shorten(name)!r}", _shorten(name), "unknown_field")
+    if field := _MISSING_FIELD.search(reason):
+        name = _join(path, field[1])
+        return RequestError(f"missing field {name!r}", name, "missing_field")
+    reason = reason[:1].lower() + reason[1:]
+    if (value := _WRONG_VALUE.fullmatch(reason)) and (allowed := allowed_values(kind, path)):
+        reason = f"{_shorten(value[1])} is not one of {', '.join(map(repr, allowed))}"
+    else:
+        reason = plain_types(reason)
+    where = _shorten(path)
+    return RequestError(f"{where}: {reason}" if where else f"the body is not as expected: {reason}", where or None)
+
+
+def plain_types(text: str) -> str:
+    """msgspec's names of types in words: "expected `str | null`, got `int`" -> "expected a string or null, got an integer"."""
+    return _TYPES.sub(lambda match: _in_words(match[1].split(" | ")) or match[0], text)
+
+
+def _in_words(types: list[str]) -> str:
+    """The types, joined by "or"; empty when one of them has no word."""
+    if not all(name in _WORDS for name in types):
+        return ""
+    if "float" in types and "int" in types:
+        types = [name for name in types if name != "int"]
+    words = [_WORDS[name] for name in types]
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= 100 else name[:100] + "..."
