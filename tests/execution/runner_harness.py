@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def int32(values: Iterable[int]) -> np.ndarray:
     return np.array(list(values), dtype=np.int32)
 
 
+def ids_by_row(result: StepResult) -> list[int]:
+    """The one id that each row gave, -1 where it gave none."""
+    assert np.diff(result.id_starts).max(initial=0) <= 1, result.id_starts
+    return [int(result.ids[begin]) if end > begin else -1 for begin, end in pairwise(result.id_starts.tolist())]
+
+
 def prompt(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
 
@@ -94,7 +101,7 @@ class Driver:
                 seqs=int32(seq for seq, _, _ in rows),
                 starts=int32(starts),
                 counts=int32(count for _, count, _ in rows),
-                samples=np.array([samples for _, _, samples in rows], dtype=np.bool_),
+                num_logits=int32(samples for _, _, samples in rows),
                 out_slots=int32(slots),
                 faults=faults,
             )
@@ -111,9 +118,9 @@ class Driver:
         for size in chunks:
             self.step([(seq, size, False)], entering)
             entering = ()
-        out = [int(self.step([(seq, len(tokens) - self.computed[seq], True)], entering).token_ids[0])]
+        out = self.step([(seq, len(tokens) - self.computed[seq], True)], entering).ids.tolist()
         while len(out) < count:
-            out.append(int(self.step([(seq, 1, True)]).token_ids[0]))
+            out += self.step([(seq, 1, True)]).ids.tolist()
         return out
 
 

@@ -4,7 +4,6 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from runner_harness import int32
 
@@ -20,7 +19,7 @@ from headrace.messages.weights import WeightExecutor
 
 def plan(step: int) -> ModelWorkerBatch:
     one = int32([0])
-    return ModelWorkerBatch(step, (), one, one, int32([1]), np.ones(1, np.bool_), one)
+    return ModelWorkerBatch(step, (), one, one, int32([1]), int32([1]), one)
 
 
 def client_of(run: Any) -> TpModelWorkerClient:
@@ -40,7 +39,7 @@ def test_a_result_is_handed_over_while_the_next_step_computes_and_not_before():
         on_layers()
         if batch.step == 2:
             assert taken.wait(10)
-        return StepResult(batch.step, int32([7]))
+        return StepResult(batch.step, int32([7]), int32([0, 1]))
 
     client = client_of(run)
     client.submit(plan(1))
@@ -62,7 +61,7 @@ def test_a_step_that_fails_before_its_layers_holds_no_result_back():
         assert both_submitted.wait(10)
         if batch.step == 2:
             raise ExecutionError("no")
-        return StepResult(batch.step, int32([7]))
+        return StepResult(batch.step, int32([7]), int32([0, 1]))
 
     client = client_of(run)
     client.submit(plan(1))

@@ -23,9 +23,9 @@ def plan_of(*rows):
     """rows: (seq, its pages, start, count)."""
     seqs, starts, counts = (int32([row[i] for row in rows]) for i in (0, 2, 3))
     out_slots = [slot for _, pages, start, count in rows for slot in slots_of(pages, start, count)]
-    samples = np.ones(len(rows), np.bool_)
+    num_logits = np.ones(len(rows), np.int32)
     return ModelWorkerBatch(
-        step=0, new=(), seqs=seqs, starts=starts, counts=counts, samples=samples, out_slots=int32(out_slots)
+        step=0, new=(), seqs=seqs, starts=starts, counts=counts, num_logits=num_logits, out_slots=int32(out_slots)
     )
 
 

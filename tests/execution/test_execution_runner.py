@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from runner_harness import CONTEXT, Driver, int32, make_driver, prompt, save_llama
+from runner_harness import CONTEXT, Driver, ids_by_row, int32, make_driver, prompt, save_llama
 
 from headrace.errors import ExecutionError
 from headrace.messages.control import FaultReq
@@ -76,7 +76,7 @@ def test_steps_in_flight_read_the_tokens_of_the_steps_before(checkpoint):
             driver.submit([(0, 1, True), (1, 1, True), (2, 1, True)])
         got: list[list[int]] = [[], [], []]
         for seqs in [(0, 1), (0, 2, 1), (2, 1, 0), (0, 1, 2), (0, 1, 2), (0, 1, 2)]:
-            for seq, token in zip(seqs, driver.worker.collect().token_ids, strict=True):
+            for seq, token in zip(seqs, ids_by_row(driver.worker.collect()), strict=True):
                 got[seq].append(int(token))
 
     assert got[0] == alone[0]
@@ -90,8 +90,8 @@ def test_a_seeded_draw_is_the_same_in_any_batch(sync):
     alone = sync.generate(0, A, 6, sampling=drawn)
 
     sync.step([(1, 9, True)], (sync.new(1, B),))
-    got = [sync.step([(1, 1, True), (2, 40, True)], (sync.new(2, A, sampling=drawn),)).token_ids[1]]
-    got += [sync.step([(2, 1, True), (1, 1, True)]).token_ids[0] for _ in range(5)]
+    got = [ids_by_row(sync.step([(1, 1, True), (2, 40, True)], (sync.new(2, A, sampling=drawn),)))[1]]
+    got += [ids_by_row(sync.step([(2, 1, True), (1, 1, True)]))[0] for _ in range(5)]
 
     assert got == alone
 
@@ -125,7 +125,7 @@ def test_logprobs_of_prompt_and_samples(sync, checkpoint):
     picked = torch.from_numpy(np.frombuffer(whole.picked, np.float32).copy()).view(-1, 2)
     torch.testing.assert_close(picked, want[4:39][:, [2, 4]], atol=TOLERANCE, rtol=0)
     sampled = result.logprobs[0]
-    assert np.frombuffer(sampled.token_ids, np.int32).tolist() == result.token_ids.tolist()
+    assert np.frombuffer(sampled.token_ids, np.int32).tolist() == ids_by_row(result)
     assert np.frombuffer(sampled.values, np.float32)[0] == pytest.approx(float(want[39].max()), abs=TOLERANCE)
 
 
@@ -160,8 +160,8 @@ def test_a_fault_in_the_forward_pass_fails_that_step_alone(driver):
     with pytest.raises(ExecutionError, match="injected"):
         driver.worker.collect()
 
-    assert driver.worker.collect().token_ids.tolist() == want[:1]
-    assert [int(driver.step([(3, 1, True)]).token_ids[0]) for _ in range(3)] == want[1:]
+    assert ids_by_row(driver.worker.collect()) == want[:1]
+    assert [ids_by_row(driver.step([(3, 1, True)]))[0] for _ in range(3)] == want[1:]
 
 
 @pytest.mark.parametrize(("kind", "message"), [("raise", "injected"), ("nan", "NaN")])
@@ -174,9 +174,9 @@ def test_a_fault_in_sampling_ends_its_row_alone(driver, kind: str, message: str)
 
     assert list(result.errors) == [0]
     assert message in result.errors[0]
-    assert result.token_ids.tolist() == [-1, want[1]]
-    assert after.token_ids[1] == want[2]
-    assert after.token_ids[0] >= 0, "a step planned before the error was known still runs"
+    assert ids_by_row(result) == [-1, want[1]]
+    assert ids_by_row(after)[1] == want[2]
+    assert ids_by_row(after)[0] >= 0, "a step planned before the error was known still runs"
 
 
 def test_an_unforeseen_exception_becomes_that_steps_execution_error(driver, monkeypatch, caplog):

@@ -124,9 +124,13 @@ class FakeLoras(set[int]):
 
 
 class FakeWorker:
-    """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host."""
+    """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host.
 
-    def __init__(self, num_slots: int, max_seqs: int, eos_every: int = 9) -> None:
+    ids_a_row: how many tokens a row that samples gives; several only without overlap.
+    """
+
+    def __init__(self, num_slots: int, max_seqs: int, eos_every: int = 9, ids_a_row: int = 1) -> None:
+        self.ids_a_row = ids_a_row
         self.kv = np.full(num_slots, -1, np.int64)  # slot -> hash of the history up to and including the token
         self.tokens: dict[int, list[int]] = {}
         self.slots: dict[int, list[int]] = {}
@@ -167,7 +171,7 @@ class FakeWorker:
         if batch.step in self.fail_steps:
             self.broken.update(batch.seqs.tolist())
             raise ExecutionError("injected")
-        out = np.full(len(batch.seqs), -1, np.int32)
+        made: list[list[int]] = [[] for _ in batch.seqs]
         errors: dict[int, str] = {}
         prompt_logprobs: dict[int, LogprobBlock] = {}
         logprobs: dict[int, LogprobBlock] = {}
@@ -176,7 +180,7 @@ class FakeWorker:
             start, count = int(batch.starts[row]), int(batch.counts[row])
             if seq in self.broken:
                 at += count
-                out[row] = 0 if batch.samples[row] else -1
+                made[row] = [0] * int(batch.num_logits[row])
                 continue
             tokens, slots = self.tokens[seq], self.slots[seq]
             assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
@@ -201,18 +205,23 @@ class FakeWorker:
                 wanted = [p for p in range(start, start + count) if spec.prompt_start <= p + 1 < num_prompt]
                 if wanted:
                     prompt_logprobs[row] = block([tokens[p + 1] for p in wanted], [written[p - start] for p in wanted])
-            if batch.samples[row]:
+            if batch.num_logits[row]:
                 assert start + count == len(tokens), "samples before the last known token"
                 if self.rids[seq] in self.nan_rids:
                     errors[row] = "the model produced NaN"
                     tokens.append(0)  # a step already planned may read this position; its result is thrown away
                     continue
-                token = next_token(history, self.eos_every)
-                tokens.append(token)
-                out[row] = token
+                histories = []
+                for _ in range(self.ids_a_row):
+                    made[row].append(next_token(history, self.eos_every))
+                    histories.append(history)
+                    history = history_hash(history, made[row][-1])
+                tokens += made[row]
                 if spec is not None:
-                    logprobs[row] = block([token], [history])
-        return StepResult(batch.step, out, errors, logprobs, prompt_logprobs)
+                    logprobs[row] = block(made[row], histories)
+        ids = np.array([token for row in made for token in row], np.int32)
+        id_starts = np.cumsum([0, *map(len, made)], dtype=np.int32)
+        return StepResult(batch.step, ids, id_starts, errors, logprobs, prompt_logprobs)
 
 
 def block(ids: list[int], values: list[int]) -> LogprobBlock:
@@ -254,10 +263,11 @@ class Rig:
         eos_every: int = 9,
         max_queued: int = 1000,
         preemption: int = 0,
+        ids_a_row: int = 1,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Mailbox()
         self.now = 0.0
-        self.worker = FakeWorker(num_pages * page_size, max_running + 2, eos_every)
+        self.worker = FakeWorker(num_pages * page_size, max_running + 2, eos_every, ids_a_row)
         cache = RadixCache(page_size) if radix else ChunkCache()
         self.kv = KVManager(PageAllocator(num_pages, page_size), cache, max_running + 2)
         config = SchedulerConfig(

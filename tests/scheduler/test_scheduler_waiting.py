@@ -14,7 +14,7 @@ from headrace.scheduler.waiting import WaitingQueue
 def make(order: int) -> Req:
     sampling = ResolvedSamplingParams(max_new_tokens=1, seed=0)
     asked = TokenizedGenerateReqInput(f"r{order}", bytes(4), SampleTask(sampling), tenant="abc"[order % 3])
-    return Req.from_input(asked, 0.0, order)
+    return Req.from_input(asked, 0.0, order, frozenset())
 
 
 @given(st.lists(st.integers(0, 9), max_size=40))

@@ -306,7 +306,7 @@ class _StepBench:
             seqs=np.arange(shape.batch, dtype=np.int32),
             starts=np.full(shape.batch, start, np.int32),
             counts=np.full(shape.batch, shape.new_tokens, np.int32),
-            samples=np.ones(shape.batch, np.bool_),
+            num_logits=np.ones(shape.batch, np.int32),
             out_slots=np.ascontiguousarray(slots[:, start:]).reshape(-1),
         )
 

@@ -19,7 +19,7 @@ from headrace.execution.device import Device, Download, upload_parts
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
-from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult
+from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, one_id_a_row
 from headrace.sampling.sampler import BAD_LOGITS
 
 
@@ -62,7 +62,7 @@ class _Queued:
         token_ids[self.rows] = ids
         errors = dict.fromkeys(self.rows[ids < 0].tolist(), BAD_LOGITS)
         begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
-        return StepResult(self.step, token_ids, errors, forward_s=self.busy.until - begin)
+        return StepResult(self.step, *one_id_a_row(token_ids), errors, forward_s=self.busy.until - begin)
 
 
 class DeviceRunner:
@@ -86,7 +86,7 @@ class DeviceRunner:
         if plan.faults or not all(rows.isdisjoint(seqs) for rows in by_host):
             return _Done(runner.compute(plan))
         runner.loras.step.rows = None
-        rows = np.flatnonzero(plan.samples).astype(np.int32)
+        rows = np.flatnonzero(plan.num_logits).astype(np.int32)
         graphs = self.graphs
         if graphs is not None and plan.num_tokens == len(seqs) == len(rows) and graphs.size_for(len(seqs)) is not None:
             ids = self._replay(plan, graphs)

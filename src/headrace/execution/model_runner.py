@@ -22,7 +22,7 @@ from headrace.log import get_logger
 from headrace.messages.control import FaultReq
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
-from headrace.messages.step import ModelWorkerBatch, StepResult
+from headrace.messages.step import ModelWorkerBatch, StepResult, one_id_a_row
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler
@@ -35,7 +35,7 @@ _logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Outcome:
-    """What a step gathers, by row of the plan."""
+    """What a step gathers, by row of the plan. token_ids: -1 where a row gives none."""
 
     token_ids: list[int]
     errors: dict[int, str] = field(default_factory=dict)
@@ -94,12 +94,14 @@ class ModelRunner:
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
             if new.logprobs is not None and batch.rows.starts[row] + 1 < new.num_prompt_tokens:
                 self._prompt_logprobs(outcome, row, seqs[row], batch, hidden, new.logprobs, new.num_prompt_tokens)
-        sampled = [row for row, samples in enumerate(plan.samples.tolist()) if samples]
+        sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
             self._sample(plan, seqs, batch, hidden, sampled, outcome)
+        ids, id_starts = one_id_a_row(np.array(outcome.token_ids, np.int32))
         return StepResult(
             step=plan.step,
-            token_ids=np.array(outcome.token_ids, np.int32),
+            ids=ids,
+            id_starts=id_starts,
             errors=outcome.errors,
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
@@ -203,7 +205,7 @@ class ModelRunner:
         for fault in plan.faults:
             if fault.stage != "forward":
                 continue
-            for row in np.flatnonzero(plan.samples):
+            for row in np.flatnonzero(plan.num_logits):
                 new = self.table.specs[int(plan.seqs[row])].new
                 num_outputs = int(plan.starts[row] + plan.counts[row]) - new.num_prompt_tokens
                 if new.rid == fault.rid and num_outputs == fault.at_token:

@@ -43,6 +43,14 @@ class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return blocks[0] if blocks else None
         return cls(*(b"".join(getattr(block, name) for block in blocks) for name in cls.__struct_fields__))
 
+    def first(self, num_tokens: int) -> "LogprobBlock":
+        """Those of the first `num_tokens` tokens, 0 <= num_tokens <= n."""
+        total = len(self.token_ids) // 4
+        if num_tokens == total:
+            return self
+        parts = (getattr(self, name) for name in self.__struct_fields__)
+        return LogprobBlock(*(part[: len(part) // total * num_tokens] for part in parts))
+
 
 class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How the detokenizer treats a sample. Sent with its first output.

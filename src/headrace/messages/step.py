@@ -51,7 +51,8 @@ class NewSequence:
 class ModelWorkerBatch:
     """The plan of one step, host integers only. Row r computes positions starts[r] .. starts[r]+counts[r]-1 of sequence seqs[r].
 
-    samples[r]: the last position's logits are sampled; the token is written at position starts[r]+counts[r].
+    num_logits: int32[num_rows]. 0: the row only fills the KV cache. 1: the last position's logits are sampled, and the token is
+    written at position starts[r]+counts[r].
     out_slots: int32[sum(counts)], where the rows' KV goes, row after row.
     new: added before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
     faults: test hook, see FaultReq.
@@ -62,7 +63,7 @@ class ModelWorkerBatch:
     seqs: Int32Array
     starts: Int32Array
     counts: Int32Array
-    samples: npt.NDArray[np.bool_]
+    num_logits: Int32Array
     out_slots: Int32Array
     faults: tuple[FaultReq, ...] = ()
 
@@ -76,21 +77,31 @@ class ModelWorkerBatch:
 class StepResult:
     """What a step gave. Arrays and maps are by row of the plan.
 
-    token_ids: int32[num_rows], -1 where the row does not sample or has an error.
+    ids: int32[num_ids], the sampled tokens of all rows. id_starts: int32[num_rows + 1]; row r gave ids[id_starts[r] : id_starts[r + 1]],
+    which is empty where the row does not sample or has an error. Consecutive: ids written after starts[r]+counts[r]-1.
     errors: row -> message; that sample ends alone with a 500.
-    logprobs: row -> block of one token (the sampled one). prompt_logprobs: row -> block of the prompt tokens whose logits this
+    logprobs: row -> block of its ids. prompt_logprobs: row -> block of the prompt tokens whose logits this
     chunk computed: chunk positions p with prompt_start <= p + 1 < num_prompt_tokens give the entry of token p + 1.
     hidden_states: row -> float32[counts[r], hidden_size] bytes (last layer, after the final norm).
     forward_s: time the step took on the worker.
     """
 
     step: int
-    token_ids: Int32Array
+    ids: Int32Array
+    id_starts: Int32Array
     errors: Mapping[int, str] = field(default_factory=dict)
     logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
     hidden_states: Mapping[int, bytes] = field(default_factory=dict)
     forward_s: float = 0.0
+
+
+def one_id_a_row(token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """`StepResult.ids` and `id_starts` of rows that gave one id or none. token_ids: int32[num_rows], -1 = none."""
+    has_id = token_ids >= 0
+    id_starts = np.zeros(len(token_ids) + 1, np.int32)
+    np.cumsum(has_id, out=id_starts[1:])
+    return token_ids[has_id], id_starts
 
 
 class Worker(Protocol):

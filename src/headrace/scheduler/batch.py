@@ -11,12 +11,12 @@ from headrace.scheduler.request import Req
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`count` tokens of `req` from position `start`; `samples`: the step also samples the token after them."""
+    """`count` tokens of `req` from position `start`. num_logits: 1 = the step also samples the token after them, else 0."""
 
     req: Req
     start: int
     count: int
-    samples: bool
+    num_logits: int
 
 
 @dataclass(slots=True)
@@ -44,16 +44,15 @@ class ScheduleBatch:
                 slots.append(pages[start // size] * size + start % size)
             else:
                 slots += [pages[p // size] * size + p % size for p in range(start, start + row.count)]
-        numbers = np.array([(row.req.seq, row.start, row.count) for row in self.rows], np.int32)
-        seqs, starts, counts = np.ascontiguousarray(numbers.T)
-        samples = np.array([row.samples for row in self.rows], np.bool_)
+        numbers = np.array([(row.req.seq, row.start, row.count, row.num_logits) for row in self.rows], np.int32)
+        seqs, starts, counts, num_logits = np.ascontiguousarray(numbers.T)
         return ModelWorkerBatch(
             step=self.step,
             new=tuple(self.new),
             seqs=seqs,
             starts=starts,
             counts=counts,
-            samples=samples,
+            num_logits=num_logits,
             out_slots=np.array(slots, np.int32),
             faults=tuple(self.faults),
         )

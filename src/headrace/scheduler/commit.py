@@ -11,7 +11,7 @@ from headrace.messages.outputs import (
     TokenIDOut,
 )
 from headrace.messages.step import StepResult
-from headrace.scheduler.batch import ScheduleBatch
+from headrace.scheduler.batch import Row, ScheduleBatch
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
@@ -30,7 +30,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
     for index, row in enumerate(batch.rows):
         req = row.req
         req.num_in_flight -= 1
-        req.num_sampling -= row.samples
+        req.num_sampling -= row.num_logits
         if req.finish is not None:
             _settle(state, req)
             continue
@@ -44,7 +44,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
             req.finish = FinishReason("abort", message=result.errors[index], status_code=500)
         else:
             try:
-                _take_row(state, req, row.start, row.samples, index, result)
+                _take_row(state, req, row, index, result)
             except Exception:
                 # The boundary of one request's faults, its stop strings' decoding among them.
                 logger.exception("taking the output of %r failed", req.rid)
@@ -63,7 +63,7 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
     for row in batch.rows:
         req = row.req
         req.num_in_flight -= 1
-        req.num_sampling -= row.samples
+        req.num_sampling -= row.num_logits
         req.keep_kv = False
         if req.finish is None:
             req.finish = FinishReason("abort", message=message, status_code=500)
@@ -123,24 +123,33 @@ def _settle(state: SchedulerState, req: Req) -> None:
         state.running.remove(req)
 
 
-def _take_row(state: SchedulerState, req: Req, start: int, samples: bool, index: int, result: StepResult) -> None:
+def _take_row(state: SchedulerState, req: Req, row: Row, index: int, result: StepResult) -> None:
     if index in result.prompt_logprobs:
         block = result.prompt_logprobs[index]
         req.prompt_logprobs.append(block)
         req.num_prompt_logprobs += len(block.values) // 4
     if index in result.hidden_states:
-        _take_hidden(req, start, result.hidden_states[index])
-    if samples:
-        token_id = int(result.token_ids[index])
-        assert 0 <= token_id < state.config.vocab_size, (req.rid, token_id)
-        req.append(token_id)
-        state.counters.generation_tokens += 1
-        state.fair_share.charge_output(req)
-        if index in result.logprobs:
-            req.pending_logprobs.append(result.logprobs[index])
-        req.finish = _finish_reason(state, req, token_id)
+        _take_hidden(req, row.start, result.hidden_states[index])
+    if row.num_logits:
+        begin, end = result.id_starts[index], result.id_starts[index + 1]
+        _take_ids(state, req, result.ids[begin:end].tolist(), result.logprobs.get(index))
     elif req.task.params.max_new_tokens == 0 and not req.is_prefilling:
         req.finish = FinishReason("length", length=0)
+
+
+def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> None:
+    """Commit the tokens that a row gave, as far as the request goes, with their logprobs."""
+    assert ids, req.rid
+    assert all(0 <= token_id < state.config.vocab_size for token_id in ids), (req.rid, ids)
+    num_before = req.num_outputs
+    try:
+        req.finish = req.accept(ids)
+    finally:
+        num_accepted = req.num_outputs - num_before
+        state.counters.generation_tokens += num_accepted
+        state.fair_share.charge_output(req, num_accepted)
+        if logprobs is not None:
+            req.pending_logprobs.append(logprobs.first(num_accepted))
 
 
 def _take_hidden(req: Req, start: int, rows: bytes) -> None:
@@ -150,18 +159,6 @@ def _take_hidden(req: Req, start: int, rows: bytes) -> None:
     if stale < count:
         req.pending_hidden.append(rows[stale * (len(rows) // count) :])
         req.num_hidden_rows = req.num_computed
-
-
-def _finish_reason(state: SchedulerState, req: Req, token_id: int) -> FinishReason | None:
-    """Whether the token just appended ends the request: stop string, then stop token or EOS, then length."""
-    params = req.task.params
-    if req.stop_checker is not None and (match := req.stop_checker.push(token_id)) is not None:
-        return FinishReason("stop", matched=match.matched)
-    if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in state.config.eos_token_ids):
-        return FinishReason("stop", matched=token_id)
-    if req.num_outputs >= params.max_new_tokens:
-        return FinishReason("length", length=req.num_outputs)
-    return None
 
 
 def _output(state: SchedulerState, req: Req) -> TokenIDOut:

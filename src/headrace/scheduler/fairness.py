@@ -70,9 +70,9 @@ class FairShare:
         self._last_admitted = req.asked.tenant
         self._charge(req, PROMPT_COST * num_tokens)
 
-    def charge_output(self, req: Req) -> None:
-        """It made a token."""
-        self._charge(req, OUTPUT_COST)
+    def charge_output(self, req: Req, num_tokens: int) -> None:
+        """It made `num_tokens` tokens."""
+        self._charge(req, OUTPUT_COST * num_tokens)
 
     def _charge(self, req: Req, cost: float) -> None:
         tenant = req.asked.tenant

@@ -195,19 +195,18 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
 
 
 def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
-    task, params = req.task, req.task.params
+    task = req.task
     spec = task.logprobs
     if spec is not None:
         spec = LogprobSpec(req.prompt_logprob_start, spec.top_num, spec.token_ids)
-    ends = () if params.ignore_eos else tuple(sorted(state.config.eos_token_ids))
     return NewSequence(
         seq=req.seq,
         rid=req.rid,
         token_ids=req.tokens(),
         num_prompt_tokens=req.num_prompt_tokens,
         prefix_slots=state.kv.prefix_slots(req),
-        sampling=params,
-        end_token_ids=tuple(dict.fromkeys(ends + params.stop_token_ids)),
+        sampling=task.params,
+        end_token_ids=tuple(sorted(req.end_token_ids)),
         logprobs=spec,
         return_hidden_states=task.return_hidden_states,
         input_embeds=req.asked.input_embeds,
@@ -218,14 +217,14 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
 
 def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int, num_wanted: int) -> None:
     """Put `count` of the `num_wanted` tokens that the request could compute into the plan and move its marks."""
-    samples = count == num_wanted and req.task.params.max_new_tokens > 0
-    batch.rows.append(Row(req, req.num_scheduled, count, samples))
+    num_logits = int(count == num_wanted and req.task.params.max_new_tokens > 0)
+    batch.rows.append(Row(req, req.num_scheduled, count, num_logits))
     for fault in state.faults[:]:
-        if fault.rid == req.rid and samples and fault.at_token == req.num_outputs + req.num_sampling:
+        if fault.rid == req.rid and num_logits and fault.at_token == req.num_outputs + req.num_sampling:
             state.faults.remove(fault)
             batch.faults.append(fault)
     if count > 1 or req.num_scheduled < req.num_prompt_tokens:
         req.note("chunk", state.now_s, count)
     req.num_scheduled += count
-    req.num_sampling += samples
+    req.num_sampling += num_logits
     req.num_in_flight += 1

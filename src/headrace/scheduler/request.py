@@ -8,6 +8,7 @@ only in how many tokens a step computes.
                committed       computes these       yet                  known, their value is not
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -52,6 +53,7 @@ class Req:
     seq: row in the worker's tables while admitted, else -1. pages: KV pages in order of position.
     pages[:num_tree_pages] were leased from or given to the cache, except the duplicates listed in `duplicate_pages`, which are
     ours: another request had inserted the same tokens first. pages[num_tree_pages:] are ours.
+    end_token_ids: any of these ends it.
     """
 
     asked: TokenizedGenerateReqInput
@@ -59,6 +61,7 @@ class Req:
     order: int
     token_bytes: bytearray
     num_prompt_tokens: int
+    end_token_ids: frozenset[int]
     stop_checker: StopChecker | None = None
     num_computed: int = 0
     num_scheduled: int = 0
@@ -87,13 +90,18 @@ class Req:
     num_hidden_rows: int = 0
 
     @classmethod
-    def from_input(cls, asked: TokenizedGenerateReqInput, now_s: float, order: int) -> "Req":
+    def from_input(
+        cls, asked: TokenizedGenerateReqInput, now_s: float, order: int, eos_token_ids: frozenset[int]
+    ) -> "Req":
         """A request that has just arrived, with the outputs of an earlier life, as after a retraction.
 
         Bytes beyond whole tokens are left out; admission refuses them.
         """
         num_tokens = len(asked.input_ids) // TOKEN_BYTES
-        req = cls(asked, now_s, order, bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES]), num_tokens)
+        known = bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES])
+        params = asked.task.params
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        req = cls(asked, now_s, order, known, num_tokens, ends)
         if asked.output_ids:
             req.token_bytes += asked.output_ids[: len(asked.output_ids) // TOKEN_BYTES * TOKEN_BYTES]
             req.num_sent_outputs = req.num_outputs
@@ -180,6 +188,23 @@ class Req:
         """Committed outputs from number `start` on, int32 bytes."""
         return bytes(self.token_bytes[(self.num_prompt_tokens + start) * TOKEN_BYTES :])
 
-    def append(self, token_id: int) -> None:
-        """Commit one output token."""
-        self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)
+    def accept(self, ids: Sequence[int]) -> FinishReason | None:
+        """Commit output tokens up to the one that ends the request, if any does; those after it are dropped.
+
+        Returns why it ends, or None. Raises what the stop checker raises; the tokens it has seen are committed then.
+        """
+        for token_id in ids:
+            self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)
+            if (finish := self._finish_at(token_id)) is not None:
+                return finish
+        return None
+
+    def _finish_at(self, token_id: int) -> FinishReason | None:
+        """Whether the token just committed ends the request: stop string, then stop token or EOS, then length."""
+        if self.stop_checker is not None and (match := self.stop_checker.push(token_id)) is not None:
+            return FinishReason("stop", matched=match.matched)
+        if token_id in self.end_token_ids:
+            return FinishReason("stop", matched=token_id)
+        if self.num_outputs >= self.task.params.max_new_tokens:
+            return FinishReason("length", length=self.num_outputs)
+        return None

@@ -223,7 +223,7 @@ class Scheduler:
         if request.rid in state.by_rid:
             logger.error("dropped a second request with the live rid %r", request.rid)
             return
-        req = Req.from_input(request, self._clock(), state.next_order)
+        req = Req.from_input(request, self._clock(), state.next_order, state.config.eos_token_ids)
         state.next_order += 1
         state.by_rid[req.rid] = req
         try:

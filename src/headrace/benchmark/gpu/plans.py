@@ -27,10 +27,10 @@ def decode_plans(
         sequence(r, tokens[r], (first[r] + np.arange(context, dtype=np.int32)).astype(np.int32), sampling)
         for r in range(batch)
     )
-    seqs, ones, samples = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32), np.ones(batch, np.bool_)
+    seqs, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
     for step in range(room - context - 1):
         starts = np.full(batch, context + step, np.int32)
-        yield ModelWorkerBatch(step, new if step == 0 else (), seqs, starts, ones, samples, first + starts)
+        yield ModelWorkerBatch(step, new if step == 0 else (), seqs, starts, ones, ones, first + starts)
 
 
 def sequence(

@@ -71,7 +71,7 @@ def measure_prefill(bench: Bench, rows: Rows) -> None:
                 np.zeros(1, np.int32),
                 np.zeros(1, np.int32),
                 np.array([prompt], np.int32),
-                np.ones(1, np.bool_),
+                np.ones(1, np.int32),
                 np.arange(prompt, dtype=np.int32),
             )
             begin = clock.mark()

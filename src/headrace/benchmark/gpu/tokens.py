@@ -95,13 +95,13 @@ def _greedy(args: ServerArgs) -> list[int]:
     )
     seqs = np.arange(3, dtype=np.int32)
     slots = np.concatenate([r * room + np.arange(n) for r, n in enumerate(lengths)]).astype(np.int32)
-    samples = np.ones(3, np.bool_)
-    worker.submit(ModelWorkerBatch(0, new, seqs, np.zeros(3, np.int32), lengths, samples, slots))
-    tokens = worker.collect().token_ids.tolist()
+    ones = np.ones(3, np.int32)
+    worker.submit(ModelWorkerBatch(0, new, seqs, np.zeros(3, np.int32), lengths, ones, slots))
+    tokens = worker.collect().ids.tolist()
     for step in range(12):
         starts = (lengths + step).astype(np.int32)
-        plan = ModelWorkerBatch(step + 1, (), seqs, starts, np.ones(3, np.int32), samples, seqs * room + starts)
+        plan = ModelWorkerBatch(step + 1, (), seqs, starts, ones, ones, seqs * room + starts)
         worker.submit(plan)
-        tokens += worker.collect().token_ids.tolist()
+        tokens += worker.collect().ids.tolist()
     worker.close()
     return tokens
