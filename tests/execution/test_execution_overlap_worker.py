@@ -79,7 +79,7 @@ def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it
 
     def run(batch, on_layers):
         seen.append((batch.step, threading.current_thread().name))
-        return StepResult(batch.step, int32([7]))
+        return StepResult(batch.step, int32([7]), int32([0, 1]))
 
     client = client_of(run)
     client._worker.profiler._start = lambda request: (
