@@ -7,8 +7,7 @@ from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import FORMATS
 from headrace.kernels import PackedExperts, cpu
-from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS, unpack_quantized
-from headrace.layers.linear import unpack_weight
+from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS
 from headrace.layers.quantization import quantize
 
 KINDS = ["float32", "bfloat16", "int16", "int8", "int8-fast", "int4"]
@@ -49,7 +48,7 @@ def through(x: torch.Tensor, linear: kernels.PackedLinear) -> torch.Tensor:
     if rounding is not None:
         values, scales = kernels.quantize_rows(x, group=rounding.group, bits=rounding.bits)
         seen = values.double() * scales.double().repeat_interleave(rounding.group, 1)[:, : x.shape[1]]
-    weight = unpack_quantized(linear) if linear.layout.startswith("native_int") else unpack_weight(linear)
+    weight = kernels.unpack_linear(linear)
     bias = 0.0 if linear.bias is None else linear.bias[: linear.n].double()
     return seen @ weight.double().T + bias
 

@@ -7,7 +7,7 @@ from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP
 from headrace.kernels import cpu
-from headrace.kernels.packing import half_scales, pack_native_quantized, unpack_quantized
+from headrace.kernels.quantized_packing import half_scales, pack_native_quantized, unpack_quantized
 from headrace.layers.quantization import quantize
 
 SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030)]

@@ -32,6 +32,7 @@ from headrace.kernels.registry import (
     runs_fused_moe,
     set_num_threads,
 )
+from headrace.kernels.unpacking import packed_rows, unpack_linear
 
 __all__ = [
     "PAGE_SIZE",
@@ -59,6 +60,7 @@ __all__ = [
     "num_threads",
     "pack_experts",
     "pack_linear",
+    "packed_rows",
     "paged_attention",
     "prefer",
     "quantize_rows",
@@ -68,5 +70,6 @@ __all__ = [
     "runs_fused_moe",
     "set_num_threads",
     "silu_mul",
+    "unpack_linear",
     "write_kv",
 ]

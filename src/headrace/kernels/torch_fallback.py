@@ -15,17 +15,15 @@ from headrace.kernels.experts import PackedExperts
 from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import (
     PAGE_SIZE,
-    QUANT_LIMITS,
     ROUNDINGS,
     PackedLinear,
     check_linear,
-    check_quantized,
     int8_parts,
     pack_torch,
-    pack_torch_quantized,
 )
+from headrace.kernels.quantized_packing import QUANT_LIMITS, check_quantized, pack_torch_quantized
 from headrace.kernels.registry import for_layout
-from headrace.kernels.torch_quantized import fp8_product, int4_product, pack_int4, why_not_int4
+from headrace.kernels.torch_quantized import PRODUCTS, pack_codes
 
 __all__ = [
     "argmax",
@@ -47,8 +45,6 @@ __all__ = [
     "write_kv",
 ]
 
-_PRODUCTS = {"torch_fp8": fp8_product, "torch_int4": int4_product}
-
 TILE_ROWS = 16
 KEY_BLOCK = 256
 
@@ -57,12 +53,7 @@ def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | Non
     """See `headrace.kernels.ops.pack_linear`."""
     if isinstance(weight, QuantizedMatrix):
         check_quantized(weight, bias)
-        if weight.codes.device.type == "cpu":
-            return pack_torch_quantized(weight, bias)
-        n, k = weight.shape
-        if weight.scheme == "int4" and not why_not_int4(n, k, weight.group_size):
-            return pack_int4(weight, bias)
-        return pack_torch(weight.dequantize().to(torch.bfloat16), bias)
+        return pack_torch_quantized(weight, bias) if weight.codes.device.type == "cpu" else pack_codes(weight, bias)
     check_linear(weight, bias)
     return pack_torch(weight, bias)
 
@@ -75,8 +66,8 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         raise ValueError("linear: accumulate needs out")
     if out is not None and tuple(out.shape) != (x.shape[0], packed.n):
         raise ValueError(f"linear: out must be {(x.shape[0], packed.n)}, got {tuple(out.shape)}")
-    if packed.layout in _PRODUCTS:
-        y = _PRODUCTS[packed.layout](x, packed)
+    if packed.layout in PRODUCTS:
+        y = PRODUCTS[packed.layout](x, packed)
         if packed.bias is not None:
             y += packed.bias.to(y.dtype)
         return y if out is None else out.add_(y) if accumulate else out.copy_(y)

@@ -9,10 +9,13 @@ CPU too, which is how they are tested; they are not served there. Runs in the th
 fp8: P. Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
 
+from collections.abc import Callable
+
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.kernels.packing import PackedLinear
+from headrace.checkpoint.weight_formats import codes_of
+from headrace.kernels.packing import Layout, PackedLinear, pack_torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -90,13 +93,21 @@ def int4_group(k: int, group_size: int) -> int:
     return next((size for size in INT4_GROUPS if group_size % size == 0 and k % size == 0), 0)
 
 
+def pack_codes(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
+    """Pack integer weights on their device; as bfloat16 where no product takes their codes."""
+    n, k = matrix.shape
+    if codes_of(matrix.scheme).bits == 4 and not why_not_int4(n, k, matrix.group_size):
+        return pack_int4(matrix, bias)
+    return pack_torch(matrix.dequantize().to(torch.bfloat16), bias)
+
+
 def pack_int4(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
     """Pack 4-bit codes on their device. weight = (code - 8) * scale + zero, where zero = 8 * scale - minimum; both round to bfloat16.
 
     data: what torch packs, in a layout of its own. column_scales: bfloat16[k / group, n, 2], scale and zero.
     """
     n, k = matrix.shape
-    assert matrix.scheme == "int4", matrix.scheme
+    assert codes_of(matrix.scheme).bits == 4, matrix.scheme
     matrix = matrix.regrouped(int4_group(k, matrix.group_size))
     zeros = torch.zeros_like(matrix.scales) if matrix.minimums is None else 8 * matrix.scales - matrix.minimums
     scales = torch.stack((matrix.scales, zeros), dim=2).transpose(0, 1).to(torch.bfloat16).contiguous()
@@ -127,3 +138,10 @@ def unpack_int4(packed: PackedLinear) -> torch.Tensor:
     """The weights bfloat16[n, k], as the product sees them: those of a product with the identity."""
     identity = torch.eye(packed.k, dtype=torch.bfloat16, device=packed.data.device)
     return int4_product(identity, packed).t().contiguous()
+
+
+PRODUCTS: dict[Layout, Callable[[torch.Tensor, PackedLinear], torch.Tensor]] = {
+    "torch_fp8": fp8_product,
+    "torch_int4": int4_product,
+}
+"""Products by layout: x [rows, k] @ weight^T -> [rows, n], without the bias."""

@@ -7,7 +7,7 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.layers.linear import Linear, unpack_weight
+from headrace.layers.linear import Linear
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 
 
@@ -67,7 +67,7 @@ class Embedding:
     def _read(self) -> torch.Tensor:
         if self._shared is None:
             return self._table
-        return unpack_weight(self._shared.packed).to(self._placement.weight_dtype)
+        return kernels.unpack_linear(self._shared.packed).to(self._placement.weight_dtype)
 
     def _load(self, tensor: torch.Tensor) -> None:
         if self._shared is None:

@@ -17,8 +17,7 @@ from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.errors import ModelError
 from headrace.kernels import PackedLinear
-from headrace.kernels.packing import quantized_matrix, unpack_quantized
-from headrace.kernels.torch_quantized import fp8_per_row, pack_fp8, unpack_fp8, unpack_int4, why_not_fp8
+from headrace.kernels.torch_quantized import fp8_per_row, pack_fp8, why_not_fp8
 from headrace.layers.lora import LinearAdapters
 from headrace.layers.quantization import bytes_per_weight, join
 from headrace.layers.weight import Kept, Parts, Placement, Weight
@@ -144,35 +143,19 @@ class Linear:
         return kernels.pack_linear(join(weights, scheme), bias)
 
     def _present_weight(self, name: str) -> torch.Tensor | QuantizedMatrix:
-        """A projection as it is kept: a quantised one by its codes, which quantising it again might not give."""
-        if self._packed.layout == "torch_int4":
-            raise ModelError(f"{name} shares a product in 4 bits with {', '.join(self.outputs)}: replace them together")
-        if self._packed.column_scales is None or self._packed.layout == "torch_fp8":
-            return unpack_weight(self._packed)[self._columns[name]]
-        columns = self._columns[name]
-        return quantized_matrix(self._packed).rows(columns.start, columns.stop)
+        """A projection as it is kept, to the bit."""
+        rows = kernels.packed_rows(self._packed, self._columns[name])
+        if rows is None:
+            scheme, others = self._placement.quantization, ", ".join(self.outputs)
+            raise ModelError(f"{name} shares a product of {scheme} weights with {others}: replace them together")
+        return rows
 
     def _read_weight(self, name: str) -> torch.Tensor:
-        return unpack_weight(self._packed)[self._columns[name]].to(self._placement.weight_dtype)
+        return kernels.unpack_linear(self._packed)[self._columns[name]].to(self._placement.weight_dtype)
 
     def _read_bias(self, name: str) -> torch.Tensor:
         assert self._packed.bias is not None, name
         return self._packed.bias[self._columns[name]].to(self._placement.weight_dtype)
-
-
-def unpack_weight(packed: PackedLinear) -> torch.Tensor:
-    """The weight [n, k] that was packed (the layouts are those of `PackedLinear`)."""
-    if packed.layout == "torch_fp8":
-        return unpack_fp8(packed)
-    if packed.layout == "torch_int4":
-        return unpack_int4(packed)
-    if packed.layout.startswith("torch"):
-        return packed.data
-    if packed.layout.startswith("native_int"):
-        return unpack_quantized(packed)
-    if packed.layout == "native_bf16":
-        return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
-    return packed.data.permute(0, 2, 1).reshape(-1, packed.k)[: packed.n]
 
 
 def _stack(parts: list[torch.Tensor | QuantizedMatrix]) -> torch.Tensor:

@@ -17,11 +17,10 @@ from headrace.kernels.packing import (
     QUANT_SCHEMES,
     PackedLinear,
     check_linear,
-    check_quantized,
     kv_cache_geometry,
     pack_native,
-    pack_native_quantized,
 )
+from headrace.kernels.quantized_packing import check_quantized, pack_native_quantized
 from headrace.kernels.torch_fallback import lora_delta
 
 # Its products are native where the factors are packed for these kernels; what is left is an addition.

@@ -1,0 +1,144 @@
+"""Layouts of integer weights on CPU: codes and scales in the order in which the native kernels read them.
+
+Owns the packing of a `QuantizedMatrix` and the way back. Does not own the table of layouts (`packing`), the rounding
+(`headrace.layers.quantization`) nor what a format is (`headrace.checkpoint.weight_formats`). Runs in whatever thread loads the model.
+"""
+
+import torch
+
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, WIDE_GROUP, codes_of
+from headrace.kernels.packing import PACKED_COLUMNS, QUANTIZED_LAYOUTS, ROUNDINGS, PackedLinear
+
+QUANT_LIMITS = {8: 127, 16: 8191}
+"""Largest magnitude of an activation as an integer, by its bits."""
+
+MAX_QUANTIZED_K = 65536
+"""Longest row of a quantised linear: sums of its products fit 32 bits."""
+
+
+def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
+    """ValueError unless the matrix' parts fit one another and bias is [n] or None."""
+    grid = codes_of(matrix.scheme)
+    (n, k), size = matrix.shape, matrix.group_size
+    wanted = (n, -(-k // size))
+    for what, tensor in (("scales", matrix.scales), ("minimums", matrix.minimums)):
+        if tensor is not None and (tuple(tensor.shape) != wanted or tensor.dtype != torch.float32):
+            raise ValueError(
+                f"pack_linear: {what} must be float32 {list(wanted)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+    if matrix.codes.dtype != getattr(torch, grid.dtype):
+        raise ValueError(f"pack_linear: codes must be torch.{grid.dtype}, got {matrix.codes.dtype}")
+    if matrix.minimums is not None and not grid.minimums:
+        raise ValueError(f"pack_linear: {matrix.scheme} has no minimums")
+    if size != k if grid.scale_per_row else size % KERNEL_GROUP and size < k:
+        raise ValueError(f"pack_linear: {matrix.scheme} with groups of {size} in rows of {k}")
+    if k > MAX_QUANTIZED_K:
+        raise ValueError(f"pack_linear: a quantised row has at most {MAX_QUANTIZED_K} elements, got {k}")
+    if grid.max_norm is not None and _largest_norm(matrix.codes) > grid.max_norm:
+        raise ValueError(
+            f"pack_linear: {matrix.scheme} codes of a row have a norm of at most {grid.max_norm} in each {WIDE_GROUP} elements"
+        )
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"pack_linear: bias must be [{n}], got shape {tuple(bias.shape)}")
+
+
+def _largest_norm(codes: torch.Tensor) -> float:
+    groups = torch.nn.functional.pad(codes, (0, -codes.shape[1] % WIDE_GROUP)).unflatten(1, (-1, WIDE_GROUP))
+    return max((float(part.double().square().sum(dim=2).amax()) for part in groups.split(256)), default=0.0) ** 0.5
+
+
+def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
+    """Pack for the native kernel; k is padded to a multiple of 32 (groups = k / 32), n to one of 32 (blocks = n / 32).
+
+    native_int8: uint8[blocks, groups, 1088], a record of [8][32][4] codes and 32 half scales; native_int4: [.., 576], [4][32][4] bytes
+    (element 8 i + j in the low, 8 i + 4 + j in the high nibble of byte j) and 32 half scales; native_int4_min: [.., 640], 32 half
+    minimums more; native_int8_fast: [blocks, k / 4, 32, 4] codes; native_int16: int16[blocks, k / 2, 32, 2]. See `half_scales` for the scales.
+    """
+    n, k = matrix.shape
+    blocks, groups = -(-n // PACKED_COLUMNS), -(-k // KERNEL_GROUP)
+    more = blocks * PACKED_COLUMNS - n
+    grid = codes_of(matrix.scheme)
+    zero = grid.zero if matrix.minimums is None else 0
+    padding = (0, groups * KERNEL_GROUP - k, 0, more)
+    codes = torch.nn.functional.pad(matrix.codes, padding, value=zero) if any(padding) else matrix.codes
+    padded_bias = None
+    if bias is not None:
+        padded_bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more)).contiguous()
+    layout = next(
+        name
+        for name, quantized in QUANTIZED_LAYOUTS.items()
+        if (quantized.scheme, quantized.minimums) == (matrix.scheme, matrix.minimums is not None)
+    )
+    if grid.scale_per_row:
+        data = codes.reshape(blocks, PACKED_COLUMNS, -1, 32 // grid.bits).permute(0, 2, 1, 3).contiguous()
+        columns = torch.nn.functional.pad(matrix.scales[:, 0], (0, more)).contiguous()
+        return PackedLinear(n, k, layout, data, padded_bias, columns)
+    scales, minimums, columns = half_scales(matrix)
+    halves = [scales] if minimums is None else [scales, minimums]
+    if grid.bits == 8:
+        ordered = codes.reshape(blocks, PACKED_COLUMNS, groups, 8, 4).permute(0, 2, 3, 1, 4)
+    else:
+        nibbles = codes.reshape(blocks, PACKED_COLUMNS, groups, 4, 2, 4)
+        ordered = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
+    record = [ordered.reshape(blocks, groups, -1)]
+    for half in halves:
+        padded = torch.nn.functional.pad(half, (0, 0, 0, more)).reshape(blocks, PACKED_COLUMNS, groups)
+        record.append(padded.permute(0, 2, 1).contiguous().view(torch.uint8))
+    columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
+    return PackedLinear(n, k, layout, torch.cat(record, dim=2), padded_bias, columns)
+
+
+def pack_torch_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
+    """Keep the weights in float32, four to eight times the bytes: this is the reference, not the route to a small model."""
+    n, k = matrix.shape
+    weights = unpack_quantized(pack_native_quantized(matrix, None))
+    bias = None if bias is None else bias.to(torch.float32)
+    layout = next(name for name, rounding in ROUNDINGS.items() if rounding == FORMATS[matrix.scheme].activations)
+    return PackedLinear(n, k, layout, weights, bias)
+
+
+def half_scales(matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(scales, minimums) float16[n, k / 32] and a power of two for each row, float32[n], that multiplies both.
+
+    The power brings the largest of a row to 2^14 .. 2^15, so no scale is subnormal unless it is 2^28 times smaller than that. A scale
+    that was a float16 stays exact; others round to 11 bits.
+    """
+    matrix = matrix.regrouped(KERNEL_GROUP) if matrix.group_size % KERNEL_GROUP == 0 else matrix
+    largest = matrix.scales.abs().amax(dim=1)
+    if matrix.minimums is not None:
+        largest = torch.maximum(largest, matrix.minimums.abs().amax(dim=1))
+    exponents = torch.frexp(largest).exponent.clamp(min=-100) - 15
+    columns = torch.ldexp(torch.ones_like(largest), exponents)
+    scales = torch.ldexp(matrix.scales, -exponents[:, None]).to(torch.float16)
+    minimums = None if matrix.minimums is None else torch.ldexp(matrix.minimums, -exponents[:, None]).to(torch.float16)
+    return scales, minimums, columns
+
+
+def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
+    """The weights float32[n, k] of one of the native_int layouts."""
+    return quantized_matrix(packed).dequantize().contiguous()
+
+
+def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
+    """What was packed in one of the native_int layouts: the same codes, and scales as the kernels use them. Packing it again is exact."""
+    assert packed.column_scales is not None, packed.layout
+    n, k, data, columns = packed.n, packed.k, packed.data, packed.column_scales[: packed.n, None]
+    quantized = QUANTIZED_LAYOUTS[packed.layout]
+    grid = codes_of(quantized.scheme)
+    if grid.scale_per_row:
+        codes = data.permute(0, 2, 1, 3).reshape(-1, data.shape[1] * data.shape[3])[:n, :k].contiguous()
+        return QuantizedMatrix(quantized.scheme, codes, columns, None, k)
+    blocks, groups = data.shape[:2]
+    num_code_bytes = PACKED_COLUMNS * KERNEL_GROUP * grid.bits // 8
+    codes, halves = data[..., :num_code_bytes], data[..., num_code_bytes:]
+    if grid.bits == 8:
+        codes = codes.reshape(blocks, groups, 8, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
+    else:
+        nibbles = codes.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
+        codes = torch.stack((nibbles & 15, nibbles >> 4), dim=4)
+    codes = codes.reshape(blocks * PACKED_COLUMNS, groups * KERNEL_GROUP)[:n, :k].contiguous()
+    scales = halves.contiguous().view(torch.float16).reshape(blocks, groups, -1, PACKED_COLUMNS).permute(2, 0, 3, 1)
+    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups)[:, :n].to(torch.float32) * columns
+    minimums = scales[1] if quantized.minimums else None
+    return QuantizedMatrix(quantized.scheme, codes, scales[0], minimums, KERNEL_GROUP)
