@@ -466,7 +466,7 @@ async def test_the_end_of_a_child_reaches_every_waiter(make_frontend):
 async def test_a_loop_that_breaks_answers_every_waiter(make_frontend, caplog):
     frontend = make_frontend()
     broken = []
-    frontend.manager.on_broken = lambda: broken.append(frontend.manager.failure)
+    frontend.manager.on_broken = lambda: broken.append(frontend.manager.engine_loop.failure)
     task = frontend.start("p")
     await frontend.engine.until(lambda: frontend.engine.requests)
     frontend.engine.outbox.send(Heartbeat(["not", "hashable"]))
@@ -799,8 +799,8 @@ async def test_a_process_that_was_heard_and_is_silent_is_not_healthy(make_fronte
     frontend.engine.outbox.send(Heartbeat("scheduler"))
     await turns()
     assert await frontend.manager.health()
-    assert frontend.manager.heartbeat_age_s("scheduler") == 0.0
-    assert frontend.manager.heartbeat_age_s("nobody") is None
+    assert frontend.manager.heartbeats.age_s("scheduler") == 0.0
+    assert frontend.manager.heartbeats.age_s("nobody") is None
 
 
 async def test_faults_are_refused_unless_enabled_and_go_to_the_process_that_does_them(make_frontend):

@@ -69,7 +69,7 @@ def engine(parts):
 
 def test_a_stall_in_a_thread_is_a_death_and_not_the_end_of_the_process(parts, engine):
     deaths = []
-    engine.on_death = lambda: deaths.append(engine.tokenizer_manager.failure)
+    engine.on_death = lambda: deaths.append(engine.tokenizer_manager.engine_loop.failure)
 
     parts.on_stall()
 
@@ -85,7 +85,7 @@ async def test_a_loop_of_outputs_that_fails_is_a_death(engine):
 
     await asyncio.wait_for(dead.wait(), 20)
 
-    assert engine.tokenizer_manager.failure == "internal error"
+    assert engine.tokenizer_manager.engine_loop.failure == "internal error"
     await engine.tokenizer_manager.close()
 
 

@@ -7,7 +7,6 @@ method says that it may be called from any thread. No torch.
 
 import asyncio
 import functools
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -29,8 +28,10 @@ from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
 from headrace.frontend.encode import Encoder
 from headrace.frontend.endings import Endings, SpanSink
+from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.flush import flush_when_idle
+from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import (
     Call,
@@ -39,7 +40,6 @@ from headrace.frontend.prompts import (
 )
 from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
-from headrace.frontend.replica import nobody_lives
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import LimitChanges, Limits, RuntimeSettings
@@ -68,7 +68,6 @@ from headrace.messages.control import (
     ReadyInfo,
     SchedulerStats,
 )
-from headrace.messages.dispatch import TypeBasedDispatcher
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, FinishReason
@@ -108,8 +107,6 @@ PROFILE_TIMEOUT_S = 120.0
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
-HEARTBEAT_LIMIT_S = 5.0
-"""A process that has been heard before and is silent for so long is not healthy."""
 HEALTH_RID_PREFIX = "headrace-health-"
 
 
@@ -143,10 +140,8 @@ class TokenizerManager:
         self.ready = ready
         self.tokenizer = tokenizer
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
-        self.failure: str | None = None
         self.on_broken: Callable[[], None] = lambda: None
         self.num_restarts = 0
-        self._dropped_frames: dict[str, int] = {}
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
         self._anybody = Tenant(TenantLimits(name=""))
         self._timelines = Timelines(args.timeline_requests)
@@ -179,21 +174,18 @@ class TokenizerManager:
             max_unread_bytes=args.max_stream_buffer_bytes,
         )
         self._to_scheduler: Sender = self.link
+        self.engine_loop = EngineLoop(from_engine, self.link, watchdog or Watchdog("tokenizer manager", 0.0))
+        self.engine_loop.on_broken = self._broken
+        self.heartbeats = Heartbeats(clock)
         self.aborts = Aborts(self.table, self.link)
         self._to_detokenizer = to_detokenizer
         self.settings = RuntimeSettings(args, ready, self.link.send, self._tell_detokenizer, self._take_limits)
-        self._from_engine = from_engine
-        self._watchdog = watchdog or Watchdog("tokenizer manager", 0.0)
         self._clock = clock
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread = -1
-        self._handle_task: asyncio.Task[None] | None = None
         self._probe = SharedProbe(self._can_generate, clock)
-        self._heartbeats: dict[str, float] = {}
         self._weights = WeightControl(
             self.link,
-            self._check_control,
+            self.engine_loop.check_serving,
             self.aborts.abort_all,
             ready.fingerprint,
             self._note_operation,
@@ -216,7 +208,7 @@ class TokenizerManager:
             self.request_log,
         )
         self._profiles = Communicator[ProfileReply]("profile")
-        self.experts = ExpertRecording(self.link.replicas_up, self._check_control)
+        self.experts = ExpertRecording(self.link.replicas_up, self.engine_loop.check_serving)
         self._communicators = (
             self.experts.replies,
             self._flushes,
@@ -226,17 +218,21 @@ class TokenizerManager:
             self._profiles,
             self._weights,
         )
-        self._dispatcher = TypeBasedDispatcher()
-        self._dispatcher.register(LoraReply, self._on_lora_reply)
-        self._dispatcher.register(ProfileReply, self._profiles.handle)
-        self._dispatcher.register(ExpertCountsReply, self.experts.replies.handle)
-        self._dispatcher.register(BatchStrOut, self.outputs.handle)
-        self._dispatcher.register(FlushCacheReply, self._flushes.handle)
-        self._dispatcher.register(InternalStateReply, self._states.handle)
-        self._dispatcher.register(HealthCheckReply, self._healths.handle)
-        self._dispatcher.register(WeightOpReply, self._weights.handle)
-        self._dispatcher.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
-        self._dispatcher.register(Heartbeat, self._on_heartbeat)
+        handlers = self.engine_loop.handlers
+        handlers.register(LoraReply, self._on_lora_reply)
+        handlers.register(ProfileReply, self._profiles.handle)
+        handlers.register(ExpertCountsReply, self.experts.replies.handle)
+        handlers.register(BatchStrOut, self.outputs.handle)
+        handlers.register(FlushCacheReply, self._flushes.handle)
+        handlers.register(InternalStateReply, self._states.handle)
+        handlers.register(HealthCheckReply, self._healths.handle)
+        handlers.register(WeightOpReply, self._weights.handle)
+        handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
+        handlers.register(Heartbeat, self.heartbeats.handle)
+
+    def start(self) -> None:
+        """Begin taking outputs, in the running event loop. Later calls do nothing."""
+        self.engine_loop.start()
 
     # -- one call
 
@@ -261,7 +257,7 @@ class TokenizerManager:
         Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
         """
-        self.start()
+        self.engine_loop.start()
         self._check_accepting()
         call = await self.encoder.split(obj)
         # A large call is split beside others: the server may have stopped meanwhile.
@@ -287,8 +283,7 @@ class TokenizerManager:
             self._release(state)
 
     def _check_accepting(self) -> None:
-        if self.failure is not None:
-            raise ExecutionError(self.failure)
+        self.engine_loop.check()
         if not self._accepting:
             raise CapacityError("the server is stopping and takes no new requests", retry_after_s=5.0)
 
@@ -399,44 +394,12 @@ class TokenizerManager:
         self.table.leave(state, self._clock())
         sent = []
         for sample in state.unfinished:
-            if self.failure is None and sample.sent_s:
+            if self.engine_loop.failure is None and sample.sent_s:
                 sent.append(sample.rid)
             else:
                 self.endings.forget(sample)
         if sent:
             self._to_scheduler.send(AbortReq(tuple(sent), message="the client went away"))
-
-    # -- outputs of the engine
-
-    def start(self) -> None:
-        """Begin taking outputs, in the running event loop. Later calls do nothing."""
-        if self._handle_task is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop_thread = threading.get_ident()
-            self._handle_task = self._loop.create_task(self.handle_loop())
-            self._watchdog.start()
-
-    async def handle_loop(self) -> None:
-        """Take messages until cancelled. If it breaks, every waiter gets an error and the manager is no longer healthy."""
-        try:
-            while True:
-                with self._watchdog.disabled():
-                    message = await self._from_engine.arecv()
-                self._watchdog.feed()
-                self._dispatcher(message)
-        except Exception:
-            logger.exception("the loop that takes outputs failed")
-            self.fail_all("internal error")
-            self.on_broken()
-
-    def _on_heartbeat(self, message: Heartbeat) -> None:
-        self._heartbeats[message.process] = self._clock()
-        self._dropped_frames[message.process] = message.dropped_frames
-
-    def heartbeat_age_s(self, process: str) -> float | None:
-        """Seconds since a process was last heard, None when it never was. From any thread."""
-        last_s = self._heartbeats.get(process)
-        return None if last_s is None else self._clock() - last_s
 
     def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
         """What happened to the sample `rid`, or to all samples of a call that the client knows by it; see `Timeline`.
@@ -456,9 +419,9 @@ class TokenizerManager:
         """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
         return {
             "num_unknown_outputs": self.outputs.num_unknown,
-            "dropped_frames": self._from_engine.dropped_frames,
-            "detokenizer_dropped_frames": self._dropped_frames.get("detokenizer", 0),
-            "num_stalls": self._watchdog.num_stalls,
+            "dropped_frames": self.engine_loop.dropped_frames,
+            "detokenizer_dropped_frames": self.heartbeats.detokenizer_dropped_frames,
+            "num_stalls": self.engine_loop.num_stalls,
             "num_restarts": self.num_restarts,
             "num_replayed": self.link.num_replayed,
             "num_given_up": self.link.num_given_up,
@@ -506,17 +469,16 @@ class TokenizerManager:
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
         """See `Adapters.load`."""
-        self._check_control()
+        self.engine_loop.check_serving()
         await self._adapters.load(lora_name, lora_path, pinned)
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """See `Adapters.unload`."""
-        self._check_control()
+        self.engine_loop.check_serving()
         await self._adapters.unload(lora_name)
 
     async def _call_about_lora(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
-        if self.failure is not None:
-            raise ExecutionError(self.failure)
+        self.engine_loop.check()
         # The detokenizer has no part in it.
         replies = await self._lora_replies.call_every(self.link.replicas_up, make, LORA_TIMEOUT_S)
         return list(replies.values())
@@ -535,14 +497,14 @@ class TokenizerManager:
         return await flush_when_idle(self._flush_now, timeout_s)
 
     async def _flush_now(self) -> FlushCacheReply:
-        self._check_control()
+        self.engine_loop.check_serving()
         asked = await self._flushes.call(self.link.replicas_up(), FlushCacheReq, CONTROL_TIMEOUT_S)
         replies = list(asked.values())
         return next((reply for reply in replies if not reply.success), replies[0])
 
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each replica that lives. Raises CapacityError, ExecutionError."""
-        self._check_control()
+        self.engine_loop.check_serving()
         replies = await self._states.call(self.link.replicas_up(), InternalStateReq, CONTROL_TIMEOUT_S)
         return sorted((reply.state for reply in replies.values()), key=lambda state: state.dp_rank)
 
@@ -564,7 +526,7 @@ class TokenizerManager:
         return await self._profile(lambda i: ProfileReq(i, False))
 
     async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
-        self._check_control()
+        self.engine_loop.check_serving()
         replies = list((await self._profiles.call(self.link.replicas_up(), make, PROFILE_TIMEOUT_S)).values())
         if not any(reply.success for reply in replies):
             raise RequestError(replies[0].message)
@@ -599,12 +561,12 @@ class TokenizerManager:
 
     def freeze_gc(self) -> None:
         """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
-        self._check_control()
+        self.engine_loop.check_serving()
         self.settings.freeze_gc()
 
     def set_internal_state(self, changes: LimitChanges) -> Limits:
         """Other limits, in every replica and in those that are started later; what now holds. Raises RequestError, CapacityError."""
-        self._check_control()
+        self.engine_loop.check_serving()
         return self.settings.change_limits(changes)
 
     def changed_options(self) -> dict[str, Any]:
@@ -630,10 +592,10 @@ class TokenizerManager:
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or did within the last second; see `SharedProbe`."""
-        if self.failure is not None or not self.link.is_serving:
+        if self.engine_loop.failure is not None or not self.link.is_serving:
             return False
-        self.start()
-        if self._is_silent():
+        self.engine_loop.start()
+        if self.heartbeats.is_silent:
             return False
         return await self._probe.result() if generate else True
 
@@ -647,13 +609,6 @@ class TokenizerManager:
             )
         except (HeadraceError, TimeoutError):
             return False
-
-    def _is_silent(self) -> bool:
-        """The detokenizer, or every scheduler, has not been heard for too long."""
-        now = self._clock()
-        silent = {name: now - last_s > HEARTBEAT_LIMIT_S for name, last_s in self._heartbeats.items()}
-        schedulers = [is_silent for name, is_silent in silent.items() if name != "detokenizer"]
-        return silent.get("detokenizer", False) or (bool(schedulers) and all(schedulers))
 
     async def _generate_one(self) -> bool:
         probe = GenerateReqInput(
@@ -702,13 +657,6 @@ class TokenizerManager:
         else:
             raise RequestError("the detokenizer cannot be reached", "stage")
 
-    def _check_control(self) -> None:
-        if self.failure is not None:
-            raise ExecutionError(self.failure)
-        if not self.link.is_serving:
-            raise nobody_lives()
-        self.start()
-
     def _tell_detokenizer(self, message: Message) -> None:
         if self._to_detokenizer is not None:
             self._to_detokenizer.send(message)
@@ -717,9 +665,9 @@ class TokenizerManager:
 
     def part_down(self, name: str, index: int | None = None) -> None:
         """A process has died and is being started again. index: of a scheduler; None = the detokenizer."""
-        if not self._is_in_loop(self.part_down, name, index):
+        if not self.engine_loop.is_here(self.part_down, name, index):
             return
-        self._heartbeats.pop(name, None)
+        self.heartbeats.forget(name)
         self._dump(f"the {name} process has died and is being started again")
         if index is None:
             self.link.detokenizer_down()
@@ -731,14 +679,14 @@ class TokenizerManager:
 
     def part_gone(self, name: str, index: int) -> None:
         """A replica that has died does not come back; the others serve on."""
-        if not self._is_in_loop(self.part_gone, name, index):
+        if not self.engine_loop.is_here(self.part_gone, name, index):
             return
         logger.error("the %s process is not started again; the other replicas serve on", name)
         self.link.scheduler_gone(index)
 
     def rejoin(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:
         """A scheduler's new life is told what the others know, and put into service. From any thread but the loop's; see `Rejoin.run`."""
-        loop = self._loop
+        loop = self.engine_loop.asyncio_loop
         if loop is None:
             self._weights.check_start(started_from)
             self.part_up(name, index, source, sender)
@@ -747,9 +695,9 @@ class TokenizerManager:
 
     def part_up(self, name: str, index: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
         """It is back. index, source, sender: of a scheduler's new life."""
-        if not self._is_in_loop(self.part_up, name, index, source, sender):
+        if not self.engine_loop.is_here(self.part_up, name, index, source, sender):
             return
-        self._heartbeats.pop(name, None)
+        self.heartbeats.forget(name)
         self.num_restarts += 1
         self.metrics.count_restart(name)
         if index is None or sender is None:
@@ -771,14 +719,10 @@ class TokenizerManager:
         for sample in self.table.samples.values():
             sample.write_timeline()
 
-    def _is_in_loop(self, method: Callable[..., None], *args: object) -> bool:
-        """True here, in the loop's thread (or before there is one). Else `method` will be called there."""
-        loop = self._loop
-        if loop is None or threading.get_ident() == self._loop_thread:
-            return True
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(method, *args)
-        return False
+    def _broken(self) -> None:
+        """The loop that takes the engine's messages has broken."""
+        self.fail_all("internal error")
+        self.on_broken()
 
     # -- the end
 
@@ -803,11 +747,11 @@ class TokenizerManager:
 
     def fail_all(self, message: str) -> None:
         """The engine is gone: every waiter gets an ExecutionError, now and from now on. From any thread; idempotent."""
-        if not self._is_in_loop(self.fail_all, message):
+        if not self.engine_loop.is_here(self.fail_all, message):
             return
-        if self.failure is not None:
+        if self.engine_loop.failure is not None:
             return
-        self.failure = message
+        self.engine_loop.failure = message
         if message != STOPPED:
             self._dump(message)
         self.link.close()
@@ -822,13 +766,8 @@ class TokenizerManager:
     async def close(self) -> None:
         """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""
         self.fail_all(STOPPED)
-        if self._handle_task is not None and not self._handle_task.done():
-            self._handle_task.cancel()
-            await asyncio.gather(self._handle_task, return_exceptions=True)
-        # Here, because an end that a loop watches is to be closed on that loop.
-        self._from_engine.close()
+        await self.engine_loop.close()
         self.encoder.close()
-        self._watchdog.stop()
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)

@@ -101,7 +101,7 @@ class ChildParts(Parts):
             on_refused,
             self._args.watchdog_timeout_s,
         )
-        self._supervisor = Supervisor(self.children, on_death, manager.heartbeat_age_s, recover)
+        self._supervisor = Supervisor(self.children, on_death, manager.heartbeats.age_s, recover)
         self._supervisor.start()
 
     def _others_serve(self, dead: ChildProcess) -> bool:

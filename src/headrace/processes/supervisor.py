@@ -35,7 +35,7 @@ class Supervisor(Generic[P]):
 
     processes: those that live; may change meanwhile. recover: takes a death in hand (and the process out of `processes`), or says
     False; default: it never can be. heartbeat_age_s: seconds since a process was last heard, by name, None when it never was;
-    silence is only logged, since a stopped process may go on. Typical wiring: `on_death=manager.fail_all`, `heartbeat_age_s=manager.heartbeat_age_s`.
+    silence is only logged, since a stopped process may go on. Typical wiring: `on_death=manager.fail_all`, `manager.heartbeats.age_s`.
     """
 
     def __init__(

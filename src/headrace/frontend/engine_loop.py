@@ -1,0 +1,102 @@
+"""The loop that takes the engine's messages.
+
+Owns its task and its thread, and why there is no engine any more. Does not own what a message means: its kind has a handler. Lives in the
+event loop that first uses it; `is_here` may be asked from any thread.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from headrace.errors import ExecutionError
+from headrace.frontend.replay import EngineLink
+from headrace.frontend.replica import nobody_lives
+from headrace.log import get_logger
+from headrace.messages.channel import Receiver
+from headrace.messages.dispatch import TypeBasedDispatcher
+from headrace.metrics.watchdog import Watchdog
+
+logger = get_logger(__name__)
+
+
+class EngineLoop:
+    """See the module's text.
+
+    handlers: of messages, by kind. failure: why there is no engine any more; None while there is. on_broken: set by the owner; called
+    when the loop has broken, in it.
+    """
+
+    def __init__(self, receiver: Receiver, link: EngineLink, watchdog: Watchdog) -> None:
+        self.handlers = TypeBasedDispatcher()
+        self.failure: str | None = None
+        self.on_broken: Callable[[], None] = lambda: None
+        self._receiver = receiver
+        self._link = link
+        self._watchdog = watchdog
+        self._task: asyncio.Task[None] | None = None
+        self._thread = -1
+        self._asyncio_loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def asyncio_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Where it runs; None before it has begun."""
+        return self._asyncio_loop
+
+    @property
+    def dropped_frames(self) -> int:
+        """Malformed frames among what the engine has sent."""
+        return self._receiver.dropped_frames
+
+    @property
+    def num_stalls(self) -> int:
+        """How often the loop stood still for too long."""
+        return self._watchdog.num_stalls
+
+    def start(self) -> None:
+        """Begin taking messages, in the running event loop. Later calls do nothing."""
+        if self._task is None:
+            self._asyncio_loop = asyncio.get_running_loop()
+            self._thread = threading.get_ident()
+            self._task = self._asyncio_loop.create_task(self._run())
+            self._watchdog.start()
+
+    async def close(self) -> None:
+        """Stop, and close the receiving end. Idempotent."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        # Here, because an end that a loop watches is to be closed on that loop.
+        self._receiver.close()
+        self._watchdog.stop()
+
+    def check(self) -> None:
+        """Raises ExecutionError when there is no engine any more."""
+        if self.failure is not None:
+            raise ExecutionError(self.failure)
+
+    def check_serving(self) -> None:
+        """The engine can be asked, and its replies will be taken. Raises ExecutionError, CapacityError while it is being started again."""
+        self.check()
+        if not self._link.is_serving:
+            raise nobody_lives()
+        self.start()
+
+    def is_here(self, method: Callable[..., None], *args: object) -> bool:
+        """True in the loop's thread (or before there is one). Else `method` will be called there."""
+        loop = self._asyncio_loop
+        if loop is None or threading.get_ident() == self._thread:
+            return True
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(method, *args)
+        return False
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                with self._watchdog.disabled():
+                    message = await self._receiver.arecv()
+                self._watchdog.feed()
+                self.handlers(message)
+        except Exception:
+            logger.exception("the loop that takes outputs failed")
+            self.on_broken()

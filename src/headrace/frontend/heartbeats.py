@@ -1,0 +1,46 @@
+"""When each process of the engine was last heard. Written in the tokenizer manager's event loop."""
+
+from collections.abc import Callable
+
+from headrace.messages.control import Heartbeat
+
+HEARTBEAT_LIMIT_S = 5.0
+"""A process that has been heard before and is silent for so long is not healthy."""
+DETOKENIZER = "detokenizer"
+"""The name of the one process that is no scheduler."""
+
+
+class Heartbeats:
+    """See the module's text. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._heard_s: dict[str, float] = {}
+        self._dropped_frames: dict[str, int] = {}
+
+    def handle(self, message: Heartbeat) -> None:
+        """A process lives."""
+        self._heard_s[message.process] = self._clock()
+        self._dropped_frames[message.process] = message.dropped_frames
+
+    def forget(self, process: str) -> None:
+        """It has died, or another begins under its name."""
+        self._heard_s.pop(process, None)
+
+    def age_s(self, process: str) -> float | None:
+        """Seconds since a process was last heard, None when it never was. From any thread."""
+        last_s = self._heard_s.get(process)
+        return None if last_s is None else self._clock() - last_s
+
+    @property
+    def is_silent(self) -> bool:
+        """The detokenizer, or every scheduler, has not been heard for too long."""
+        now = self._clock()
+        silent = {name: now - last_s > HEARTBEAT_LIMIT_S for name, last_s in self._heard_s.items()}
+        schedulers = [is_silent for name, is_silent in silent.items() if name != DETOKENIZER]
+        return silent.get(DETOKENIZER, False) or (bool(schedulers) and all(schedulers))
+
+    @property
+    def detokenizer_dropped_frames(self) -> int:
+        """Malformed frames, as the detokenizer counts them."""
+        return self._dropped_frames.get(DETOKENIZER, 0)
