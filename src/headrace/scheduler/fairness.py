@@ -10,8 +10,7 @@ Owns the counters. Pure of the clock; runs in the scheduler's thread.
 """
 
 import heapq
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 from headrace.scheduler.request import Req
 
@@ -43,27 +42,25 @@ class FairShare:
             kept = {*waiting, tenant, self._last_admitted}
             self._service = {name: cost for name, cost in self._service.items() if name in kept}
 
-    def order(self, waiting: list[Req]) -> list[Req]:
-        """`waiting`, which the policy has sorted, with the tenants taking turns by what they got, as if admitted one by one."""
-        if len(self._service) < 2:
-            return waiting
-        queues: dict[str, deque[Req]] = {}
-        for req in waiting:
-            queues.setdefault(req.asked.tenant, deque()).append(req)
-        if len(queues) < 2:
-            return waiting
-        turns = [(self._service[tenant], tenant) for tenant in queues]
+    def order(self, tenants: Collection[str], own_order: Callable[[str], Iterator[Req]]) -> Iterator[Req]:
+        """What waits, with the tenants taking turns by what they got, as if admitted one by one.
+
+        own_order: of a tenant's requests. Looks no further than it is asked.
+        """
+        if len(tenants) == 1:
+            yield from own_order(next(iter(tenants)))
+            return
+        own = {tenant: own_order(tenant) for tenant in tenants}
+        turns = [(self._service[tenant], tenant) for tenant in tenants]
         heapq.heapify(turns)
-        ordered: list[Req] = []
         while turns:
             service, tenant = turns[0]
-            req = queues[tenant].popleft()
-            ordered.append(req)
-            if queues[tenant]:
-                heapq.heapreplace(turns, (service + PROMPT_COST * req.num_prompt_tokens / req.asked.weight, tenant))
-            else:
+            req = next(own[tenant], None)
+            if req is None:
                 heapq.heappop(turns)
-        return ordered
+                continue
+            yield req
+            heapq.heapreplace(turns, (service + PROMPT_COST * req.num_prompt_tokens / req.asked.weight, tenant))
 
     def charge_prompt(self, req: Req, num_tokens: int) -> None:
         """It is admitted: `num_tokens` of its prompt are going to be computed."""

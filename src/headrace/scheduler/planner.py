@@ -4,6 +4,8 @@ Running requests first (decode rows, then the rest of their prompts), then as ma
 (chunked prefill after Agrawal et al. 2023, "SARATHI", arXiv:2308.16369).
 """
 
+from collections.abc import Iterator
+
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
@@ -46,7 +48,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     if making_way is not None:
         _put_first(state, batch, making_way, budget, now_s)
     elif not pool_is_full and state.waiting and budget > 0 and _has_place(state):
-        _admit(state, batch, state.fair_share.order(_ordered(state, now_s)), budget, now_s)
+        _admit(state, batch, _order(state, now_s), budget, now_s)
     if not batch.rows:
         return None
     state.next_step += 1
@@ -78,19 +80,18 @@ def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, bud
     if budget <= 0 or any(req.num_in_flight for req in way.victims):
         return
     retract.preempt(state, way.victims)
-    _admit(state, batch, [way.first], budget, now_s)
+    _admit(state, batch, iter((way.first,)), budget, now_s)
 
 
-def _admit(state: SchedulerState, batch: ScheduleBatch, order: list[Req], budget: int, now_s: float) -> None:
+def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], budget: int, now_s: float) -> None:
     """Move waiting requests into the batch, in `order`, while tokens, rows and pages last.
 
     budget: prompt tokens that the step may still compute.
     """
     kv = state.kv
     reserved = sum(_expected_tokens(state, req) for req in state.running)
-    for req in order:
-        if budget <= 0 or not _has_place(state):
-            break
+    admitted: list[Req] = []
+    while budget > 0 and _has_place(state) and (req := next(order, None)) is not None:
         if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
         match = kv.match(req)
@@ -110,12 +111,14 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: list[Req], budget
             kv.release(req)
             break
         reserved += needed - count
-        state.waiting.remove(req)
+        admitted.append(req)
         state.running.append(req)
         _note_first_schedule(state, req, match.num_tokens, now_s)
         batch.new.append(_new_sequence(state, req))
         _add_row(state, batch, req, count, num_wanted)
         budget -= count
+    for req in admitted:  # `order` looks at the queue as it was
+        state.waiting.remove(req)
 
 
 def _has_place(state: SchedulerState) -> bool:
@@ -123,18 +126,26 @@ def _has_place(state: SchedulerState) -> bool:
     return state.kv.num_free_seqs > 0 and len(state.running) < state.config.max_running
 
 
-def _ordered(state: SchedulerState, now_s: float) -> list[Req]:
-    match state.config.policy:
-        case "lpm":
-            return policy.lpm(
-                state.waiting,
-                now_s,
-                lambda r: state.kv.cache.peek(bytes(r.token_bytes), r.asked.namespace, r.match_limit),
-            )
-        case "priority":
-            return policy.priority(state.waiting, now_s, state.config.priority_ageing_s)
-        case _:
-            return policy.fcfs(state.waiting, now_s)
+def _order(state: SchedulerState, now_s: float) -> Iterator[Req]:
+    """What waits, in the order in which it is admitted."""
+    waiting, config = state.waiting, state.config
+
+    def own_order(tenant: str) -> Iterator[Req]:
+        lanes = waiting.lanes(tenant)
+        match config.policy:
+            case "lpm" if len(waiting) <= policy.LPM_MAX_QUEUE:
+                return policy.lpm(lanes, now_s, lambda r: _peek(state, r))
+            case "priority":
+                return policy.priority(lanes, now_s, config.priority_ageing_s)
+            case _:
+                return policy.fcfs(lanes)
+
+    return state.fair_share.order(waiting.tenants, own_order)
+
+
+def _peek(state: SchedulerState, req: Req) -> int:
+    """Tokens of its prompt that are cached."""
+    return state.kv.cache.peek(bytes(req.token_bytes), req.asked.namespace, req.match_limit)
 
 
 def _expected_tokens(state: SchedulerState, req: Req) -> int:

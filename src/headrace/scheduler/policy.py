@@ -1,31 +1,34 @@
-"""Order of the waiting queue. Pure functions of the queue and the clock."""
+"""Order of one key's waiting requests. Pure functions of its lanes (`waiting.py`) and the clock.
 
-from collections.abc import Callable, Collection
+Each gives an iterator that looks no further than it is asked: a plan takes a few requests of thousands.
+"""
+
+import heapq
+from collections.abc import Callable, Collection, Iterator
 
 from headrace.scheduler.request import Req
+from headrace.scheduler.waiting import Lane
 
 LPM_MAX_QUEUE = 128
 """With more waiting requests than this, matching all of them costs more than it gains: arrival order."""
 
 LPM_MAX_WAIT_S = 5.0
-"""Longest-prefix order may pass a request over for so long; then it goes first."""
+"""Longest-prefix order may pass a request over for this many seconds; then it goes first."""
 
 
-def fcfs(waiting: Collection[Req], now_s: float) -> list[Req]:
-    """Arrival order; retracted requests keep their first arrival. The queue is kept in this order."""
-    return list(waiting)
+def fcfs(lanes: Collection[Lane]) -> Iterator[Req]:
+    """Arrival order; retracted requests keep their first arrival."""
+    return heapq.merge(*lanes, key=lambda r: r.order)
 
 
-def lpm(waiting: Collection[Req], now_s: float, cached_tokens: Callable[[Req], int]) -> list[Req]:
+def lpm(lanes: Collection[Lane], now_s: float, cached_tokens: Callable[[Req], int]) -> Iterator[Req]:
     """Longest cached prefix first; who has waited longer than LPM_MAX_WAIT_S goes before, in arrival order."""
-    if len(waiting) > LPM_MAX_QUEUE:
-        return fcfs(waiting, now_s)
 
     def key(req: Req) -> tuple[int, int, int]:
         starving = now_s - req.arrived_s > LPM_MAX_WAIT_S
         return (0, 0, req.order) if starving else (1, -cached_tokens(req), req.order)
 
-    return sorted(waiting, key=key)
+    return iter(sorted((req for lane in lanes for req in lane), key=key))
 
 
 def effective_priority(req: Req, now_s: float, ageing_s: float) -> float:
@@ -34,6 +37,6 @@ def effective_priority(req: Req, now_s: float, ageing_s: float) -> float:
     return req.asked.priority + waited
 
 
-def priority(waiting: Collection[Req], now_s: float, ageing_s: float) -> list[Req]:
+def priority(lanes: Collection[Lane], now_s: float, ageing_s: float) -> Iterator[Req]:
     """Highest effective priority first, then arrival."""
-    return sorted(waiting, key=lambda r: (-effective_priority(r, now_s, ageing_s), r.order))
+    return heapq.merge(*lanes, key=lambda r: (-effective_priority(r, now_s, ageing_s), r.order))

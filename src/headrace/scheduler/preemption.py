@@ -32,7 +32,7 @@ def choose(state: SchedulerState) -> Preemption | None:
     threshold = state.config.preemption_threshold
     if threshold <= 0 or not state.waiting or state.gate.draining:
         return None
-    first = min(state.waiting, key=lambda r: (-r.asked.priority, r.order))
+    first = min(state.waiting.heads(), key=lambda r: (-r.asked.priority, r.order))
     candidates = [req for req in state.running if _may_take_place(first, req, threshold)]
     if not candidates:
         return None

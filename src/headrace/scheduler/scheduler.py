@@ -233,7 +233,7 @@ class Scheduler:
                 req.stop_checker = self._stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
-            state.fair_share.arrive(req, state.waiting.num_by_tenant)
+            state.fair_share.arrive(req, state.waiting.tenants)
             state.waiting.add(req)
             return
         except HeadraceError as error:

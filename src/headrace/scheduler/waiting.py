@@ -1,54 +1,77 @@
-"""The requests that wait, in order of arrival, and how many of each key.
+"""The requests that wait, in lanes: one for each key and priority, in order of arrival.
 
-Runs in the scheduler's thread. The work of adding and removing does not grow with the queue but for moving its list.
+Within a lane nobody can ever pass anybody, whatever the policy: who came first has waited longer. So the next request is the best of the
+lanes' first ones, and nobody has to sort the whole queue. Runs in the scheduler's thread. The work of adding and removing does not grow
+with the queue but for moving a lane's list.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from headrace.scheduler.request import Req
 
+Lane = Sequence[Req]
+"""Waiting requests of one key and priority, by `Req.order`."""
+
 
 class WaitingQueue:
-    """Ordered by `Req.order`: a request that was taken back comes where it was before.
-
-    num_by_tenant: waiting requests of each key that has any.
-    """
+    """Iterates over all that wait, lane by lane. A request that was taken back comes where it was before in its lane."""
 
     def __init__(self) -> None:
-        self._requests: list[Req] = []
-        self.num_by_tenant: dict[str, int] = {}
+        self._lanes: dict[str, dict[int, list[Req]]] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return self._count
 
     def __iter__(self) -> Iterator[Req]:
-        return iter(self._requests)
+        return chain.from_iterable(lane for lanes in self._lanes.values() for lane in lanes.values())
 
     def __contains__(self, req: object) -> bool:
         if not isinstance(req, Req):
             return False
-        index = self._index(req)
-        return index < len(self._requests) and self._requests[index] is req
+        lane = self._lane(req)
+        index = _index(lane, req)
+        return index < len(lane) and lane[index] is req
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """The keys that have waiting requests."""
+        return self._lanes.keys()
+
+    def lanes(self, tenant: str) -> list[Lane]:
+        """Those of one key. They change with the queue."""
+        return list(self._lanes[tenant].values())
+
+    def heads(self) -> Iterator[Req]:
+        """The first request of every lane."""
+        return (lane[0] for lanes in self._lanes.values() for lane in lanes.values())
 
     def add(self, req: Req) -> None:
         """It begins to wait, or to wait again."""
-        self._requests.insert(self._index(req), req)
-        tenant = req.asked.tenant
-        self.num_by_tenant[tenant] = self.num_by_tenant.get(tenant, 0) + 1
+        lane = self._lanes.setdefault(req.asked.tenant, {}).setdefault(req.asked.priority, [])
+        lane.insert(_index(lane, req), req)
+        self._count += 1
 
     def remove(self, req: Req) -> None:
         """It waits no more. It did."""
         assert req in self, req.rid
-        del self._requests[self._index(req)]
-        tenant = req.asked.tenant
-        self.num_by_tenant[tenant] -= 1
-        if self.num_by_tenant[tenant] == 0:
-            del self.num_by_tenant[tenant]
+        lanes = self._lanes[req.asked.tenant]
+        lane = lanes[req.asked.priority]
+        del lane[_index(lane, req)]
+        if not lane:
+            del lanes[req.asked.priority]
+        if not lanes:
+            del self._lanes[req.asked.tenant]
+        self._count -= 1
 
-    def _index(self, req: Req) -> int:
-        """Where it is, or where it belongs."""
-        requests = self._requests
-        if not requests or requests[-1].order < req.order:
-            return len(requests)
-        return bisect_left(requests, req.order, key=lambda r: r.order)
+    def _lane(self, req: Req) -> Lane:
+        return self._lanes.get(req.asked.tenant, {}).get(req.asked.priority, ())
+
+
+def _index(lane: Lane, req: Req) -> int:
+    """Where it is, or where it belongs."""
+    if not lane or lane[-1].order < req.order:
+        return len(lane)
+    return bisect_left(lane, req.order, key=lambda r: r.order)
