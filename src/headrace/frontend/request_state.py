@@ -1,6 +1,6 @@
 """What the front end knows of a sample while it lives, and of the call that waits for it.
 
-Owns the accumulated output and the times of each sample, the shape of the answer and the waking of the waiter. Does
+Owns the accumulated output and the times of each sample, what of it is new to the waiter, and the waking of the waiter. Does
 not own the table of rids nor sending. Used by the tokenizer manager, in its event loop only.
 
 A sample's life: created -> sent -> waiting or streaming -> finished -> cleaned. Output is accumulated here, so a waiter that is
@@ -11,7 +11,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -25,6 +24,15 @@ from headrace.errors import (
     TooLargeError,
 )
 from headrace.frontend.adapters import Adapter
+from headrace.frontend.sample_update import (
+    LogprobItem,
+    LogprobRow,
+    SampleLogprobs,
+    SampleTimes,
+    SampleUpdate,
+    SampleUsage,
+    TokenLogprobs,
+)
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import Tenant, TenantLimits
 from headrace.frontend.timeline import Note, Timeline
@@ -35,20 +43,22 @@ from headrace.messages.requests import TokenizedGenerateReqInput
 UNREAD_CHECK_TOKENS = 64
 """With fewer tokens unread, their text is not looked at: that would cost every token something."""
 
-LogprobItem = tuple[float | None, int, str | None]
-"""(logprob or None, token id, text or None)."""
-
 TokenText = Callable[[int], str | None]
 """Text of a token for logprob lists, or None where it is not wanted."""
 
 
 @dataclass(slots=True)
 class LogprobLists:
-    """Logprobs of consecutive tokens, one entry per token. top, picked: a list per token, None where there is no logprob."""
+    """Logprobs of consecutive tokens, as they grow: an entry per token in each list. top, picked: empty rows when none were asked for."""
 
     tokens: list[LogprobItem] = field(default_factory=list)
-    top: list[list[LogprobItem] | None] = field(default_factory=list)
-    picked: list[list[LogprobItem] | None] = field(default_factory=list)
+    top: list[LogprobRow] = field(default_factory=list)
+    picked: list[LogprobRow] = field(default_factory=list)
+
+    def since(self, start: int, has_top: bool, has_picked: bool) -> TokenLogprobs:
+        """Those of the tokens from `start` on."""
+        top = self.top[start:] if has_top else None
+        return TokenLogprobs(self.tokens[start:], top, self.picked[start:] if has_picked else None)
 
     def add_unknown(self, token_id: int, text: TokenText) -> None:
         """A token without logprob: the prompt's first."""
@@ -74,19 +84,6 @@ class LogprobLists:
         for row in range(len(ids)):
             row_values = picked[row * width : (row + 1) * width]
             self.picked.append([(_finite(v), i, text(i)) for v, i in zip(row_values, picked_ids, strict=True)])
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """How much of a sample's output its waiter has been given: characters of text, ids, entries of the logprob lists."""
-
-    characters: int = 0
-    ids: int = 0
-    logprobs: int = 0
-    prompt_logprobs: int = 0
-
-
-NOTHING = Taken()
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +142,10 @@ class ReqState:
     _is_heard: bool = False
     _text: str = ""
     _new_text: list[str] = field(default_factory=list)
-    _taken: Taken = NOTHING
+    _num_taken_characters: int = 0
+    _num_taken_ids: int = 0
+    _num_taken_logprobs: int = 0
+    _num_taken_prompt_logprobs: int = 0
 
     @property
     def text(self) -> str:
@@ -158,10 +158,10 @@ class ReqState:
     @property
     def num_unread_bytes(self) -> int:
         """About how much output waits for a client that streams."""
-        ids = len(self.output_ids) - self._taken.ids
-        logprobs = len(self.output_logprobs.tokens) - self._taken.logprobs
+        ids = len(self.output_ids) - self._num_taken_ids
+        logprobs = len(self.output_logprobs.tokens) - self._num_taken_logprobs
         # Mostly text of one byte a character; an id, and each entry of a logprob list, is some digits.
-        characters = len(self.text) - self._taken.characters if ids > UNREAD_CHECK_TOKENS else 0
+        characters = len(self.text) - self._num_taken_characters if ids > UNREAD_CHECK_TOKENS else 0
         return characters + 4 * ids + 32 * logprobs * (1 + self.top_num + len(self.picked_ids))
 
     @property
@@ -243,55 +243,41 @@ class ReqState:
                 follower.call.notify(follower)
         self._followers.clear()
 
-    def chunk(self) -> dict[str, Any]:
-        """The answer as it stands, or, when the call wants deltas, what is new since the last chunk.
-
-        All chunks of deltas joined are the answer of a call that does not stream: text, output ids and every logprob list.
-        Hidden states come once, with the last chunk.
-        """
-        if self.wants_logprobs:
-            self._start_prompt_logprobs()
-        text = self.text
-        taken = self._taken if self.call.incremental else NOTHING
-        self._taken = Taken(
-            len(text), len(self.output_ids), len(self.output_logprobs.tokens), len(self.input_logprobs.tokens)
+    def update(self) -> SampleUpdate:
+        """What is new since the last update."""
+        text, num_ids, stats = self.text, len(self.output_ids), self.stats
+        ended = self.finish is not None
+        update = SampleUpdate(
+            self.shown_id,
+            self.index,
+            self.call.is_list,
+            text[self._num_taken_characters :],
+            self.output_ids[self._num_taken_ids :],
+            self.finish,
+            SampleUsage(self.num_prompt_tokens, num_ids, min(stats.cached_tokens, self.num_prompt_tokens)),
+            SampleTimes(
+                stats.queue_time_s,
+                self.first_token_s - self.created_s if self.first_token_s else None,
+                self.finished_s - self.created_s if ended else None,
+                self.decode_throughput if ended else None,
+            ),
+            stats.weight_version,
+            stats.num_retractions,
+            self._new_logprobs() if self.wants_logprobs else None,
+            self.hidden_states if ended and self.wants_hidden_states else None,
         )
-        result: dict[str, Any] = {
-            "text": text[taken.characters :],
-            "output_ids": self.output_ids[taken.ids :],
-            "meta_info": self._meta_info(taken),
-        }
-        if self.call.is_list:
-            result["index"] = self.index
-        return result
+        self._num_taken_characters, self._num_taken_ids = len(text), num_ids
+        return update
 
-    def _meta_info(self, taken: Taken) -> dict[str, Any]:
-        done = self.finish is not None
-        meta: dict[str, Any] = {
-            "id": self.shown_id,
-            "finish_reason": finish_reason_dict(self.finish) if self.finish is not None else None,
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": len(self.output_ids),
-            "cached_tokens": min(self.stats.cached_tokens, self.num_prompt_tokens),
-            "weight_version": self.stats.weight_version,
-            "num_retractions": self.stats.num_retractions,
-            "e2e_latency": self.finished_s - self.created_s if done else None,
-            "queue_time": self.stats.queue_time_s,
-            "ttft": self.first_token_s - self.created_s if self.first_token_s else None,
-            "decode_throughput": self.decode_throughput if done else None,
-        }
-        if self.wants_logprobs:
-            meta["input_token_logprobs"] = self.input_logprobs.tokens[taken.prompt_logprobs :]
-            meta["output_token_logprobs"] = self.output_logprobs.tokens[taken.logprobs :]
-            if self.top_num:
-                meta["input_top_logprobs"] = self.input_logprobs.top[taken.prompt_logprobs :]
-                meta["output_top_logprobs"] = self.output_logprobs.top[taken.logprobs :]
-            if self.picked_ids:
-                meta["input_token_ids_logprobs"] = self.input_logprobs.picked[taken.prompt_logprobs :]
-                meta["output_token_ids_logprobs"] = self.output_logprobs.picked[taken.logprobs :]
-        if self.wants_hidden_states and done:
-            meta["hidden_states"] = self.hidden_states
-        return meta
+    def _new_logprobs(self) -> SampleLogprobs:
+        """Those that no update had."""
+        self._start_prompt_logprobs()
+        has_top, has_picked = self.top_num > 0, bool(self.picked_ids)
+        prompt = self.input_logprobs.since(self._num_taken_prompt_logprobs, has_top, has_picked)
+        output = self.output_logprobs.since(self._num_taken_logprobs, has_top, has_picked)
+        self._num_taken_prompt_logprobs = len(self.input_logprobs.tokens)
+        self._num_taken_logprobs = len(self.output_logprobs.tokens)
+        return SampleLogprobs(prompt, output)
 
     @property
     def decode_throughput(self) -> float | None:
@@ -309,13 +295,12 @@ class CallState:
 
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
     timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
-    is_list: chunks carry `index`. tenant: whose limits count. token_text: text of a token for logprob lists.
+    is_list: its answer is a list. tenant: whose limits count. token_text: text of a token for logprob lists.
     """
 
-    def __init__(self, *, stream: bool, is_list: bool, incremental: bool, token_text: TokenText) -> None:
+    def __init__(self, *, stream: bool, is_list: bool, token_text: TokenText) -> None:
         self.stream = stream
         self.is_list = is_list
-        self.incremental = incremental
         self.token_text = token_text
         self.samples: list[ReqState] = []
         self.names: dict[str, list[ReqState]] = {}
@@ -378,17 +363,6 @@ class CallState:
         if not self._news:
             return None
         return self._news.pop(next(iter(self._news)))
-
-
-def finish_reason_dict(finish: FinishReason) -> dict[str, Any]:
-    """`meta_info.finish_reason` as it is in replies (docs/http-api.md)."""
-    match finish.type:
-        case "stop":
-            return {"type": "stop", "matched": finish.matched}
-        case "length":
-            return {"type": "length", "length": finish.length}
-        case "abort":
-            return {"type": "abort", "message": finish.message, "status_code": finish.status_code}
 
 
 def error_of(finish: FinishReason, retry_after_s: float = 1.0) -> HeadraceError:

@@ -32,6 +32,7 @@ from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.flush import flush_when_idle
 from headrace.frontend.heartbeats import Heartbeats
+from headrace.frontend.native_answer import NativeStream, whole_answer
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import (
     Call,
@@ -262,9 +263,8 @@ class TokenizerManager:
         call = await self.encoder.split(obj)
         # A large call is split beside others: the server may have stopped meanwhile.
         self._check_accepting()
-        state = self._register(
-            call, obj, self.args.incremental_streaming_output if incremental is None else incremental, caller
-        )
+        state = self._register(call, obj, caller)
+        answers = NativeStream(self.args.incremental_streaming_output if incremental is None else incremental)
         try:
             self._begin_timelines(state, caller.traceparent)
             requests = await self.encoder.encode(call, obj, state, default_max_new_tokens)
@@ -278,7 +278,7 @@ class TokenizerManager:
                 if not state.is_list and sample.failed is not None and not sample.output_ids:
                     raise sample.failed
                 left -= sample.finish is not None
-                yield sample.chunk()
+                yield answers.answer(sample.update())
         finally:
             self._release(state)
 
@@ -287,15 +287,13 @@ class TokenizerManager:
         if not self._accepting:
             raise CapacityError("the server is stopping and takes no new requests", retry_after_s=5.0)
 
-    def _register(self, call: Call, obj: GenerateReqInput, incremental: bool, caller: Caller) -> CallState:
+    def _register(self, call: Call, obj: GenerateReqInput, caller: Caller) -> CallState:
         """Enter every sample into the table before anything is awaited or sent: no output can be missed, no rid taken twice.
 
         Raises RequestError for a rid in use and CapacityError when the queue is full or a limit of the caller's key is reached.
         """
         token_text = self._token_text if obj.return_text_in_logprobs else _no_text
-        state = CallState(
-            stream=obj.stream, is_list=call.is_list, incremental=incremental and obj.stream, token_text=token_text
-        )
+        state = CallState(stream=obj.stream, is_list=call.is_list, token_text=token_text)
         state.tenant = caller.tenant or self._anybody
         if not caller.is_server:
             state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
@@ -377,8 +375,7 @@ class TokenizerManager:
         ]
         if len(failures) == len(state.samples):
             raise failures[0]
-        chunks = [sample.chunk() for sample in state.samples]
-        return chunks if state.is_list else chunks[0]
+        return whole_answer([sample.update() for sample in state.samples])
 
     async def _next(self, state: CallState, is_disconnected: IsDisconnected | None) -> ReqState:
         """The next sample with something new. Raises RequestError when the client has gone away."""

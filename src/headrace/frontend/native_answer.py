@@ -1,0 +1,91 @@
+"""The native answer: the dict {text, output_ids, meta_info[, index]} of /generate and `Engine.generate` (docs/http-api.md).
+
+Made from a `SampleUpdate`; nothing else reads such a dict. Pure but for `NativeStream`, which belongs to one call.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate
+from headrace.messages.outputs import FinishReason
+
+NativeAnswer = dict[str, Any]
+
+
+class NativeStream:
+    """Makes the answers of a call that streams. incremental: each says what is new, else all that there is of its sample."""
+
+    def __init__(self, incremental: bool) -> None:
+        self._incremental = incremental
+        self._so_far: dict[int, tuple[str, list[int], SampleLogprobs | None]] = {}
+
+    def answer(self, update: SampleUpdate) -> NativeAnswer:
+        """The next answer."""
+        text, ids, logprobs = update.text, update.ids, update.logprobs
+        if not self._incremental:
+            if (before := self._so_far.get(update.index)) is not None:
+                text, ids = before[0] + text, before[1] + ids
+                logprobs = logprobs.following(before[2]) if logprobs is not None and before[2] is not None else None
+            self._so_far[update.index] = text, ids, logprobs
+        return _answer(update, text, ids, logprobs)
+
+
+def whole_answer(updates: Sequence[SampleUpdate]) -> NativeAnswer | list[NativeAnswer]:
+    """The answer of a call that does not stream: of its one sample, or of all in order."""
+    answers = [native_answer(update) for update in updates]
+    return answers if updates[0].is_listed else answers[0]
+
+
+def native_answer(update: SampleUpdate) -> NativeAnswer:
+    """What one update says."""
+    return _answer(update, update.text, update.ids, update.logprobs)
+
+
+def _answer(update: SampleUpdate, text: str, ids: list[int], logprobs: SampleLogprobs | None) -> NativeAnswer:
+    answer: NativeAnswer = {"text": text, "output_ids": ids, "meta_info": _meta_info(update)}
+    if logprobs is not None:
+        _add_logprobs(answer["meta_info"], logprobs)
+    if update.hidden_states is not None:
+        answer["meta_info"]["hidden_states"] = update.hidden_states
+    if update.is_listed:
+        answer["index"] = update.index
+    return answer
+
+
+def _meta_info(update: SampleUpdate) -> dict[str, Any]:
+    usage, times = update.usage, update.times
+    return {
+        "id": update.rid,
+        "finish_reason": _finish_reason(update.finish) if update.finish is not None else None,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "weight_version": update.weight_version,
+        "num_retractions": update.num_retractions,
+        "e2e_latency": times.e2e_s,
+        "queue_time": times.queue_s,
+        "ttft": times.ttft_s,
+        "decode_throughput": times.decode_throughput,
+    }
+
+
+def _add_logprobs(meta: dict[str, Any], logprobs: SampleLogprobs) -> None:
+    prompt, output = logprobs.prompt, logprobs.output
+    meta["input_token_logprobs"] = prompt.tokens
+    meta["output_token_logprobs"] = output.tokens
+    if output.top is not None:
+        meta["input_top_logprobs"] = prompt.top
+        meta["output_top_logprobs"] = output.top
+    if output.picked is not None:
+        meta["input_token_ids_logprobs"] = prompt.picked
+        meta["output_token_ids_logprobs"] = output.picked
+
+
+def _finish_reason(finish: FinishReason) -> dict[str, Any]:
+    match finish.type:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": finish.length}
+        case "abort":
+            return {"type": "abort", "message": finish.message, "status_code": finish.status_code}
