@@ -15,19 +15,20 @@ from headrace.checkpoint.names import resolve_model
 from headrace.config.open_files import check_open_files
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
-from headrace.messages.channel import IpcDir, Ports
+from headrace.messages.channel import IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
 from headrace.processes.model_files import open_chat_template, open_tokenizer, read_model_config
+from headrace.processes.parts import Parts
 from headrace.processes.threads import ThreadParts
 
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.frontend.spans import Spans
     from headrace.frontend.tokenizer_manager import TokenizerManager
-    from headrace.metrics.catalog import Metrics
+    from headrace.sampling.params import GenerationDefaults
     from headrace.text.chat_templates import ChatTemplate
     from headrace.text.tokenizers import Tokenizer
 
@@ -47,10 +48,14 @@ class RunningEngine:
     tokenizer: "Tokenizer"
     chat_template: "ChatTemplate | None"
     model: "ModelConfig"
-    metrics: "Metrics"
-    parts: ChildParts | ThreadParts
+    parts: Parts
     resources: contextlib.ExitStack
     on_death: Callable[[], None] = lambda: None
+
+    def died(self, message: str) -> None:
+        """Answer every waiter with `message` and tell the owner. From any thread."""
+        self.tokenizer_manager.fail_all(message)
+        self.on_death()
 
     def shutdown(self) -> None:
         """End the parts. Close the TokenizerManager on its loop before. Idempotent."""
@@ -72,12 +77,9 @@ def launch_engine(
     check_open_files(args)
     spans = _open_spans(args)
     with contextlib.ExitStack() as resources:
-        parts: ChildParts | ThreadParts
-        if args.single_process:
-            parts = ThreadParts(args)
-        else:
-            resolve_model(args.model_path)  # joins or refuses before two children would
-            parts = ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir())))
+        if spans is not None:
+            resources.callback(spans.close)
+        parts = _start_parts(args, resources)
         try:
             from_engine = parts.channels.receiver("to_tokenizer")
             tokenizer = open_tokenizer(args)
@@ -85,50 +87,69 @@ def launch_engine(
             model = read_model_config(args)
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
+            manager = _tokenizer_manager(args, ready, tokenizer, model, parts, from_engine, spans)
         except BaseException:
             parts.kill()
             raise
-        from headrace.frontend.tokenizer_manager import TokenizerManager
-        from headrace.metrics.catalog import Metrics
-        from headrace.sampling.params import GenerationDefaults
-
-        defaults = sampling_defaults(args, model)
-        if defaults.not_followed:
-            logger.warning(
-                "the model's sampling settings ask for what is not done here: %s", ", ".join(defaults.not_followed)
-            )
-        metrics = Metrics(args.served_name)
-        watchdog = Watchdog("tokenizer manager", args.soft_watchdog_timeout_s)
-        if spans is not None:
-            resources.callback(spans.close)
-        manager = TokenizerManager(
-            args,
-            ready,
-            tokenizer,
-            parts.channels.sender("to_scheduler"),
-            from_engine,
-            defaults=GenerationDefaults(
-                temperature=defaults.temperature,
-                top_p=defaults.top_p,
-                top_k=defaults.top_k,
-                min_p=defaults.min_p,
-                repetition_penalty=defaults.repetition_penalty,
-            ),
-            metrics=metrics,
-            to_detokenizer=parts.channels.sender("to_detokenizer"),
-            more_schedulers=[parts.channels.sender("to_scheduler", replica) for replica in range(1, args.dp_size)],
-            watchdog=watchdog,
-            spans=spans,
-        )
-        engine = RunningEngine(args, manager, ready, tokenizer, template, model, metrics, parts, resources.pop_all())
-
-        def died(message: str) -> None:
-            manager.fail_all(message)
-            engine.on_death()
-
+        engine = RunningEngine(args, manager, ready, tokenizer, template, model, parts, resources.pop_all())
         manager.on_broken = lambda: engine.on_death()
-        parts.watch(manager, died)
+        parts.watch(manager, engine.died)
         return engine
+
+
+def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
+    """Begin to load the model. resources: gets the folder of the sockets."""
+    if args.single_process:
+        return ThreadParts(args)
+    resolve_model(args.model_path)  # joins or refuses before two children would
+    return ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir())))
+
+
+def _tokenizer_manager(
+    args: ServerArgs,
+    ready: ReadyInfo,
+    tokenizer: "Tokenizer",
+    model: "ModelConfig",
+    parts: Parts,
+    from_engine: Receiver,
+    spans: "Spans | None",
+) -> "TokenizerManager":
+    """The front end, connected to all parts."""
+    from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.metrics.catalog import Metrics
+
+    first, *others = [parts.channels.sender("to_scheduler", replica) for replica in range(args.dp_size)]
+    return TokenizerManager(
+        args,
+        ready,
+        tokenizer,
+        first,
+        from_engine,
+        defaults=_generation_defaults(args, model),
+        metrics=Metrics(args.served_name),
+        to_detokenizer=parts.channels.sender("to_detokenizer"),
+        more_schedulers=others,
+        watchdog=Watchdog("tokenizer manager", args.soft_watchdog_timeout_s),
+        spans=spans,
+    )
+
+
+def _generation_defaults(args: ServerArgs, model: "ModelConfig") -> "GenerationDefaults":
+    """The sampling parameters of requests that name none."""
+    from headrace.sampling.params import GenerationDefaults
+
+    defaults = sampling_defaults(args, model)
+    if defaults.not_followed:
+        logger.warning(
+            "the model's sampling settings ask for what is not done here: %s", ", ".join(defaults.not_followed)
+        )
+    return GenerationDefaults(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+    )
 
 
 def _open_spans(args: ServerArgs) -> "Spans | None":

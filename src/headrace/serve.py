@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.config.open_files import check_open_files
@@ -25,6 +26,12 @@ from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
 from headrace.processes.http_workers import HttpWorkers
 from headrace.processes.model_files import served_model
+
+if TYPE_CHECKING:
+    from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.server.context import ServerStatus
+    from headrace.server.keys import ApiKeys
+    from headrace.server.listener import Server
 
 logger = log.get_logger(__name__)
 
@@ -85,64 +92,94 @@ def _leave_with_owner() -> None:
 async def _serve(
     engine: RunningEngine, listening: socket.socket, on_started: Callable[[str], None], stopping: threading.Event
 ) -> int:
-    from headrace.server.app import create_app
+    """Serve until a signal or the death of a part. Returns the exit code. stopping: a signal came while the engine started."""
     from headrace.server.context import ServerStatus
-    from headrace.server.keys import open_keys
-    from headrace.server.listener import Server
 
-    args, manager = engine.args, engine.tokenizer_manager
+    manager = engine.tokenizer_manager
     status = ServerStatus()
-    server: Server | HttpWorkers
-    if isinstance(engine.parts, ChildParts) and args.tokenizer_worker_num > 1:
-        keys = open_keys(args)
-        server = HttpWorkers(args, manager, engine.parts.channels, engine.parts.ports, listening, keys, status)
-        server.on_death = lambda message: engine.on_death()
-    else:
-        model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model)
-        app = create_app(manager, args, model, status)
-        keys = app.state.keys
-        server = Server(app, args, listening=listening)
+    server, keys = _http_front(engine, listening, status)
+    ending = Ending(manager, server, status, engine.args.drain_timeout_s)
     loop = asyncio.get_running_loop()
-    exit_code = 0
-    num_signals = 0
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def drain() -> None:
-        await manager.drain(args.drain_timeout_s)
-        server.shutdown()
-
-    def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals == 1:
-            logger.info("stopping: running requests have %.0f s; a second signal ends them now", args.drain_timeout_s)
-            status.draining = True
-            tasks.add(loop.create_task(drain()))
-        else:
-            server.shutdown(force=True)
-
-    def on_death() -> None:
-        nonlocal exit_code
-        exit_code = 1
-        status.draining = True
-        # Waiters have been answered; their replies are written before the server goes.
-        loop.call_soon_threadsafe(server.shutdown)
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, ending.on_signal)
     if keys is not None:
         loop.add_signal_handler(signal.SIGHUP, keys.reload)
-    engine.on_death = on_death
+    engine.on_death = ending.on_death
     manager.start()
     gc.collect()
-    gc.freeze()  # as the children do, see `child_main.main`
+    gc.freeze()  # as the children do, see `child_main`
     if stopping.is_set():
         return 0
     await server.serve(lambda: on_started(server.url))
-    for task in tasks:
-        task.cancel()
+    ending.cancel()
     await manager.close()
-    return exit_code
+    return ending.exit_code
+
+
+def _http_front(
+    engine: RunningEngine, listening: socket.socket, status: "ServerStatus"
+) -> "tuple[Server | HttpWorkers, ApiKeys | None]":
+    """What answers HTTP, here or in HTTP workers, and the API keys that it asks for."""
+    from headrace.server.app import create_app
+    from headrace.server.keys import open_keys
+    from headrace.server.listener import Server
+
+    args, manager, parts = engine.args, engine.tokenizer_manager, engine.parts
+    if isinstance(parts, ChildParts) and args.tokenizer_worker_num > 1:
+        keys = open_keys(args)
+        workers = HttpWorkers(args, manager, parts.channels, parts.ports, listening, keys, status)
+        workers.on_death = lambda message: engine.on_death()
+        return workers, keys
+    model = served_model(args, engine.ready, engine.tokenizer, engine.chat_template, engine.model)
+    app = create_app(manager, args, model, status)
+    return Server(app, args, listening=listening), app.state.keys
+
+
+class Ending:
+    """How a server ends. The first signal lets running requests finish, the second one ends them; a dead part leaves none to wait for.
+
+    Made in the event loop. drain_timeout_s: how long running requests may take.
+    """
+
+    def __init__(
+        self,
+        manager: "TokenizerManager",
+        server: "Server | HttpWorkers",
+        status: "ServerStatus",
+        drain_timeout_s: float,
+    ) -> None:
+        self.exit_code = 0
+        self._manager = manager
+        self._server = server
+        self._status = status
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._drain: asyncio.Task[None] | None = None
+
+    def on_signal(self) -> None:
+        """SIGTERM or SIGINT, in the loop."""
+        if self._drain is not None:
+            self._server.shutdown(force=True)
+            return
+        logger.info("stopping: running requests have %.0f s; a second signal ends them now", self._drain_timeout_s)
+        self._status.draining = True
+        self._drain = self._loop.create_task(self._drain_and_stop())
+
+    def on_death(self) -> None:
+        """A part has died for good. From any thread."""
+        self.exit_code = 1
+        self._status.draining = True
+        # Waiters have been answered; their replies are written before the server goes.
+        self._loop.call_soon_threadsafe(self._server.shutdown)
+
+    def cancel(self) -> None:
+        """Wait for requests no longer: the server has ended."""
+        if self._drain is not None:
+            self._drain.cancel()
+
+    async def _drain_and_stop(self) -> None:
+        await self._manager.drain(self._drain_timeout_s)
+        self._server.shutdown()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,10 @@
-"""The parts of an engine as child processes, watched, and started again when they die."""
+"""The parts of an engine as child processes: started together, watched (`restarts`), and ended together."""
 
 import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.data_parallel_controller import of_all_replicas
 from headrace.messages.channel import Ports, ZmqChannels
@@ -13,13 +12,10 @@ from headrace.messages.control import ReadyInfo
 from headrace.processes.child import ChildProcess
 from headrace.processes.handshake import OnProgress
 from headrace.processes.parts import STOP_S, Parts
-from headrace.processes.recovery import Recovery, RestartBudget
-from headrace.processes.supervisor import Supervisor
+from headrace.processes.restarts import Restarts
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
-
-logger = log.get_logger(__name__)
 
 
 class ChildParts(Parts):
@@ -35,8 +31,7 @@ class ChildParts(Parts):
             *(spawn("scheduler", args, ports, replica, source=replica) for replica in range(args.dp_size)),
             spawn("detokenizer", args, ports),
         ]
-        self._supervisor: Supervisor[ChildProcess] | None = None
-        self._recovery: Recovery[ChildProcess] | None = None
+        self._restarts: Restarts | None = None
         self._stopped = False
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
@@ -56,75 +51,16 @@ class ChildParts(Parts):
         def respawn(dead: ChildProcess) -> ChildProcess:
             return self._spawn(dead.kind, args, self.ports, dead.index, manager.link.new_source())
 
-        def on_down(dead: ChildProcess) -> None:
-            manager.part_down(dead.name, dead.index if dead.kind == "scheduler" else None)
-
-        def on_up(child: ChildProcess) -> None:
-            if child.kind == "scheduler":
-                assert child.info is not None, child.name
-                sender = self.channels.sender("to_scheduler", child.index)
-                try:
-                    manager.rejoin(child.name, child.index, child.source, sender, child.info.fingerprint)
-                except BaseException:
-                    sender.close()  # what is unread is not for the life after this one
-                    raise
-            else:
-                manager.part_up(child.name)
-
-        def recover(dead: ChildProcess) -> bool:
-            if dead.kind != "scheduler" or manager.weights.can_restore:
-                return recovery.recover(dead)
-            logger.error(
-                "the weights were pushed, and only the schedulers that got them have them: it is not started again"
-            )
-            if not self._others_serve(dead):
-                return False
-            recovery.retire(dead)
-            manager.part_gone(dead.name, dead.index)
-            return True
-
-        def on_refused(dead: ChildProcess, message: str) -> None:
-            if self._others_serve(dead):
-                manager.part_gone(dead.name, dead.index)
-            else:
-                on_death(message)
-
-        manager.link.on_dismissed = self._kill_scheduler
-        budget = RestartBudget(0 if self._args.disable_recovery else self._args.max_restarts)
-        self._recovery = recovery = Recovery(
-            self.children,
-            budget,
-            respawn,
-            on_down,
-            on_up,
-            lambda _, message: on_death(message),
-            on_refused,
-            self._args.watchdog_timeout_s,
-        )
-        self._supervisor = Supervisor(self.children, on_death, manager.heartbeats.age_s, recover)
-        self._supervisor.start()
-
-    def _others_serve(self, dead: ChildProcess) -> bool:
-        """Whether the requests of a scheduler that does not come back can go to another one."""
-        return dead.kind == "scheduler" and any(
-            child.kind == "scheduler" and child is not dead and child.exit_code is None
-            for child in tuple(self.children)
-        )
-
-    def _kill_scheduler(self, replica: int) -> None:
-        for child in tuple(self.children):
-            if child.kind == "scheduler" and child.index == replica:
-                child.end()
+        self._restarts = Restarts(self._args, self.children, respawn, self.channels, manager, on_death)
+        self._restarts.start()
 
     def stop(self) -> None:
         """End the children: asked first, killed after a few seconds. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
-        if self._supervisor is not None:
-            self._supervisor.stop()
-        if self._recovery is not None:
-            self._recovery.stop()
+        if self._restarts is not None:
+            self._restarts.stop()
         self.ask_to_leave()
         deadline = time.monotonic() + STOP_S
         for child in self.children:
