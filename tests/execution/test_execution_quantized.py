@@ -18,7 +18,7 @@ from headrace.execution.calibrate import quantize_checkpoint
 from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels.cpu import why_not
-from headrace.layers.quantization import quantize
+from headrace.layers.quantization import integer_format
 from headrace.layers.weight import Placement
 from headrace.models.spec import model_class_for
 
@@ -40,7 +40,7 @@ def quantise_folder(source: Path, target: Path, scheme: str) -> None:
     tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if "_proj" in name:
-            parts = own_tensors(quantize(tensor, scheme))
+            parts = own_tensors(integer_format(scheme).quantize(tensor))
             tensors |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
         else:
             tensors[name] = tensor

@@ -8,7 +8,7 @@ from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import FORMATS
 from headrace.kernels import PackedExperts, cpu
 from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS
-from headrace.layers.quantization import quantize
+from headrace.layers.quantization import integer_format
 
 KINDS = ["float32", "bfloat16", "int16", "int8", "int8-fast", "int4"]
 # (num_experts, top_k, hidden_size, intermediate_size): sizes that fill neither blocks of 32 columns nor groups of 32 elements.
@@ -17,7 +17,9 @@ SHAPES = [(1, 1, 32, 32), (5, 3, 40, 24), (9, 2, 97, 70), (130, 8, 16, 8)]
 
 def packed(weight: torch.Tensor, kind: str) -> kernels.PackedLinear:
     matrix: torch.Tensor | QuantizedMatrix
-    matrix = weight.to(getattr(torch, kind)) if kind in ("float32", "bfloat16") else quantize(weight, kind)  # type: ignore[arg-type]
+    matrix = (
+        weight.to(getattr(torch, kind)) if kind in ("float32", "bfloat16") else integer_format(kind).quantize(weight)
+    )  # type: ignore[arg-type]
     return kernels.pack_linear(matrix, torch.linspace(-1, 1, weight.shape[0]) if kind == "int8" else None)
 
 

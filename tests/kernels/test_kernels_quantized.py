@@ -8,7 +8,7 @@ from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP
 from headrace.kernels import cpu
 from headrace.kernels.quantized_packing import half_scales, pack_native_quantized, unpack_quantized
-from headrace.layers.quantization import quantize
+from headrace.layers.quantization import integer_format
 
 SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030)]
 ROWS = [1, 2, 3, 5, 6, 7, 12, 13, 25, 61, 193, 257]
@@ -19,7 +19,9 @@ def random_matrix(kind: str, n: int, k: int, seed: int = 0) -> QuantizedMatrix:
     """Every code, signed scales of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "int16":
-        return quantize(torch.randn(n, k, generator=generator) * torch.logspace(-4, 2, n)[:, None], "int16")
+        return integer_format("int16").quantize(
+            torch.randn(n, k, generator=generator) * torch.logspace(-4, 2, n)[:, None]
+        )
     bits = 4 if kind.startswith("int4") else 8
     codes = torch.randint(0, 2**bits, (n, k), generator=generator, dtype=torch.uint8)
     group = k if kind == "int8-fast" else KERNEL_GROUP

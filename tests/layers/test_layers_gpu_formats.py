@@ -18,7 +18,7 @@ from headrace.kernels.torch_quantized import (
     why_not_int4,
 )
 from headrace.layers.linear import Linear
-from headrace.layers.quantization import quantize
+from headrace.layers.quantization import integer_format
 from headrace.layers.weight import Placement
 
 # e4m3 keeps 3 bits after the leading one: 2^-4 at most for a value, about half of that for a sum of many.
@@ -132,7 +132,7 @@ def test_a_linear_layer_in_fp8_gives_back_and_replaces_its_parts():
 def test_an_int4_stack_is_not_replaced_in_parts():
     placement = Placement(torch.device("cpu"), torch.float32, 8, "int4")
     layer = Linear(64, {"q": 32, "k": 16}, placement)
-    packed = pack_int4(quantize(random(48, 64), "int4"), None)
+    packed = pack_int4(integer_format("int4").quantize(random(48, 64)), None)
     layer.restore({name: getattr(packed, name) for name in packed.__dataclass_fields__})
 
     with pytest.raises(ModelError, match="together"):

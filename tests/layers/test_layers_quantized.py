@@ -6,11 +6,12 @@ import torch
 from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.weight_formats import FORMATS
 from headrace.kernels.cpu import why_not
 from headrace.layers.embedding import Embedding
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoe
-from headrace.layers.quantization import bytes_per_weight, gptq, join, quantize
+from headrace.layers.quantization import gptq, integer_format
 from headrace.layers.weight import Placement
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def _both_implementations(request):
 def test_rounding_loses_no_more_than_the_scheme_says(scheme):
     weight = normal(48, 200)
     weight[3] = 0.0
-    got = quantize(weight, scheme).dequantize()
+    got = integer_format(scheme).quantize(weight).dequantize()
     assert (got - weight).norm() / weight.norm() < ERRORS[scheme]
     assert torch.equal(got[3], weight[3])
 
@@ -61,11 +62,11 @@ def test_a_quantised_linear_is_close_to_the_float_one_and_reads_back(scheme):
     for name, part in parts.items():
         got = weights[f"{name}.weight"].read().float()
         assert (got - part).norm() / part.norm() < ERRORS[scheme] + 0.003
-        assert weights[f"{name}.weight"].itemsize == bytes_per_weight(scheme, 2)
+        assert weights[f"{name}.weight"].itemsize == FORMATS[scheme].itemsize(2)
 
 
 def test_stored_matrices_are_used_as_they_are():
-    matrix = quantize(normal(32, 64), "int4")
+    matrix = integer_format("int4").quantize(normal(32, 64))
     layer = Linear(64, {"a": 32}, placement("int4", torch.float32))
     (weight,) = layer.weights("")
     assert weight.load_quantized is not None
@@ -81,10 +82,10 @@ def test_a_float_layer_takes_no_stored_matrix():
 
 def test_parts_of_different_schemes_meet_in_eight_bits():
     first, second, plain = normal(8, 64), normal(8, 64, seed=1), normal(8, 64, seed=2)
-    four, eight = quantize(first, "int4"), quantize(second, "int8")
-    whole = join([four, eight, plain], "int4")
+    four, eight = integer_format("int4").quantize(first), integer_format("int8").quantize(second)
+    whole = integer_format("int4").join([four, eight, plain])
     assert whole.scheme == "int8"
-    want = torch.cat([four.dequantize(), eight.dequantize(), quantize(plain, "int4").dequantize()])
+    want = torch.cat([four.dequantize(), eight.dequantize(), integer_format("int4").quantize(plain).dequantize()])
     assert (whole.dequantize() - want).norm() / want.norm() < ERRORS["int8"]
     assert torch.equal(whole.codes[8:16], eight.codes)
 
@@ -98,7 +99,7 @@ def test_the_table_of_a_tied_embedding_is_not_quantised():
     assert torch.equal(layer(torch.arange(50)), table.bfloat16().float())
     x = normal(3, 64, seed=1)
     assert (head(x) - x @ table.T).norm() / (x @ table.T).norm() < 1.5 * ERRORS["int8"]
-    stored = quantize(table, "int8")
+    stored = integer_format("int8").quantize(table)
     assert weight.load_quantized is not None
     weight.load_quantized(stored)
     assert torch.equal(layer(torch.arange(50)), stored.dequantize().bfloat16().float())
@@ -135,7 +136,7 @@ def test_error_feedback_beats_rounding_on_correlated_inputs():
     x = normal(600, 16, seed=1) @ mixing + 0.1 * normal(600, 128, seed=2)
     weight = normal(40, 128, seed=3)
 
-    fed_back, nearest = gptq.quantize(weight, x.T @ x), quantize(weight, "int4")
+    fed_back, nearest = gptq.quantize(weight, x.T @ x), integer_format("int4").quantize(weight)
 
     def error(matrix: QuantizedMatrix) -> float:
         return float((x @ (matrix.dequantize() - weight).T).norm())

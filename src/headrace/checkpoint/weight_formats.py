@@ -16,6 +16,9 @@ StoredScheme = Literal["int8", "int4"]
 STORED: tuple[StoredScheme, ...] = get_args(StoredScheme)
 """The formats that it writes."""
 
+FINEST_STORED: StoredScheme = "int8"
+"""The finest of them. Parts of a product that were stored in different formats meet in it."""
+
 KERNEL_GROUP = 32
 """Elements that share a scale in the kernels; a checkpoint's groups are multiples of it."""
 
@@ -98,6 +101,10 @@ class FormatFacts:
     def quantizes(self) -> bool:
         """Whether weights are rounded to something else than the model's dtype."""
         return self.bytes_per_weight is not None
+
+    def itemsize(self, dtype_bytes: int) -> float:
+        """Bytes that one weight takes, packed; dtype_bytes: bytes of one in the model's dtype."""
+        return float(dtype_bytes) if self.bytes_per_weight is None else self.bytes_per_weight
 
     def reason_against(self, needs: FormatNeeds) -> str:
         """Why linear layers cannot compute so there; "" when they can."""

@@ -15,11 +15,12 @@ from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.source import Checkpoint
-from headrace.checkpoint.weight_formats import KERNEL_GROUP, StoredScheme
+from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, StoredScheme
 from headrace.errors import ModelError
 from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner
-from headrace.layers.quantization import gptq, quantize
+from headrace.layers.quantization import integer_format
+from headrace.layers.quantization.base import Calibrator
 from headrace.layers.weight import Observable, Placement, Weight
 from headrace.models.spec import model_class_for
 
@@ -65,17 +66,19 @@ def quantize_checkpoint(
     matrices: dict[str, QuantizedMatrix] = {}
     heads = ("lm_head.weight", "model.embed_tokens.weight")
     linears = [weight for weight in weights.values() if weight.layer is not None and weight.name not in heads]
-    if scheme == "int8":
-        matrices = {weight.name: quantize(weight.read(), "int8") for weight in linears}
+    weight_format = integer_format(scheme)
+    head_format = integer_format(weight_format.facts.head or scheme)
+    if weight_format.calibrator is None:
+        matrices = {weight.name: weight_format.quantize(weight.read()) for weight in linears}
     else:
         for group in _passes(linears):
-            _calibrate(group, runner, windows, matrices, progress)
+            _calibrate(group, weight_format.calibrator, runner, windows, matrices, progress)
     tensors: dict[str, torch.Tensor] = {}
     rename = spec.renaming(config)
     for stored_name in checkpoint.tensor_names():
         name = rename(stored_name)
         if name == "lm_head.weight" and name in weights:
-            matrices[name] = quantize(weights[name].read(), "int8")
+            matrices[name] = head_format.quantize(weights[name].read())
         if name in matrices:
             base = name.removesuffix(".weight")
             tensors |= {f"{base}.{suffix}": part for suffix, part in own_tensors(matrices[name]).items()}
@@ -110,6 +113,7 @@ def _passes(linears: Sequence[Weight]) -> Iterator[list[Weight]]:
 
 def _calibrate(
     weights: Sequence[Weight],
+    calibrator: Calibrator,
     runner: WindowRunner,
     windows: Sequence[Sequence[int]],
     matrices: dict[str, QuantizedMatrix],
@@ -133,7 +137,7 @@ def _calibrate(
         values = torch.cat([part.read().float() for part in parts])
         hessian = hessians[id(layer)].sum
         aligned = values.shape[1] % KERNEL_GROUP == 0
-        whole = gptq.quantize(values, hessian) if aligned else quantize(values, "int8")
+        whole = calibrator(values, hessian) if aligned else integer_format(FINEST_STORED).quantize(values)
         begin = 0
         for part in parts:
             matrices[part.name] = whole.rows(begin, begin + part.shape[0])

@@ -112,7 +112,7 @@ def open_cache(checkpoint: Checkpoint, model_class: str, placement: Placement) -
     if checkpoint.kind == "dummy" or placement.device.type != "cpu" or native is None:
         return None
     precision = str(placement.weight_dtype).removeprefix("torch.")
-    if placement.format.quantizes:
+    if placement.format.facts.quantizes:
         precision = placement.quantization
     try:
         assert native.__file__ is not None, native

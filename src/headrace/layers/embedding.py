@@ -26,7 +26,7 @@ class Embedding:
         self._scale = scale
         self._placement = placement
         self._tied = tied
-        self._shared = None if placement.head.format.quantizes else tied
+        self._shared = None if placement.head.format.facts.quantizes else tied
         self._table: torch.Tensor
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Linear layers: one product for all projections that share an input.
 
-Owns the fusing of Hugging Face projections (q, k, v; gate, up), their quantisation where the placement asks for it, and their packing
-for the kernels. Does not own the product
-(`headrace.kernels`). Runs in the thread that runs the model.
+Owns the fusing of Hugging Face projections (q, k, v; gate, up). Does not own how weights are kept (`layers.quantization`) nor the
+product (`headrace.kernels`). Runs in the thread that runs the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +16,8 @@ from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.errors import ModelError
 from headrace.kernels import PackedLinear
-from headrace.kernels.torch_quantized import fp8_per_row, pack_fp8, why_not_fp8
 from headrace.layers.lora import LinearAdapters
-from headrace.layers.quantization import bytes_per_weight, join
+from headrace.layers.quantization.base import stack_floats
 from headrace.layers.weight import Kept, Parts, Placement, Weight
 
 
@@ -68,9 +66,9 @@ class Linear:
                 (size, self.in_size),
                 partial(self._load, f"{name}.weight"),
                 partial(self._read_weight, name),
-                itemsize=bytes_per_weight(self._placement.quantization, self._placement.weight_dtype.itemsize),
+                itemsize=self._placement.format.facts.itemsize(self._placement.weight_dtype.itemsize),
                 load_quantized=partial(self._load_quantized, f"{name}.weight")
-                if self._placement.quantization not in ("none", "fp8")
+                if self._placement.format.facts.codes is not None
                 else None,
                 layer=self,
                 keepers=(self,),
@@ -121,9 +119,10 @@ class Linear:
     def _placed(self, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
         if isinstance(tensor, QuantizedMatrix):
             return tensor.to(self._placement.device)
-        quantise = self._placement.quantization != "none"
         # A weight that will be quantised is not rounded to bfloat16 on the way.
-        return tensor.to(self._placement.device) if quantise and tensor.dim() == 2 else self._placement.place(tensor)
+        if self._placement.format.facts.quantizes and tensor.dim() == 2:
+            return tensor.to(self._placement.device)
+        return self._placement.place(tensor)
 
     def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
         self._parts[part] = tensor
@@ -134,13 +133,8 @@ class Linear:
 
     def _pack(self, parts: Mapping[str, torch.Tensor | QuantizedMatrix]) -> PackedLinear:
         weights = [parts[f"{name}.weight"] for name in self.outputs]
-        bias = _stack([parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
-        scheme = self._placement.quantization
-        if scheme == "fp8" and not why_not_fp8(sum(self.outputs.values()), self.in_size):
-            return pack_fp8(_stack(weights), bias, fp8_per_row(self._placement.device))
-        if scheme in ("none", "fp8"):
-            return kernels.pack_linear(self._placement.place(_stack(weights)), bias)
-        return kernels.pack_linear(join(weights, scheme), bias)
+        bias = stack_floats([parts[f"{name}.bias"] for name in self.outputs]) if self._bias else None
+        return self._placement.format.pack(weights, bias, self._placement.weight_dtype)
 
     def _present_weight(self, name: str) -> torch.Tensor | QuantizedMatrix:
         """A projection as it is kept, to the bit."""
@@ -156,9 +150,3 @@ class Linear:
     def _read_bias(self, name: str) -> torch.Tensor:
         assert self._packed.bias is not None, name
         return self._packed.bias[self._columns[name]].to(self._placement.weight_dtype)
-
-
-def _stack(parts: list[torch.Tensor | QuantizedMatrix]) -> torch.Tensor:
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    assert len(tensors) == len(parts), "a quantised part in a float layer"
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import FORMATS, FormatFacts, Scheme
+from headrace.checkpoint.weight_formats import Scheme
+from headrace.layers.quantization import WeightFormat, weight_format
 
 Kept = Mapping[str, torch.Tensor | int | str | None]
 """What a layer keeps of its weights, by field."""
@@ -87,9 +88,9 @@ class Placement:
     quantization: Scheme = "none"
 
     @property
-    def format(self) -> FormatFacts:
+    def format(self) -> WeightFormat:
         """Of linear layers."""
-        return FORMATS[self.quantization]
+        return weight_format(self.quantization)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -106,7 +107,7 @@ class Placement:
         """For the output projection: every token is chosen by it, so a format may leave it more bits, and a GPU leaves it all 16."""
         if self.device.type != "cpu":
             return self.unquantized
-        return replace(self, quantization=self.format.head or self.quantization)
+        return replace(self, quantization=self.format.facts.head or self.quantization)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A matrix on the device in the weights' dtype."""

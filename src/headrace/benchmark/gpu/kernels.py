@@ -13,7 +13,7 @@ from headrace.benchmark.gpu.closeness import BF16_ERROR, Check, distance, random
 from headrace.benchmark.gpu.ops import op_checks
 from headrace.benchmark.gpu.tokens import token_check, wait_check
 from headrace.kernels.torch_quantized import fp8_per_row, fp8_product, int4_product, pack_fp8, pack_int4, unpack_fp8
-from headrace.layers.quantization import quantize
+from headrace.layers.quantization import integer_format
 
 
 def check_kernels(bench: Bench, rows: Rows) -> None:
@@ -46,7 +46,7 @@ def format_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         return distance(fp8_product(x.to(device), packed), want), 0.04  # the activations' own rounding
 
     def int4() -> tuple[float, float]:
-        codes = quantize(matrix, "int4")
+        codes = integer_format("int4").quantize(matrix)
         want = x.float() @ codes.dequantize().T
         return distance(int4_product(x.to(device), pack_int4(codes.to(device), None)), want), BF16_ERROR
 

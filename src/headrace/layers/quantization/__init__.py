@@ -1,5 +1,17 @@
-"""Quantisers of linear layers, one file per scheme: a float weight becomes a `QuantizedMatrix`."""
+"""Weight formats of linear layers, one class a file; each registers itself when it is imported here."""
 
-from headrace.layers.quantization.schemes import bytes_per_weight, join, quantize
+from headrace.layers.quantization import floats, fp8, int4, int8, int8_fast, int16
+from headrace.layers.quantization.base import IntegerFormat, WeightFormat, integer_format, weight_format
 
-__all__ = ["bytes_per_weight", "join", "quantize"]
+__all__ = [
+    "IntegerFormat",
+    "WeightFormat",
+    "floats",
+    "fp8",
+    "int4",
+    "int8",
+    "int8_fast",
+    "int16",
+    "integer_format",
+    "weight_format",
+]

@@ -9,7 +9,7 @@ import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP
-from headrace.layers.quantization.int4 import encode, grid
+from headrace.layers.quantization.int4_grid import encode, grid
 
 _DAMPING = 0.01  # of the mean of the diagonal, added to it
 _BLOCK = 4 * KERNEL_GROUP  # columns whose corrections of the rest are applied in one product

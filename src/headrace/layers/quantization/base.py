@@ -1,0 +1,113 @@
+"""What a weight format is to the layers, and the register of formats.
+
+Owns the seam between linear layers and formats, and what to do with parts that were stored in different formats. Each format is a class in a
+file of its own, which registers itself; what is known of it without torch is a row of `headrace.checkpoint.weight_formats`. Does not own
+layouts nor products (`headrace.kernels`). Runs in the thread that loads the model.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+
+from headrace import kernels
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
+from headrace.checkpoint.weight_formats import FINEST_STORED, FORMATS, FormatFacts, Scheme
+from headrace.kernels import PackedLinear
+
+# Quantised at a time: the temporaries stay in the processor's cache.
+_CHUNK_ELEMENTS = 1 << 18
+_ROWS_ON_A_GPU = 4096
+
+Calibrator = Callable[[torch.Tensor, torch.Tensor], QuantizedMatrix]
+"""Rounds a weight float32[n, k] with its inputs in view, given as the sum of x x^T over them, float32[k, k]. k is a multiple of 32."""
+
+
+class WeightFormat(ABC):
+    """How linear layers keep their weights. There is one object a format, without state.
+
+    name: its row in `FORMATS`.
+    """
+
+    name: ClassVar[Scheme]
+
+    @property
+    def facts(self) -> FormatFacts:
+        """What is known of it without torch."""
+        return FORMATS[self.name]
+
+    @abstractmethod
+    def pack(
+        self, parts: Sequence[torch.Tensor | QuantizedMatrix], bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> PackedLinear:
+        """One packed weight with the rows of all parts, on their device.
+
+        parts: [n, k] each, of any float dtype, or matrices as they are stored where `facts.codes` is not None. bias: [sum of n].
+        dtype: of weights that stay floats.
+        """
+
+
+class IntegerFormat(WeightFormat):
+    """Weights are integer codes with scales (`facts.codes`)."""
+
+    @abstractmethod
+    def nearest(self, weight: torch.Tensor) -> QuantizedMatrix:
+        """float32[n, k] rounded to the nearest codes. What a row becomes depends on that row alone."""
+
+    @property
+    def calibrator(self) -> Calibrator | None:
+        """What rounds better than `nearest` where inputs are known; None where `nearest` is good enough."""
+        return None
+
+    def quantize(self, weight: torch.Tensor) -> QuantizedMatrix:
+        """`nearest` of a weight [n, k] of any float dtype, on its device, some rows at a time."""
+        num_rows = max(1, _CHUNK_ELEMENTS // weight.shape[1]) if weight.device.type == "cpu" else _ROWS_ON_A_GPU
+        return stack([self.nearest(rows.to(torch.float32)) for rows in weight.split(num_rows)])
+
+    def join(self, parts: Sequence[torch.Tensor | QuantizedMatrix]) -> QuantizedMatrix:
+        """One matrix with the rows of all parts. Float parts are quantised; quantised ones stay as they are, unless their formats
+        differ: then all of them take the finest format that files have."""
+        matrices = [part if isinstance(part, QuantizedMatrix) else self.quantize(part) for part in parts]
+        if len({matrix.scheme for matrix in matrices}) > 1:
+            finest = integer_format(FINEST_STORED)
+            matrices = [
+                matrix if matrix.scheme == finest.name else finest.quantize(matrix.dequantize()) for matrix in matrices
+            ]
+        return stack(matrices)
+
+    def pack(
+        self, parts: Sequence[torch.Tensor | QuantizedMatrix], bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> PackedLinear:
+        """See `WeightFormat`."""
+        return kernels.pack_linear(self.join(parts), bias)
+
+
+_Format = TypeVar("_Format", bound=WeightFormat)
+_REGISTERED: dict[Scheme, WeightFormat] = {}
+
+
+def register(format_class: type[_Format]) -> type[_Format]:
+    """Make a format known by its name; a class decorator."""
+    assert format_class.name not in _REGISTERED, format_class.name
+    _REGISTERED[format_class.name] = format_class()
+    return format_class
+
+
+def weight_format(name: Scheme) -> WeightFormat:
+    """The format of that name."""
+    return _REGISTERED[name]
+
+
+def integer_format(name: Scheme) -> IntegerFormat:
+    """The format of that name, whose weights are integers."""
+    found = _REGISTERED[name]
+    assert isinstance(found, IntegerFormat), name
+    return found
+
+
+def stack_floats(parts: Sequence[torch.Tensor | QuantizedMatrix]) -> torch.Tensor:
+    """The rows of all parts, which are tensors."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    assert len(tensors) == len(parts), "a quantised part in a float layer"
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
