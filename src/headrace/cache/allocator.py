@@ -14,11 +14,11 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """Number of free pages."""
         return len(self._free)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """`num_pages` pages, now the caller's. The caller has checked `num_free`."""
+        """Take `num_pages` pages from the free list. The caller has checked `num_free`."""
         assert 0 <= num_pages <= len(self._free), (num_pages, len(self._free))
         if num_pages == 0:
             return []
@@ -28,10 +28,10 @@ class PageAllocator:
         return taken
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back. Freeing a page twice is caught by the accounting, not here."""
+        """Give pages back. A page that is freed twice is noticed by the accounting, not here."""
         self._free.extend(pages)
         assert len(self._free) <= self.num_pages, (len(self._free), self.num_pages)
 
     def reset(self) -> None:
-        """Forget all ownership."""
+        """Mark every page as free."""
         self._free = list(range(self.num_pages - 1, -1, -1))

@@ -1,11 +1,11 @@
-"""What the scheduler asks of a prefix cache; `RadixCache` and `ChunkCache` answer."""
+"""The interface of a prefix cache; implemented by `RadixCache` and `ChunkCache`."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 
 class Lease:
-    """A pin on a cached prefix. While it is held, its pages are not evicted. Given out and taken back by the cache."""
+    """A pin on a cached prefix: while it is held, its pages are not evicted. Issued and released by the cache."""
 
     __slots__ = ()
 
@@ -23,9 +23,9 @@ class PrefixMatch:
 class Insertion:
     """What the cache did with an offered prefix, in tokens.
 
-    [0, num_existing)         it had these already; the offered pages of this range that are not its own stay the caller's
-    [num_existing, num_kept)  now the cache's, pages included
-    [num_kept, ...)           not taken; stays the caller's
+    [0, num_existing)         already cached; offered pages of this range that are not the cache's stay the caller's
+    [num_existing, num_kept)  now cached; the cache owns their pages
+    [num_kept, ...)           not cached; their pages stay the caller's
     lease: pin on [0, num_kept), held until released.
     """
 
@@ -35,18 +35,18 @@ class Insertion:
 
 
 class PrefixCache(Protocol):
-    """Known prefixes and their pages. Tokens are int32 little-endian bytes: comparing is one memcmp."""
+    """Cached prefixes and their pages. Tokens are int32 little-endian bytes, so that comparing is one memcmp."""
 
     shares: bool
-    """False when nothing is ever found: waiting for another request's prefix would be in vain."""
+    """False when nothing is ever found, so that there is no point in waiting for another request's prefix."""
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages that `evict` could free now."""
+        """Number of pages that `evict` could free now."""
 
     @property
     def num_leased_pages(self) -> int:
-        """Pages of the cache pinned by leases."""
+        """Number of cached pages pinned by leases."""
 
     def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
         """Length in tokens of the longest cached prefix of tokens[:limit]. Changes nothing."""
@@ -55,13 +55,13 @@ class PrefixCache(Protocol):
         """Longest cached prefix of tokens[:limit], pinned. An empty match is normal."""
 
     def insert(self, tokens: bytes, pages: list[int], namespace: str) -> Insertion:
-        """Offer the KV of `tokens` (whole pages count; a partial last page is not taken), pinned."""
+        """Add the KV of `tokens` to the cache and pin it. Only whole pages are taken, not a partial last page."""
 
     def release(self, lease: Lease | None) -> None:
-        """Give a lease back; None is accepted."""
+        """Release a lease; None is accepted."""
 
     def evict(self, num_pages: int) -> list[int]:
-        """Forget least recently used prefixes until `num_pages` pages or more are freed, or nothing more can be."""
+        """Evict least recently used prefixes until at least `num_pages` pages are freed or nothing is left to evict. Returns the pages."""
 
     def flush(self) -> list[int]:
-        """Forget everything. The caller holds no lease. Returns the freed pages."""
+        """Evict everything; no lease may be held. Returns the freed pages."""

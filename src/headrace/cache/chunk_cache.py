@@ -1,4 +1,4 @@
-"""The cache that shares nothing (--disable-radix-cache): every request keeps and frees its own pages."""
+"""A cache that shares nothing (--disable-radix-cache): every request owns and frees its own pages."""
 
 from headrace.cache.base import Insertion, Lease, PrefixMatch
 
@@ -19,7 +19,7 @@ class ChunkCache:
         return PrefixMatch(0)
 
     def insert(self, tokens: bytes, pages: list[int], namespace: str) -> Insertion:
-        """Takes nothing."""
+        """Keeps nothing."""
         return Insertion(0, 0)
 
     def release(self, lease: Lease | None) -> None:

@@ -1,8 +1,8 @@
 """Prefix cache: a radix tree over token pages (after RadixAttention, Zheng et al. 2024, arXiv:2312.07104).
 
 Owns the pages of every cached prefix. Runs in the scheduler's thread; no torch.
-Keys are compared page by page, so an edge always holds whole pages and two edges of a node differ within their first page.
-Every namespace (adapter, cache salt, extra key) has its own root: nothing is ever shared between namespaces.
+Keys are compared page by page: an edge always holds whole pages, and two edges of a node differ within their first page.
+Every namespace (adapter, cache salt, extra key) has its own root, so nothing is shared between namespaces.
 """
 
 import heapq
@@ -15,7 +15,7 @@ TOKEN_BYTES = 4
 
 
 class _Node(Lease):
-    """An edge into the tree with its pages. As a `Lease` it pins itself and its ancestors."""
+    """A node with the tokens and pages of the edge that leads to it. As a `Lease` it pins itself and its ancestors."""
 
     __slots__ = ("children", "key", "leases", "pages", "parent", "used")
 
@@ -29,12 +29,12 @@ class _Node(Lease):
 
     @property
     def is_evictable_leaf(self) -> bool:
-        """In the tree, with nothing below it that would have to go first, and nobody's lease."""
+        """Whether it is in the tree, has no children and is not leased."""
         return self.parent is not None and not self.children and self.leases == 0
 
 
 class _Root(_Node):
-    """Where a namespace begins."""
+    """The root of a namespace."""
 
     __slots__ = ("namespace",)
 
@@ -44,7 +44,7 @@ class _Root(_Node):
 
 
 class _Candidate(NamedTuple):
-    """A leaf when it became evictable. It may have been used or have got children since: whoever takes it looks again."""
+    """A leaf at the time it became evictable. It may have been used or got children since, so it is checked again when taken."""
 
     used: int
     entry: int
@@ -54,8 +54,8 @@ class _Candidate(NamedTuple):
 class _EvictionOrder:
     """Evictable leaves, least recently used first, without walking the tree.
 
-    Leaves join when they become evictable and are not taken out when they cease to be: stale candidates are dropped when their turn comes, and
-    all at once when there are many. So the work is that of a heap, whatever the size of the tree.
+    Leaves are added when they become evictable and not removed when they cease to be: stale candidates are dropped when their turn comes, or
+    all at once when there are many. The cost is that of a heap, whatever the size of the tree.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class _EvictionOrder:
         self._entries = count()
 
     def add(self, leaf: _Node, num_nodes: int) -> None:
-        """It has become evictable. num_nodes: of the tree now."""
+        """Add a leaf that has become evictable. num_nodes: current size of the tree."""
         heapq.heappush(self._heap, _Candidate(leaf.used, next(self._entries), leaf))
         if len(self._heap) > 2 * num_nodes + _LEAST_COMPACTED:
             found = {id(c.leaf): c for c in self._heap if _is_current(c)}
             self._heap = sorted(found.values())
 
     def pop(self) -> _Node | None:
-        """The one to go next; None when there is none."""
+        """Remove and return the least recently used evictable leaf; None when there is none."""
         while self._heap:
             candidate = heapq.heappop(self._heap)
             if _is_current(candidate):
@@ -78,7 +78,7 @@ class _EvictionOrder:
         return None
 
     def clear(self) -> None:
-        """The tree is empty."""
+        """Forget all candidates: the tree is empty."""
         self._heap.clear()
 
 
@@ -90,7 +90,7 @@ def _is_current(candidate: _Candidate) -> bool:
 
 
 class RadixCache:
-    """See `PrefixCache` for the contract. page_size: tokens in a page (1, 16, ...)."""
+    """A `PrefixCache`, which documents the methods. page_size: tokens per page (1, 16, ...)."""
 
     shares = True
 
@@ -106,12 +106,12 @@ class RadixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages that `evict` could free now."""
+        """Number of pages that `evict` could free now."""
         return self._evictable
 
     @property
     def num_leased_pages(self) -> int:
-        """Pages of the tree pinned by leases."""
+        """Number of pages in the tree pinned by leases."""
         return self._leased
 
     def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
@@ -140,9 +140,9 @@ class RadixCache:
         return PrefixMatch(pos // TOKEN_BYTES, pages, node)
 
     def insert(self, tokens: bytes, pages: list[int], namespace: str) -> Insertion:
-        """Offer the KV of `tokens`, whole pages of it, pinned until `release(insertion.lease)`.
+        """Add the whole pages of the KV of `tokens`, pinned until `release(insertion.lease)`.
 
-        pages: at least one per whole page of tokens, in order. For the range that the tree already has, its own pages stay in use.
+        pages: at least one per whole page of tokens, in order. Where the tree already has the tokens, it keeps its own pages.
         """
         end = self._whole_pages(len(tokens))
         if end == 0:
@@ -178,7 +178,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, num_pages: int) -> list[int]:
-        """Free `num_pages` pages or more, least recently used leaves first; fewer only when all else is leased."""
+        """Free at least `num_pages` pages, least recently used leaves first; fewer only when everything else is leased."""
         freed: list[int] = []
         while len(freed) < num_pages and (node := self._eviction_order.pop()) is not None:
             parent = node.parent
@@ -196,7 +196,7 @@ class RadixCache:
         return freed
 
     def flush(self) -> list[int]:
-        """Forget everything; no lease may be held."""
+        """Evict everything; no lease may be held."""
         assert self._leased == 0, f"{self._leased} pages are still leased"
         freed = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
@@ -211,7 +211,7 @@ class RadixCache:
         return num_bytes - num_bytes % self._page_bytes
 
     def _shared(self, key: bytes, tokens: bytes, pos: int, end: int) -> int:
-        """Bytes of `key` that equal tokens[pos:end], a whole number of pages."""
+        """Length in bytes of the common prefix of `key` and tokens[pos:end], a whole number of pages."""
         length = min(len(key), end - pos)
         if key[:length] == tokens[pos : pos + length]:
             return length
@@ -225,7 +225,7 @@ class RadixCache:
         return low * self._page_bytes
 
     def _descend(self, node: _Node, tokens: bytes, end: int) -> tuple[_Node, int, list[int]]:
-        """Walk tokens[:end] down from a root, splitting an edge that matches in part. Returns (last node, bytes, pages)."""
+        """Walk down from a root along tokens[:end], splitting an edge that matches only in part. Returns (last node, matched bytes, pages)."""
         now = next(self._clock)
         pages: list[int] = []
         pos = 0
@@ -243,7 +243,7 @@ class RadixCache:
         return node, pos, pages
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cut the edge into `node` after `at` bytes; returns the new upper half. Leases on `node` pin both halves."""
+        """Split the edge to `node` after `at` bytes. Returns the new upper node; leases on `node` pin both halves."""
         assert 0 < at < len(node.key), (at, len(node.key))
         parent = node.parent
         assert parent is not None
@@ -266,7 +266,7 @@ class RadixCache:
             node = node.parent
 
     def _offer(self, node: _Node) -> None:
-        """Something about `node` has changed so that it may be evictable now."""
+        """Called when `node` may have become evictable."""
         if node.is_evictable_leaf:
             self._eviction_order.add(node, self._num_nodes)
 

@@ -1,1 +1,1 @@
-"""Decides what each step computes and what became of it. No torch: it sees tokens, pages and counts."""
+"""Decides what each step computes, and applies the results. No torch: it handles tokens, pages and counts."""

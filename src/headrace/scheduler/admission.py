@@ -1,8 +1,8 @@
-"""How much of the pool admitted requests are expected to need: two estimates that adapt.
+"""Estimates how much of the KV pool admitted requests will need.
 
-A request may make max_new_tokens outputs but rarely does: a chat asks for the whole context and stops after a line. `UsualLength` learns
-how long outputs are. Of what a request is then expected to make, `NewTokenRatio` reserves a share. It sinks a little with every
-step; when it was too low the planner must retract, and it jumps up (as SGLang's new_token_ratio does).
+A request may generate max_new_tokens but rarely does: a chat allows for the whole context and stops after a line. `UsualLength` learns
+how long outputs usually are. `NewTokenRatio` reserves a fraction of the output that is expected of a request. The fraction falls a little
+with every step and jumps up when it was too low and requests had to be retracted (like SGLang's new_token_ratio).
 """
 
 import math
@@ -16,19 +16,19 @@ from headrace.scheduler.request import Req
 INITIAL_RATIO = 0.7
 MINIMUM_RATIO = 0.1
 DECAY_STEPS = 600
-"""From wherever it is, the ratio sinks to its minimum in this many steps."""
+"""The ratio falls to its minimum in this many steps."""
 RETRACT_MARGIN_TOKENS = 20
 
 DEFAULT_CLIP_TOKENS = 4096
 USUAL_QUANTILE = 0.75
 FIRST_GUESS_TOKENS = 512
 FIRST_GUESSES = 8
-"""The first guess counts as much as this many outputs that ended."""
+"""Weight of the initial guess, in finished outputs."""
 MAX_LENGTHS = 256
 
 
 class UsualLength:
-    """A quantile of the lengths of the outputs that ended lately. `tokens`: three of four were no longer."""
+    """A quantile of the lengths of recent outputs. `tokens`: three of four were no longer than this."""
 
     def __init__(self) -> None:
         self._lately = deque([FIRST_GUESS_TOKENS] * FIRST_GUESSES)
@@ -36,7 +36,7 @@ class UsualLength:
         self.tokens = FIRST_GUESS_TOKENS
 
     def learn(self, req: Req, finish: FinishReason) -> None:
-        """`req` ended so. One that was cut off says nothing, unless it was longer than usual already."""
+        """Learn from the length of `req`, which ended with `finish`. One that was cut off counts only if it was already longer than usual."""
         length = req.num_outputs
         if req.task.params.ignore_eos or finish.type == "abort":
             return
@@ -51,7 +51,7 @@ class UsualLength:
     def expected_left(self, req: Req) -> int:
         """Output tokens that the request is still expected to make.
 
-        One that ignores EOS makes all it may. One that has outlived the usual length is expected to go on for as long again.
+        A request that ignores EOS generates all that it may. One that is longer than usual is expected to get as long again.
         """
         left = max(0, req.num_new_tokens_left)
         if req.task.params.ignore_eos:
@@ -60,9 +60,9 @@ class UsualLength:
 
 
 class NewTokenRatio:
-    """The share of the outputs still expected that is reserved for each admitted request.
+    """The fraction of the expected output that is reserved for each admitted request.
 
-    conservativeness: factor on that share. clip_tokens: no more outputs than this are expected of one request.
+    conservativeness: factor on that fraction. clip_tokens: most output tokens to reserve for one request.
     """
 
     def __init__(self, conservativeness: float, clip_tokens: int = DEFAULT_CLIP_TOKENS) -> None:
@@ -72,38 +72,38 @@ class NewTokenRatio:
         self.scale(conservativeness)
 
     def scale(self, conservativeness: float) -> None:
-        """Begin anew with another factor. What is usual is still known."""
+        """Start over with another factor, keeping the learned length."""
         self._conservativeness = conservativeness
         self._initial = min(1.0, INITIAL_RATIO * conservativeness)
         self._minimum = min(self._initial, MINIMUM_RATIO * conservativeness)
         self._set(self._initial)
 
     def step(self) -> None:
-        """A step went well."""
+        """Called after each step that needed no retraction: the ratio falls."""
         self.value = max(self._minimum, self.value - self._decay)
 
     def retracted(self, left: Iterable[Req]) -> None:
-        """Requests had to go; `left` stay. Reserve the share that these have made of what they were expected to make, and a margin."""
+        """Called after a retraction: reserve the fraction of their expected output that the remaining requests have generated, plus a margin."""
         expected = made = margin = 0
         for req in left:
             expected += req.num_outputs + self._expected_left(req)
             made += req.num_outputs
             margin += RETRACT_MARGIN_TOKENS
-        # The margin is not scaled: without it a small factor would take the next request back at once.
+        # The margin is not scaled: with a small factor, the next request would be retracted at once.
         wanted = min(1.0, (min(1.0, self._conservativeness) * made + margin) / max(1, expected))
         if wanted > self.value:
             self._set(wanted)
 
     def reset(self) -> None:
-        """The engine is idle: start over. What is usual is still known."""
+        """Start over, keeping the learned length. Called when the engine is idle."""
         self._set(self._initial)
 
     def reserve(self, req: Req) -> int:
-        """Tokens to keep for the request's outputs."""
+        """Tokens to reserve for the request's output."""
         return math.ceil(self._expected_left(req) * self.value)
 
     def expected_tokens(self, req: Req, page_size: int) -> int:
-        """Tokens of pages that the request will still take: the rest of its known tokens and the outputs reserved for it."""
+        """Tokens, in whole pages, that the request will still need: the rest of its known tokens and its reserved output."""
         known = max(0, req.num_tokens - req.num_scheduled)
         in_last_page = len(req.pages) * page_size - req.num_scheduled if req.pages else 0
         return max(0, known + self.reserve(req) - max(0, in_last_page)) + page_size - 1

@@ -1,4 +1,4 @@
-"""ScheduleBatch: the plan of one step with the requests it is for; its `worker_batch` is what crosses to the worker."""
+"""ScheduleBatch: the plan of one step and the requests in it. `worker_batch` is what is sent to the worker."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class Row:
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """The plan of one step. Rows hold requests; `worker_batch` copies integers out, so nothing is aliased."""
+    """The plan of one step. Rows refer to requests; `worker_batch` copies their integers, so nothing is shared."""
 
     step: int
     page_size: int
@@ -31,11 +31,11 @@ class ScheduleBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the step computes."""
+        """Number of tokens that the step computes."""
         return sum(row.count for row in self.rows)
 
     def worker_batch(self) -> ModelWorkerBatch:
-        """The plan in integers."""
+        """The plan as plain integers, for the worker."""
         slots: list[int] = []
         size = self.page_size
         for row in self.rows:

@@ -1,4 +1,4 @@
-"""Takes a finished step into account: tokens, ends, the cache, and what the detokenizer is told."""
+"""Applies the result of a step: tokens, finished requests, the cache, and outputs for the detokenizer."""
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.log import get_logger
@@ -18,14 +18,14 @@ from headrace.scheduler.state import SchedulerState
 logger = get_logger(__name__)
 
 CONTEXT_TOKENS = 8
-"""Prompt tokens that the detokenizer sees before the first output."""
+"""Number of prompt tokens sent to the detokenizer with the first output."""
 
 FORCED_INTERVAL = 50
-"""A request that does not stream still reports after so many tokens: an abort finds its partial text downstream."""
+"""Requests that do not stream still report every N tokens, so that their partial text is available when they are aborted."""
 
 
 def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> BatchTokenIDOut | None:
-    """Apply `result` to the requests of `batch`. Rows of requests that ended meanwhile give nothing."""
+    """Apply `result` to the requests of `batch`. Rows of requests that have ended meanwhile are ignored."""
     rows: list[TokenIDOut] = []
     for index, row in enumerate(batch.rows):
         req = row.req
@@ -39,15 +39,15 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
         was_prefilling = req.is_prefilling
         req.num_computed = row.start + row.count
         if index in result.errors:
-            # Its KV may hold the NaN: nobody else shall find it.
+            # Its KV may contain NaN, so it must not enter the cache.
             req.keep_kv = False
             req.finish = FinishReason("abort", message=result.errors[index], status_code=500)
         else:
             try:
                 _take_row(state, req, row, index, result)
             except Exception:
-                # The boundary of one request's faults, its stop strings' decoding among them.
-                logger.exception("taking the output of %r failed", req.rid)
+                # An error here, for example in decoding stop strings, ends only this request.
+                logger.exception("request %r failed while its output was processed", req.rid)
                 req.finish = FinishReason("abort", message="internal error", status_code=500)
         if was_prefilling and not req.is_prefilling and req.finish is None:
             state.kv.share(req)
@@ -58,7 +58,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
 
 
 def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchTokenIDOut | None:
-    """The step failed as a whole: its requests end, the others go on."""
+    """End the requests of a step that failed as a whole. Other requests continue."""
     rows: list[TokenIDOut] = []
     for row in batch.rows:
         req = row.req
@@ -74,7 +74,7 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
 
 
 def end(state: SchedulerState, req: Req) -> TokenIDOut:
-    """The request has a finish reason: its last output. Its pages go back once no step in flight uses them."""
+    """The last output of a request that has a finish reason. Its pages are freed once no step in flight uses them."""
     assert req.finish is not None
     state.counters.num_finished += 1
     state.counters.num_aborted += req.finish.type == "abort"
@@ -84,7 +84,7 @@ def end(state: SchedulerState, req: Req) -> TokenIDOut:
 
 
 def reset(state: SchedulerState) -> None:
-    """Forget every request: its last output, if anybody waits for it, will be made by another attempt."""
+    """Drop every request and send no output; the front end sends again those that it still waits for."""
     for req in [*state.by_rid.values(), *state.ended]:
         req.finish = FinishReason("abort", message="begun again")
         _forget(state, req)
@@ -102,7 +102,7 @@ def _forget(state: SchedulerState, req: Req) -> None:
 
 
 def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
-    """The request's next chunk when one is due."""
+    """The request's next chunk, if one is due."""
     new = req.num_outputs - req.num_sent_outputs
     if new == 0:
         return None
@@ -110,14 +110,14 @@ def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
         interval = req.task.params.stream_interval or state.config.stream_interval
     else:
         interval = FORCED_INTERVAL
-    # The first token goes out at once: the time to it is what a client sees first.
+    # The first token is sent at once, for a short time to first token.
     if new >= interval or not req.emitted:
         return _output(state, req)
     return None
 
 
 def _settle(state: SchedulerState, req: Req) -> None:
-    """Give an ended request's resources back as soon as no step in flight uses them."""
+    """Free the resources of an ended request, unless a step in flight still uses them."""
     if req.num_in_flight == 0 and req.seq >= 0:
         state.kv.release(req)
         state.running.remove(req)
@@ -138,7 +138,7 @@ def _take_row(state: SchedulerState, req: Req, row: Row, index: int, result: Ste
 
 
 def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> None:
-    """Commit the tokens that a row gave, as far as the request goes, with their logprobs."""
+    """Commit the tokens that a row sampled, up to the end of the request, with their logprobs."""
     assert ids, req.rid
     assert all(0 <= token_id < state.config.vocab_size for token_id in ids), (req.rid, ids)
     num_before = req.num_outputs
@@ -153,7 +153,7 @@ def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: Logprob
 
 
 def _take_hidden(req: Req, start: int, rows: bytes) -> None:
-    """Keep the rows that were not delivered before a retraction."""
+    """Keep the rows that were not already delivered before a retraction."""
     count = req.num_computed - start
     stale = max(0, req.num_hidden_rows - start)
     if stale < count:
@@ -162,7 +162,7 @@ def _take_hidden(req: Req, start: int, rows: bytes) -> None:
 
 
 def _output(state: SchedulerState, req: Req) -> TokenIDOut:
-    """Everything of the request that has not been sent."""
+    """All output of the request that has not been sent yet."""
     asked = req.asked
     first, last = not req.emitted, req.finish is not None
     options = stats = None

@@ -1,4 +1,4 @@
-"""Handlers of messages other than work: abort, flush, state, health, faults. One function each; `Scheduler` dispatches."""
+"""Handlers of control messages: abort, flush, state, health, faults. One function each; `Scheduler` dispatches."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ from headrace.scheduler.state import SchedulerState
 
 
 def abort(state: SchedulerState, request: AbortReq) -> list[TokenIDOut]:
-    """End the named requests (exact rids) or all; unknown rids are nothing. Their partial output is kept."""
+    """End the named requests (exact rids) or all; unknown rids are ignored. Partial output is kept."""
     if request.abort_all:
         found = list(state.by_rid.values())
     else:
@@ -33,13 +33,13 @@ def abort(state: SchedulerState, request: AbortReq) -> list[TokenIDOut]:
 
 
 def abort_one(state: SchedulerState, req: Req, message: str, status_code: int) -> TokenIDOut:
-    """End one request. status_code 0: asked for by the client, not an error."""
+    """End one request. status_code 0: the client requested it, so it is not an error."""
     req.finish = FinishReason("abort", message=message, status_code=status_code)
     return end(state, req)
 
 
 def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
-    """End requests whose deadline has passed, and those whose time to wait is over before they ever ran."""
+    """End requests whose deadline has passed, or whose queue deadline has passed before they ever ran."""
     live = list(state.by_rid.values())
     late = [req for req in live if 0 < req.asked.deadline_s <= now_s]
     stuck = [
@@ -52,7 +52,7 @@ def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
 
 
 def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:
-    """Empty the prefix cache, or say why not. While generation is paused only what holds KV is in the way."""
+    """Empty the prefix cache, or reply why not. While generation is paused, only requests that hold KV prevent it."""
     if state.running or (state.waiting and not state.gate.holds):
         busy = f"{len(state.running)} requests are running and {len(state.waiting)} are waiting"
         return FlushCacheReply(request.id, False, f"the cache cannot be flushed now: {busy}")
@@ -61,7 +61,7 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
 
 
 def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
-    """Other limits from the next step on. What runs goes on, also when it is more than may run now."""
+    """Change limits from the next step on. Running requests continue, even if they exceed a new limit."""
     state.config = replace(
         state.config,
         max_running=min(request.max_running, state.kv.max_seqs),
@@ -73,12 +73,12 @@ def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
 
 
 def health(state: SchedulerState, request: HealthCheckReq) -> HealthCheckReply:
-    """The loop turns."""
+    """Answer a health check: the loop is running."""
     return HealthCheckReply(request.id, bool(state.running), state.gate.holds or state.gate.draining)
 
 
 def profile(profiler: Profiler, request: ProfileReq) -> ProfileReply:
-    """Start or stop a profile, or say why not."""
+    """Start or stop a profile, or reply why not."""
     try:
         return ProfileReply(request.id, True, profiler.handle(request))
     except HeadraceError as error:
@@ -86,7 +86,7 @@ def profile(profiler: Profiler, request: ProfileReq) -> ProfileReply:
 
 
 def count_experts(counter: ExpertCounter, request: ExpertCountsReq) -> ExpertCountsReply:
-    """Record which experts are chosen, tell it, or say why not."""
+    """Start, stop or return the count of chosen experts, or reply why not."""
     try:
         return counter.handle(request)
     except HeadraceError as error:
@@ -94,7 +94,7 @@ def count_experts(counter: ExpertCounter, request: ExpertCountsReq) -> ExpertCou
 
 
 def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames: int) -> InternalState:
-    """Counters and accounting of now."""
+    """Current counters and pool accounting."""
     counters = state.counters
     return InternalState(
         pool=state.kv.state(),
@@ -125,7 +125,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
 
 
 def self_check(state: SchedulerState, log: Callable[[str], None]) -> None:
-    """At idle every page is free or evictable. If not, say so, count it, and start from an empty pool."""
+    """At idle every page must be free or evictable. If not, log it, count it, and reset the pool."""
     pool = state.kv.state()
     if pool.consistent and pool.leased_tokens == 0 and pool.request_slots_free == pool.request_slots_total:
         return

@@ -1,7 +1,7 @@
-"""Whom an operation that steps must not meet has to wait for.
+"""Which requests must end before an operation that needs exclusive access, such as a weight update.
 
-Owns the one rule that keeps every request on the weights of one version: all samples of a prompt run with the weights that the first of
-them began with. While the gate drains, the planner admits only those; once none is left the operation may take effect. Runs in the
+Owns the rule that keeps every request on one version of the weights: all samples of a prompt run with the weights that the first of
+them started with. While the gate drains, the planner admits only such samples; once none is left, the operation may take effect. Runs in the
 scheduler's thread.
 """
 
@@ -10,12 +10,12 @@ from headrace.scheduler.state import SchedulerState
 
 
 def has_begun(state: SchedulerState, req: Req) -> bool:
-    """It has taken part in a step, here or in a scheduler that died since, or another sample of its prompt has."""
+    """Whether it, or another sample of its prompt, has taken part in a step, here or in a scheduler that has died."""
     return req.has_begun or req.asked.attempt > 0 or req.asked.group in state.group_cached
 
 
 def is_drained(state: SchedulerState) -> bool:
-    """No step is in flight, and none is to come for a request that has begun: all of those have ended, or steps are held anyway."""
+    """Whether no step is in flight and no request that has begun will take another: all have ended, or steps are held."""
     if state.in_flight:
         return False
     return state.gate.holds or not (state.running or any(has_begun(state, req) for req in state.waiting))

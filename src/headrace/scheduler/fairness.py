@@ -1,12 +1,12 @@
-"""Weighted fair sharing between the keys whose requests wait.
+"""Weighted fair sharing between API keys with waiting requests.
 
 The Virtual Token Counter of Sheng et al. 2024, "Fairness in Serving Large Language Models" (arXiv:2401.00588), with weights: each
-tenant has a counter of the service it got (prompt tokens computed, and output tokens, which cost more), divided by its weight;
-the waiting tenant with the smallest counter goes next. A tenant that begins to wait again is lifted to the smallest counter of those
-that wait, or to that of the last one that did, so idle time earns no credit. Within a tenant the queue's policy decides. No slot stays
-empty for the sake of a share.
+tenant has a counter of the service it received (computed prompt tokens, and output tokens, which cost more), divided by its weight;
+the waiting tenant with the smallest counter goes next. When a tenant starts to wait again, its counter is raised to the smallest one of
+those that wait, or of the last one that did, so idle time earns no credit. Within a tenant the queue's policy decides. No slot is kept
+empty for a share.
 
-Owns the counters. Pure of the clock; runs in the scheduler's thread.
+Owns the counters. Does not read the clock; runs in the scheduler's thread.
 """
 
 import heapq
@@ -16,21 +16,21 @@ from headrace.scheduler.request import Req
 
 PROMPT_COST = 1.0
 OUTPUT_COST = 2.0
-"""What a token costs; the paper's proportion."""
+"""Cost of an output token, in prompt tokens; the ratio of the paper."""
 
 MAX_TENANTS = 10_000
-"""More counters than this are not kept: those that nobody waits on go."""
+"""Most counters to keep; beyond this, counters of tenants without waiting requests are dropped."""
 
 
 class FairShare:
-    """Service by tenant, and the order that follows from it. With one tenant it changes nothing."""
+    """Service received per tenant, and the resulting order. With one tenant it has no effect."""
 
     def __init__(self) -> None:
         self._service: dict[str, float] = {}
         self._last_admitted = ""
 
     def arrive(self, req: Req, waiting: Collection[str]) -> None:
-        """A request is about to wait. Lifts the counter of a tenant that is not among those `waiting`."""
+        """A request is about to wait: raise its tenant's counter, unless the tenant is already among the `waiting`."""
         tenant = req.asked.tenant
         if tenant in self._service and len(self._service) < 2:
             return
@@ -63,12 +63,12 @@ class FairShare:
             heapq.heapreplace(turns, (service + PROMPT_COST * req.num_prompt_tokens / req.asked.weight, tenant))
 
     def charge_prompt(self, req: Req, num_tokens: int) -> None:
-        """It is admitted: `num_tokens` of its prompt are going to be computed."""
+        """Charge for `num_tokens` prompt tokens that will be computed, at admission."""
         self._last_admitted = req.asked.tenant
         self._charge(req, PROMPT_COST * num_tokens)
 
     def charge_output(self, req: Req, num_tokens: int) -> None:
-        """It made `num_tokens` tokens."""
+        """Charge for `num_tokens` output tokens."""
         self._charge(req, OUTPUT_COST * num_tokens)
 
     def _charge(self, req: Req, cost: float) -> None:

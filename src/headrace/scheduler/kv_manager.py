@@ -1,8 +1,8 @@
-"""Pages, leases and sequence rows of admitted requests: the one place that takes them and gives them back.
+"""Pages, leases and sequence rows of admitted requests; all of them are allocated and freed here.
 
     pages of a request:
     [0, num_tree_pages)   the cache's, read-only for us (but `duplicate_pages` among them are ours)
-    [num_tree_pages, ..)  ours: enter the cache when full and computed, or go back to the free list
+    [num_tree_pages, ..)  ours: when full and computed they enter the cache, otherwise they are freed
 
 Invariant, in pages: free + evictable + leased-in-cache + owned by requests == total.
 """
@@ -18,7 +18,7 @@ from headrace.scheduler.request import Req
 
 
 class KVManager:
-    """See the module's text. max_seqs: rows of the worker's sequence table."""
+    """See the module docstring. max_seqs: rows of the worker's sequence table."""
 
     def __init__(self, allocator: PageAllocator, cache: PrefixCache, max_seqs: int) -> None:
         self.allocator = allocator
@@ -30,21 +30,21 @@ class KVManager:
 
     @property
     def total_tokens(self) -> int:
-        """Size of the pool."""
+        """Size of the pool, in tokens."""
         return self.allocator.num_pages * self.page_size
 
     @property
     def num_free_seqs(self) -> int:
-        """Rows for further requests."""
+        """Number of free rows in the worker's sequence table."""
         return len(self._free_seqs)
 
     @property
     def available_tokens(self) -> int:
-        """Tokens that could be allocated now, eviction included."""
+        """Tokens that could be allocated now, including by eviction."""
         return (self.allocator.num_free + self.cache.num_evictable_pages) * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Number of pages needed for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def match(self, req: Req) -> PrefixMatch:
@@ -52,7 +52,7 @@ class KVManager:
         return self.cache.match(bytes(req.token_bytes), req.asked.namespace, req.match_limit)
 
     def admit(self, req: Req, match: PrefixMatch) -> None:
-        """Give the request a row and the matched prefix. Its lease moves into the request."""
+        """Give the request a row and the matched prefix; the request now owns the lease."""
         req.seq = self._free_seqs.pop()
         req.lease = match.lease
         req.pages = list(match.pages)
@@ -60,7 +60,7 @@ class KVManager:
         req.num_computed = req.num_scheduled = match.num_tokens
 
     def grow(self, req: Req, num_tokens: int) -> bool:
-        """Make the request's pages hold `num_tokens` tokens, evicting when needed. False: no room, nothing changed."""
+        """Allocate pages for `num_tokens` tokens of the request, evicting if needed. False: there is no room, and nothing has changed."""
         missing = self.pages_for(num_tokens) - len(req.pages)
         if missing <= 0:
             return True
@@ -68,19 +68,19 @@ class KVManager:
         if short > 0:
             if short > self.cache.num_evictable_pages:
                 return False
-            # A little more than needed, so that a full pool does not walk the tree at every step.
+            # Evict a little more than needed, so that a full pool does not evict at every step.
             self.allocator.free(self.cache.evict(max(short, self.allocator.num_pages // 64)))
         req.pages += self.allocator.allocate(missing)
         self._owned_pages += missing
         return True
 
     def share(self, req: Req) -> None:
-        """Offer the computed whole pages of a request that goes on to the cache, so that others can use them."""
+        """Add the computed whole pages of a running request to the cache, so that other requests can use them."""
         if req.shares_kv:
             self._insert(req)
 
     def release(self, req: Req) -> None:
-        """Take everything back from a request that no step in flight uses. What is computed and wanted stays cached."""
+        """Free everything of a request that no step in flight uses. Its computed KV stays cached, if that is allowed."""
         assert req.num_in_flight == 0, (req.rid, req.num_in_flight)
         if req.seq < 0:
             return
@@ -101,18 +101,18 @@ class KVManager:
         return slots.reshape(-1)[: req.num_computed].astype(np.int32)
 
     def flush(self) -> None:
-        """Empty the cache. The caller has made sure that no request holds a lease."""
+        """Empty the cache. No request may hold a lease."""
         self.allocator.free(self.cache.flush())
 
     def repair(self) -> None:
-        """Start from an empty pool. Only when no request is admitted."""
+        """Reset to an empty pool; only while no request is admitted."""
         self.cache.flush()
         self.allocator.reset()
         self._free_seqs = list(range(self.max_seqs - 1, -1, -1))
         self._owned_pages = 0
 
     def state(self) -> PoolState:
-        """Accounting of now, see `PoolState`."""
+        """Current accounting, see `PoolState`."""
         size = self.page_size
         free, evictable = self.allocator.num_free, self.cache.num_evictable_pages
         leased = self.cache.num_leased_pages + self._owned_pages

@@ -1,7 +1,7 @@
 """Loads and unloads adapters beside the scheduler's loop.
 
-Owns a thread, in which adapters are read while the loop goes on, the limit of its time, and the adapters that are to go once nothing uses
-them. Does not know their names, nor what is in them. Called by the scheduler's thread.
+Owns the thread that reads adapters while the loop continues, its time limit, and the adapters that are to be unloaded once nothing uses
+them. Does not know their names or contents. Called by the scheduler's thread.
 """
 
 import math
@@ -18,13 +18,13 @@ from headrace.scheduler.state import SchedulerState
 logger = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long the end waits for what is being read."""
+"""How long shutdown waits for an adapter that is being read."""
 
 Task = tuple[LoadLoraReq | UnloadLoraReq, Callable[[], str]]
 
 
 class Lane:
-    """A thread that does one task after the other. A daemon: a file system that hangs must not keep the process from ending."""
+    """A thread that runs one task after another. A daemon, so that a hanging file system cannot keep the process from exiting."""
 
     def __init__(self, clock: Callable[[], float], answer: Callable[["Lane", Task], None]) -> None:
         self.lock = threading.Lock()
@@ -33,16 +33,16 @@ class Lane:
         self.abandoned = False
         self._todo: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._clock = clock
-        # Its owner, which holds the worker, is known to the running thread alone: no cycle keeps the model beyond the end.
+        # Only the running thread refers to the owner, which holds the worker: no reference cycle keeps the model alive after shutdown.
         self._thread = threading.Thread(target=self._run, args=(answer,), name="lora-loader", daemon=True)
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Behind the others."""
+        """Add a task to the queue."""
         self._todo.put(task)
 
     def abandon(self) -> list[Task]:
-        """Give up on the task that it is at; those behind it, which it will not come to."""
+        """Give up on the current task. Returns the tasks behind it, which will not run."""
         self.abandoned = True
         rest: list[Task] = []
         while not self._todo.empty():
@@ -53,7 +53,7 @@ class Lane:
         return rest
 
     def close(self) -> None:
-        """End after what was submitted; what hangs is left."""
+        """Stop after the submitted tasks; a hanging task is abandoned."""
         self._todo.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -65,9 +65,9 @@ class Lane:
 
 
 class LoraLoader:
-    """Every request is answered once, in the order in which they take effect.
+    """Loads and unloads adapters. Every request is answered once, in the order in which they take effect.
 
-    limit_s: how long one adapter may take to read; 0 = any time.
+    limit_s: time limit for reading one adapter; 0 = no limit.
     """
 
     def __init__(self, adapters: Adapters, replies: Sender, limit_s: float, clock: Callable[[], float]) -> None:
@@ -79,7 +79,7 @@ class LoraLoader:
         self._leaving: list[UnloadLoraReq] = []
 
     def load(self, request: LoadLoraReq) -> None:
-        """Begin to load; the reply comes from the thread, unless it is to be there at once."""
+        """Start to load. The reply comes from the thread, or at once if the adapter must be there at once."""
 
         def work() -> str:
             return self._adapters.load(request.lora_id, request.path, request.fingerprint)
@@ -90,11 +90,11 @@ class LoraLoader:
             self._lane.submit((request, work))
 
     def unload(self, request: UnloadLoraReq) -> None:
-        """Let it go as soon as no request uses it."""
+        """Unload as soon as no request uses it."""
         self._leaving.append(request)
 
     def advance(self, state: SchedulerState, now_s: float) -> None:
-        """Give up on what takes too long, and unload what no request uses any more; once a turn.
+        """Give up on loads that take too long, and unload adapters that are no longer used. Called once a turn.
 
         A request that has ended stays in `running` while a step in flight uses it.
         """
@@ -107,7 +107,7 @@ class LoraLoader:
             self._lane.submit((request, self._unloading(request.lora_id)))
 
     def close(self) -> None:
-        """End the thread after what it is at."""
+        """Stop the thread after the current task."""
         self._lane.close()
 
     def _unloading(self, lora_id: int) -> Callable[[], str]:
@@ -118,7 +118,7 @@ class LoraLoader:
         return work
 
     def _give_up(self, now_s: float) -> None:
-        """What hangs cannot be interrupted: its thread is left alone, and the next tasks get another one."""
+        """A hanging read cannot be interrupted: abandon its thread and give the next tasks a new one."""
         lane = self._lane
         with lane.lock:
             if lane.task is None or now_s < lane.begun_s + self._limit_s:
@@ -133,7 +133,7 @@ class LoraLoader:
         self._replies.send(LoraReply(request.id, request.lora_id, 500, why))
 
     def _do(self, lane: Lane, task: Task) -> None:
-        """In the lane's thread."""
+        """Runs in the lane's thread."""
         reply = self._outcome(task)
         with lane.lock:
             lane.task = None
@@ -142,7 +142,7 @@ class LoraLoader:
         self._replies.send(reply)
 
     def _outcome(self, task: Task) -> LoraReply:
-        """The boundary of one operation's faults."""
+        """Run the task; an error fails only this operation."""
         request, work = task
         try:
             fingerprint = work()

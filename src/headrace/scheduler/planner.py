@@ -1,6 +1,6 @@
-"""Makes the plan of the next step: who computes how many tokens, and into which pages.
+"""Plans the next step: which requests compute how many tokens, into which pages.
 
-Running requests first (decode rows, then the rest of their prompts), then as many waiting ones as fit, all in one mixed step
+Running requests come first (decode rows, then the rest of their prompts), then as many waiting ones as fit, all in one mixed step
 (chunked prefill after Agrawal et al. 2023, "SARATHI", arXiv:2308.16369).
 """
 
@@ -17,11 +17,11 @@ from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
 MIN_SHARED_TOKENS = 64
-"""A waiting request that shares this much more with a prompt being prefilled than is cached waits for that prompt's KV."""
+"""A waiting request waits for a prompt that is being prefilled if sharing its KV saves at least this many more tokens than the cache."""
 
 
 def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
-    """The next step, or None when there is nothing to do (or nothing until a step in flight has been committed)."""
+    """The next step, or None when there is nothing to do, at least until a step in flight is committed."""
     if state.gate.holds:
         return None
     state.now_s = now_s
@@ -29,7 +29,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     budget, prompt_budget = state.config.step_tokens, state.config.chunk_tokens
     pool_is_full = False
     making_way = _making_way(state, prompt_budget)
-    # Decode rows cost one token each and must not wait behind anybody's prompt.
+    # Decode rows cost one token each and must not wait behind a prompt.
     wanted = [
         (req, req.num_to_schedule) for req in state.running if making_way is None or req not in making_way.victims
     ]
@@ -57,26 +57,26 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
 
 
 def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens: int) -> bool:
-    """Pages for `num_tokens` tokens of a running request, retracting others when nothing else helps."""
+    """Allocate pages for `num_tokens` tokens of a running request, retracting others if nothing else helps."""
     while not state.kv.grow(req, num_tokens):
-        # Others still progress, so pages may come free: this one can pause for a step.
+        # Others still progress and may free pages, so this one skips a step.
         if state.in_flight or batch.rows or not retract.make_room(state, req):
             return False
     return True
 
 
 def _making_way(state: SchedulerState, prompt_budget: int) -> Preemption | None:
-    """Requests that take no part in this step, so that a more important one can have their place."""
+    """The running requests to leave out of this step because a more important request will take their place."""
     way = preemption.choose(state)
     if way is None or _waits_for_prefix(state, way.first):
         return None
-    # While the others' prompts take all of a step it could not begin anyway.
+    # While other prompts use the whole step, it could not start anyway.
     prompts = sum(req.num_to_schedule for req in state.running if req.is_prefilling and req not in way.victims)
     return way if prompts < prompt_budget else None
 
 
 def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, budget: int, now_s: float) -> None:
-    """Take the victims back and admit the request that they make way for. Waits while steps in flight use them."""
+    """Retract the victims and admit the request that takes their place, unless a step in flight still uses them."""
     if budget <= 0 or any(req.num_in_flight for req in way.victims):
         return
     retract.preempt(state, way.victims)
@@ -96,7 +96,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
             continue
         match = kv.match(req)
         req.num_computed = req.num_scheduled = match.num_tokens
-        # Alone, it may have all there is: the estimate must never starve the only request.
+        # A request that is alone may use the whole pool: the estimate must never starve it.
         needed = _expected_tokens(state, req)
         room = kv.available_tokens - reserved
         if needed > room and (state.running or batch.rows):
@@ -122,7 +122,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
 
 
 def _has_place(state: SchedulerState) -> bool:
-    """One more request may run."""
+    """Whether one more request may run."""
     return state.kv.num_free_seqs > 0 and len(state.running) < state.config.max_running
 
 
@@ -153,7 +153,7 @@ def _expected_tokens(state: SchedulerState, req: Req) -> int:
 
 
 def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:
-    """True while a running request computes a prefix of this one's prompt: it will soon be cached.
+    """Whether a running request is computing a prefix of this one's prompt, which will soon be cached.
 
     Samples of one prompt (same group) always wait, so that the prompt is prefilled once.
     """
@@ -200,7 +200,7 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
     req.first_scheduled_s = now_s
     state.fair_share.charge_prompt(req, req.num_tokens - cached_tokens)
     group = req.asked.group
-    # Later samples of a prompt hit what the first one has just computed; the client is told what was cached before.
+    # Later samples of a prompt hit the KV that the first one has just computed; report only what was cached before that.
     req.cached_tokens = state.group_cached.setdefault(group, cached_tokens) if group else cached_tokens
     counters.prompt_tokens += req.num_prompt_tokens
 
@@ -227,7 +227,7 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
 
 
 def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int, num_wanted: int) -> None:
-    """Put `count` of the `num_wanted` tokens that the request could compute into the plan and move its marks."""
+    """Add `count` of the `num_wanted` tokens that the request could compute to the plan, and advance its counters."""
     num_logits = int(count == num_wanted and req.task.params.max_new_tokens > 0)
     batch.rows.append(Row(req, req.num_scheduled, count, num_logits))
     for fault in state.faults[:]:

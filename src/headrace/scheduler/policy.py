@@ -10,7 +10,7 @@ from headrace.scheduler.request import Req
 from headrace.scheduler.waiting import Lane
 
 LPM_MAX_QUEUE = 128
-"""With more waiting requests than this, matching all of them costs more than it gains: arrival order."""
+"""With more waiting requests than this, lpm falls back to arrival order: matching all of them costs more than it gains."""
 
 LPM_MAX_WAIT_S = 5.0
 """Longest-prefix order may pass a request over for this many seconds; then it goes first."""
@@ -22,7 +22,7 @@ def fcfs(lanes: Collection[Lane]) -> Iterator[Req]:
 
 
 def lpm(lanes: Collection[Lane], now_s: float, cached_tokens: Callable[[Req], int]) -> Iterator[Req]:
-    """Longest cached prefix first; who has waited longer than LPM_MAX_WAIT_S goes before, in arrival order."""
+    """Longest cached prefix first; requests that have waited longer than LPM_MAX_WAIT_S go before them, in arrival order."""
 
     def key(req: Req) -> tuple[int, int, int]:
         starving = now_s - req.arrived_s > LPM_MAX_WAIT_S

@@ -1,10 +1,9 @@
-"""Running requests that make way for a waiting one of a much higher priority (--enable-priority-preemption).
+"""Preemption of running requests by a waiting one of much higher priority (--enable-priority-preemption).
 
-Owns the choice of who makes way for whom. Does not take anything back (`retract.py` does, when no step uses it any more). Runs in the
-scheduler's thread.
+Owns the choice of the victims. Does not retract them (`retract.py` does, when no step uses them any more). Runs in the scheduler's thread.
 
-What keeps it bounded: priorities are those that clients gave, without ageing, and the difference is at least the threshold, so that of two
-requests only one can ever take the other's place; only requests of the same key make way; and each at most MAX_PREEMPTIONS times.
+Preemption is bounded: it uses the priorities that clients gave, without ageing, and a difference of at least the threshold, so that of two
+requests only one can ever displace the other; only requests of the same API key are displaced; and each at most MAX_PREEMPTIONS times.
 """
 
 from dataclasses import dataclass
@@ -13,21 +12,21 @@ from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
 MAX_PREEMPTIONS = 3
-"""After so many times a request keeps its place."""
+"""A request that has been displaced this many times keeps its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """`first` is to run at once, in the place of `victims` (least important first)."""
+    """`first` is to run now, in place of `victims` (least important first)."""
 
     first: Req
     victims: tuple[Req, ...]
 
 
 def choose(state: SchedulerState) -> Preemption | None:
-    """Who makes way for the most important waiting request; None when nobody should, or nobody needs to.
+    """The victims for the most important waiting request; None when there are none, or none are needed.
 
-    Nobody makes way in vain: when even all who could would not be enough, they stay.
+    None are displaced in vain: if even all candidates together would not free enough, they stay.
     """
     threshold = state.config.preemption_threshold
     if threshold <= 0 or not state.waiting or state.gate.draining:
@@ -43,7 +42,7 @@ def choose(state: SchedulerState) -> Preemption | None:
             break
         victims.append(req)
         places -= 1
-        # At most: others may lease a part of its pages.
+        # An upper bound: other requests may lease some of its pages.
         tokens -= len(req.pages) * state.kv.page_size + _expected_tokens(state, req)
     if places > 0 or tokens > 0 or not victims:
         return None
@@ -60,9 +59,9 @@ def _may_take_place(first: Req, req: Req, threshold: int) -> bool:
 
 
 def _missing(state: SchedulerState, first: Req) -> tuple[int, int]:
-    """Places and tokens that admitting `first` takes beyond what there is; <= 0: enough."""
+    """Places and tokens that are missing to admit `first`; <= 0: enough."""
     kv = state.kv
-    # Those that have ended leave their places when no step uses them any more.
+    # Requests that have ended free their places when no step uses them any more.
     running = [req for req in state.running if req.finish is None]
     places = 1 - (min(kv.max_seqs, state.config.max_running) - len(running))
     match = kv.match(first)

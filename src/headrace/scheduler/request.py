@@ -1,10 +1,10 @@
-"""One sample as the scheduler sees it: its tokens, how far they are computed, and what it owns.
+"""One sample in the scheduler: its tokens, how many are computed, and the resources it owns.
 
 A request's computed tokens catch up with its known tokens. Prefill, a chunk, decode and recomputation after a retraction differ
 only in how many tokens a step computes.
 
     tokens:   [0 ............ num_computed ...... num_scheduled ...... num_tokens ... num_tokens + num_sampling)
-               KV written,     a step in flight     not planned          sampled by steps in flight: their place is
+               KV written,     a step in flight     not planned          sampled by steps in flight: their position is
                committed       computes these       yet                  known, their value is not
 """
 
@@ -21,7 +21,7 @@ from headrace.messages.requests import SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
 
 MAX_EVENTS = 128
-"""More than this is not told of one sample."""
+"""Most events to record per sample."""
 
 
 class StopMatch(Protocol):
@@ -29,31 +29,30 @@ class StopMatch(Protocol):
 
     @property
     def matched(self) -> str:
-        """As the request gave it."""
+        """The stop string or pattern as in the request."""
 
 
 class StopChecker(Protocol):
-    """Watches one sample's text for its stop strings. Made by the owner of the tokenizer; see `StopCheckers`."""
+    """Watches the text of one sample for its stop strings. Created by the owner of the tokenizer, see `StopCheckers`."""
 
     def push(self, token_id: int) -> StopMatch | None:
-        """Feed the next output token; the earliest stop that is now complete, or None."""
+        """Feed the next output token. Returns the earliest stop that is now complete, or None."""
 
 
 class StopCheckers(Protocol):
     """Makes a StopChecker for a request that has stop strings."""
 
     def __call__(self, request: TokenizedGenerateReqInput) -> StopChecker:
-        """A fresh checker."""
+        """A new checker for this request."""
 
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """Mutable state of one sample. `asked` is what arrived; all else is the scheduler's.
+    """Mutable state of one sample. `asked` is the request as it arrived; the rest belongs to the scheduler.
 
     seq: row in the worker's tables while admitted, else -1. pages: KV pages in order of position.
-    pages[:num_tree_pages] were leased from or given to the cache, except the duplicates listed in `duplicate_pages`, which are
-    ours: another request had inserted the same tokens first. pages[num_tree_pages:] are ours.
-    end_token_ids: any of these ends it.
+    pages[:num_tree_pages] were leased from or given to the cache, except those in `duplicate_pages`, which are ours because another
+    request inserted the same tokens first. pages[num_tree_pages:] are ours. end_token_ids: any of these ends the request.
     """
 
     asked: TokenizedGenerateReqInput
@@ -74,7 +73,7 @@ class Req:
     lease: Lease | None = None
     finish: FinishReason | None = None
     keep_kv: bool = True
-    # counts for the client
+    # counts reported to the client
     cached_tokens: int = -1
     num_retractions: int = 0
     num_preemptions: int = 0
@@ -93,9 +92,9 @@ class Req:
     def from_input(
         cls, asked: TokenizedGenerateReqInput, now_s: float, order: int, eos_token_ids: frozenset[int]
     ) -> "Req":
-        """A request that has just arrived, with the outputs of an earlier life, as after a retraction.
+        """A request that has just arrived. Outputs of an earlier incarnation are kept, as after a retraction.
 
-        Bytes beyond whole tokens are left out; admission refuses them.
+        An incomplete last token is left out here and refused at admission.
         """
         num_tokens = len(asked.input_ids) // TOKEN_BYTES
         known = bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES])
@@ -105,7 +104,7 @@ class Req:
         if asked.output_ids:
             req.token_bytes += asked.output_ids[: len(asked.output_ids) // TOKEN_BYTES * TOKEN_BYTES]
             req.num_sent_outputs = req.num_outputs
-            # Outputs were delivered with the hidden states of all tokens before them.
+            # Delivered outputs came with the hidden states of all tokens before them.
             req.num_hidden_rows = req.num_tokens - 1
         return req
 
@@ -131,19 +130,19 @@ class Req:
 
     @property
     def has_begun(self) -> bool:
-        """It has taken part in a step, here (it may wait again) or in the scheduler that it comes from."""
+        """Whether it has taken part in a step, here (it may wait again) or in an earlier scheduler."""
         return self.cached_tokens >= 0 or bool(self.asked.output_ids)
 
     @property
     def num_to_schedule(self) -> int:
-        """Tokens that a step planned now could compute: known, or known by the time it runs."""
+        """Number of tokens that a step planned now could compute: known tokens, and those known by the time it runs."""
         if self.finish is not None or self.num_outputs + self.num_sampling >= self.task.params.max_new_tokens > 0:
             return 0
         return self.num_tokens + self.num_sampling - self.num_scheduled
 
     @property
     def num_new_tokens_left(self) -> int:
-        """Output tokens it may still make."""
+        """Number of output tokens that it may still generate."""
         return self.task.params.max_new_tokens - self.num_outputs
 
     @property
@@ -153,12 +152,12 @@ class Req:
 
     @property
     def shares_kv(self) -> bool:
-        """Whether its KV may be found by others. Not with embeddings: their token ids are placeholders."""
+        """Whether other requests may use its KV. Not with embeddings, whose token ids are placeholders."""
         return not self.asked.input_embeds
 
     @property
     def match_limit(self) -> int:
-        """Longest cached prefix it may use, in tokens."""
+        """Length of the longest cached prefix that it may use, in tokens."""
         # One token must be computed even on a full hit, or there are no logits to sample.
         limit = self.num_tokens - 1
         if self.task.logprobs is not None and self.prompt_logprob_start < self.num_prompt_tokens:
@@ -176,7 +175,7 @@ class Req:
         return min(self.num_prompt_tokens, max(1, self.task.logprobs.prompt_start) + self.num_prompt_logprobs)
 
     def note(self, kind: Literal["admitted", "chunk", "retracted"], at_s: float, num_tokens: int) -> None:
-        """Remember what happened, up to MAX_EVENTS."""
+        """Record an event; at most MAX_EVENTS."""
         if len(self.events) < MAX_EVENTS:
             self.events.append(SampleEvent(kind, at_s, num_tokens))
 
@@ -191,7 +190,7 @@ class Req:
     def accept(self, ids: Sequence[int]) -> FinishReason | None:
         """Commit output tokens up to the one that ends the request, if any does; those after it are dropped.
 
-        Returns why it ends, or None. Raises what the stop checker raises; the tokens it has seen are committed then.
+        Returns the finish reason, or None. Raises whatever the stop checker raises; tokens up to there are committed.
         """
         for token_id in ids:
             self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)

@@ -1,5 +1,7 @@
-"""Takes running requests back to the queue, because the pool is full, a more important one comes, or generation pauses. Their outputs are
-kept; their KV is computed again later."""
+"""Retraction: moves running requests back to the queue when the pool is full, a more important request comes, or generation pauses.
+
+Their outputs are kept; their KV is computed again later.
+"""
 
 from collections.abc import Sequence
 
@@ -13,11 +15,11 @@ logger = get_logger(__name__)
 
 
 def make_room(state: SchedulerState, wanting: Req) -> bool:
-    """Retract one request so that `wanting` may grow; called with no step in flight.
+    """Retract one request to free pages for `wanting`. No step may be in flight.
 
-    The victim is the least important of the running ones (lowest priority, then latest arrival): the oldest always
-    progresses. That may be `wanting` itself, unless it is alone: then it can never fit and ends here.
-    Returns False when `wanting` is out (retracted or ended).
+    The victim is the least important running request (lowest priority, then latest arrival), so that the oldest always
+    progresses. It may be `wanting` itself; if that is alone, it can never fit and ends here.
+    Returns False when `wanting` was retracted or has ended.
     """
     assert not state.in_flight, "a request in flight cannot be retracted"
     candidates = [req for req in state.running if req.finish is None and req.seq >= 0]
@@ -37,7 +39,7 @@ def make_room(state: SchedulerState, wanting: Req) -> bool:
 
 
 def preempt(state: SchedulerState, victims: Sequence[Req]) -> None:
-    """Take these back because a more important request needs their place; called when no step in flight uses them."""
+    """Retract these requests for a more important one. No step in flight may use them."""
     for req in victims:
         if req.seq >= 0:
             _retract(state, req)
@@ -45,9 +47,9 @@ def preempt(state: SchedulerState, victims: Sequence[Req]) -> None:
 
 
 def retract_all(state: SchedulerState, keep_kv: bool) -> None:
-    """Every running request goes back to the queue; called with no step in flight.
+    """Retract every running request. No step may be in flight.
 
-    keep_kv: what they have computed stays in the cache for as long as there is room. Else nobody may use it, they themselves included.
+    keep_kv: their KV stays in the cache while there is room; otherwise it is dropped, and they compute it again.
     """
     assert not state.in_flight, "a request in flight cannot be retracted"
     for req in state.running[:]:
@@ -58,7 +60,7 @@ def retract_all(state: SchedulerState, keep_kv: bool) -> None:
 
 def _retract(state: SchedulerState, req: Req) -> None:
     assert req.num_in_flight == 0, (req.rid, req.num_in_flight)
-    # What it has computed goes into the cache: if nobody needs the room after all, it finds it there again.
+    # Its KV goes into the cache: if the room is not needed after all, it is found there again.
     state.kv.release(req)
     state.running.remove(req)
     state.waiting.add(req)

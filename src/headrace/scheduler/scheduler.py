@@ -1,7 +1,7 @@
 """The scheduler's one loop: receive, plan, submit, commit.
 
-Runs in one thread of the scheduler process (or of the main process with --single-process). With two steps in flight the worker
-computes one while the other is planned or committed here; with one it is the plain loop. Both give the same tokens.
+Runs in one thread of the scheduler process (or of the main process with --single-process). With two steps in flight (overlap), the worker
+computes one while the other is planned or committed here; with one it is a plain loop. Both give the same tokens.
 """
 
 import math
@@ -49,14 +49,14 @@ logger = get_logger(__name__)
 STATS_INTERVAL_S = 1.0
 IDLE_WAIT_S = 0.5
 JOB_WAIT_S = 0.005
-"""While the worker prepares weights: how long the loop may sleep before it looks again."""
+"""How long the loop may sleep between checks while the worker prepares weights."""
 EXPIRE_INTERVAL_S = 0.1
 
 
 class Scheduler:
-    """Composition of state, planner and commit around a worker. See the module's text.
+    """Combines state, planner and commit around a worker; see the module docstring.
 
-    stop_checkers: makes the watcher of a request's stop strings. on_turn: called once per turn (watchdog).
+    stop_checkers: makes the checker of a request's stop strings. on_turn: called once per turn (watchdog).
     source: signs the outputs, see `BatchTokenIDOut`.
     """
 
@@ -95,7 +95,7 @@ class Scheduler:
     # -- the loop
 
     def run(self) -> None:
-        """Until a ShutdownReq arrives."""
+        """Run until a ShutdownReq arrives."""
         while not self._stopping:
             self.run_once()
         self._loras.close()
@@ -103,11 +103,11 @@ class Scheduler:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The limits that hold now."""
+        """The current limits."""
         return self.state.config
 
     def run_once(self) -> None:
-        """One turn."""
+        """One turn of the loop."""
         self._on_turn()
         self._receive()
         state = self.state
@@ -154,7 +154,7 @@ class Scheduler:
     # -- messages in
 
     def _receive(self) -> None:
-        """Handle what has arrived; when there is nothing to do, wait for it."""
+        """Handle messages that have arrived; when there is nothing to do, wait for one."""
         state = self.state
         idle = not (state.in_flight or state.running or state.waiting)
         if idle and not self._idle:
@@ -215,13 +215,13 @@ class Scheduler:
             case ShutdownReq():
                 self._stopping = True
             case _:
-                logger.warning("dropped a message of kind %s", type(message).__name__)
+                logger.warning("dropped a message of unexpected type %s", type(message).__name__)
 
     def _add(self, request: TokenizedGenerateReqInput) -> None:
-        """Queue a request. The boundary of one request's faults: whatever goes wrong here ends it alone."""
+        """Queue a request. An error here ends only this request."""
         state = self.state
         if request.rid in state.by_rid:
-            logger.error("dropped a second request with the live rid %r", request.rid)
+            logger.error("dropped a request: rid %r is already in use", request.rid)
             return
         req = Req.from_input(request, self._clock(), state.next_order, state.config.eos_token_ids)
         state.next_order += 1
@@ -245,7 +245,7 @@ class Scheduler:
         self._send([commit.end(state, req)])
 
     def _check(self, req: Req) -> None:
-        """Bounds once more: what crosses a socket is not trusted to have been checked. Raises RequestError or CapacityError."""
+        """Check bounds again, since a message from a socket is not trusted. Raises RequestError or CapacityError."""
         total = self.state.kv.total_tokens
         if req.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty")
@@ -253,7 +253,7 @@ class Scheduler:
             raise RequestError(f"the weight of a tenant must be above 0, got {req.asked.weight}")
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
-        # One that is sent again was accepted once.
+        # A request that is sent again has been accepted before.
         if len(self.state.waiting) >= self.config.max_queued and not req.asked.attempt:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
         whole = (len(req.asked.input_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
@@ -264,7 +264,7 @@ class Scheduler:
         self._check_allowed(req.task.params)
 
     def _check_allowed(self, sampling: ResolvedSamplingParams) -> None:
-        """Raises RequestError for a list of allowed tokens of which none is left to sample."""
+        """Raises RequestError if none of the allowed tokens can be sampled."""
         if not sampling.allowed_token_ids:
             return
         forbidden = {ids[0] for ids in sampling.bad_words if len(ids) == 1}
@@ -295,10 +295,10 @@ class Scheduler:
         if batch is not None:
             self._to_detokenizer.send(batch)
 
-    # -- what it says of itself
+    # -- state and statistics
 
     def internal_state(self) -> InternalState:
-        """Counters and pool accounting of now."""
+        """Current counters and pool accounting."""
         return control.internal_state(self.state, self._gen_throughput, self._receiver.dropped_frames)
 
     def _become_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""Everything the scheduler knows between two turns of its loop. Data only: planner, retract, commit and control work on it."""
+"""The scheduler's state between two turns of its loop. Data only: planner, retract, commit and control work on it."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from headrace.scheduler.waiting import WaitingQueue
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. forward_s: time the worker spent in steps. host_s: time spent here on planning and committing them."""
+    """Totals since start. forward_s: seconds the worker spent in steps. host_s: seconds spent here on planning and committing them."""
 
     num_steps: int = 0
     num_retracted: int = 0
@@ -33,11 +33,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Resolved limits. chunk_tokens: most prompt tokens in a step, of all requests together; step_tokens: most tokens in a step.
+    """Resolved limits. chunk_tokens: most prompt tokens in a step, over all requests; step_tokens: most tokens in a step.
 
-    preemption_threshold: a waiting request takes the place of running ones whose priority is lower by this much; 0 = never.
+    preemption_threshold: a waiting request may displace running ones whose priority is lower by at least this; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
-    weight_update_timeout_s: the longest that weights or an adapter may be read for; 0 = any time.
+    weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     """
 
     policy: str
@@ -61,10 +61,10 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class Gate:
-    """Whether steps may be planned. pause: the mode it was asked in. released: tags of memory that was given back.
+    """Whether steps may be planned. pause: the requested mode, if paused. released: tags of released memory.
 
-    exclusive: the worker prepares an operation whose preparation steps must not meet. draining: an operation waits for what has begun
-    (`drain`), so that nothing new begins. held: nothing runs any more, and a prepared update waits for its commit.
+    exclusive: the worker is preparing an operation that must not run beside steps. draining: an operation waits for requests that have
+    begun (`drain`), so no new ones begin. held: nothing runs, and a prepared update waits for its commit.
     """
 
     pause: PauseMode | None = None
@@ -75,7 +75,7 @@ class Gate:
 
     @property
     def holds(self) -> bool:
-        """No step may be planned."""
+        """Whether no step may be planned."""
         return self.pause is not None or bool(self.released) or self.exclusive or self.held
 
 
@@ -86,10 +86,10 @@ class SchedulerState:
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
-    now_s: when the step that is being planned was begun.
-    group_cached: samples of one prompt -> tokens that were cached before the first of them.
-    gate: whether steps may be planned. weight_version: what the weights are called.
-    source: what its outputs are signed with, see `BatchTokenIDOut`.
+    now_s: start of the step that is being planned.
+    group_cached: group of samples of one prompt -> prompt tokens that were cached before the first sample.
+    gate: whether steps may be planned. weight_version: version name of the weights.
+    source: marks its outputs, see `BatchTokenIDOut`.
     """
 
     config: SchedulerConfig

@@ -49,13 +49,13 @@ class WaitingQueue:
         return (lane[0] for lanes in self._lanes.values() for lane in lanes.values())
 
     def add(self, req: Req) -> None:
-        """It begins to wait, or to wait again."""
+        """Add a request that begins to wait, or waits again."""
         lane = self._lanes.setdefault(req.asked.tenant, {}).setdefault(req.asked.priority, [])
         lane.insert(_index(lane, req), req)
         self._count += 1
 
     def remove(self, req: Req) -> None:
-        """It waits no more. It did."""
+        """Remove a waiting request."""
         assert req in self, req.rid
         lanes = self._lanes[req.asked.tenant]
         lane = lanes[req.asked.priority]
@@ -71,7 +71,7 @@ class WaitingQueue:
 
 
 def _index(lane: Lane, req: Req) -> int:
-    """Where it is, or where it belongs."""
+    """Its index, or the index where it belongs."""
     if not lane or lane[-1].order < req.order:
         return len(lane)
     return bisect_left(lane, req.order, key=lambda r: r.order)

@@ -1,14 +1,14 @@
 """Pause, continue, and operations on weights and memory.
 
-Owns the order of these operations, the limit of their time, and the gate before the planner. Does not touch weights or memory: the worker
-does, in a thread of its own beside the steps. Runs in the scheduler's thread.
+Owns the order of these operations, their time limit, and the gate before the planner. Does not touch weights or memory: the worker does,
+in a thread of its own beside the steps. Runs in the scheduler's thread.
 
-    arrives -> waits in the queue -> prepared in a thread ---------> what has begun ends -> installed between two steps -> reply
-               of operations         while steps go on               nothing new begins     KV of old weights is dropped
+    arrives -> waits in the queue -> prepared in a thread ---------> running requests end -> installed between two steps -> reply
+               of operations         while steps continue            nothing new begins      KV of old weights is dropped
 
-An update of several replicas comes in phases, so that all of them have it or none:
+An update of several replicas is done in phases, so that either all replicas have it or none:
 
-    prepare: a job beside the steps -> hold: what has begun ends, nothing begins -> commit: installed, or drop: as if it had not been
+    prepare: a job beside the steps -> hold: running requests end, none begins -> commit: installed, or drop: nothing changed
 """
 
 import math
@@ -57,15 +57,15 @@ Replies = Callable[[WeightOpReply], None]
 Queued = WorkerOperation | PrepareUpdate | HoldForUpdate | CommitUpdate
 
 JOIN_GRACE_S = 5.0
-"""How much longer than its own limit the joining of a group may take before it is given up."""
+"""How much longer than its own time limit joining a process group may take before it is given up."""
 
 
 @dataclass(slots=True)
 class _Current:
-    """What the worker is at, or has done but for installing it.
+    """The operation that the worker is preparing, or has prepared and not yet installed.
 
-    operation: what was asked for. work: what the worker makes of it. deadline_s: of the preparation. done: None while it is prepared.
-    has_aborted: the requests that it ends have been ended.
+    operation: as requested. work: the worker's part of it. deadline_s: limit of the preparation. done: None while it is being prepared.
+    has_aborted: the requests that it aborts have been ended.
     """
 
     request_id: int
@@ -80,7 +80,7 @@ class _Current:
 
 @dataclass(slots=True)
 class _Staged:
-    """An update that is prepared and not yet committed."""
+    """An update that is prepared but not yet committed."""
 
     update_id: int
     update: Update
@@ -90,7 +90,7 @@ class _Staged:
 
 
 class WeightControl:
-    """See the module's text. `handle` takes a message, `advance` is called once a turn."""
+    """See the module docstring. `handle` takes a message; `advance` is called once a turn."""
 
     def __init__(self, state: SchedulerState, executor: Callable[[], WeightExecutor], reply: Replies) -> None:
         self._state = state
@@ -103,11 +103,11 @@ class WeightControl:
 
     @property
     def has_job(self) -> bool:
-        """The worker is at something: `advance` is to be called soon again."""
+        """Whether the worker is busy with an operation, so that `advance` must be called again soon."""
         return self._current is not None
 
     def handle(self, request: WeightOpReq) -> list[TokenIDOut]:
-        """Take an operation; outputs of the requests that it ends."""
+        """Take an operation. Returns the outputs of requests that it ends."""
         state, operation = self._state, request.operation
         ended: list[TokenIDOut] = []
         match operation:
@@ -156,7 +156,7 @@ class WeightControl:
         return ended
 
     def advance(self, now_s: float) -> list[TokenIDOut]:
-        """Do what can be done now; outputs of the requests that it ends."""
+        """Do what can be done now. Returns the outputs of requests that this ends."""
         if self._pausing and not self._state.in_flight:
             self._pause()
         ended: list[TokenIDOut] = []
@@ -184,7 +184,7 @@ class WeightControl:
     # -- the queue
 
     def _take_next(self, now_s: float, ended: list[TokenIDOut]) -> bool:
-        """Begin with the first of the queue; False while it must wait for the steps."""
+        """Start the first operation of the queue. False while it must wait for steps."""
         request_id, operation = self._queue[0]
         match operation:
             case HoldForUpdate() | CommitUpdate():
@@ -219,7 +219,7 @@ class WeightControl:
             self._unstage()
         limit_s = self._state.config.weight_update_timeout_s or math.inf
         if isinstance(work, InitGroup):
-            # The joining ends by itself, unless it hangs.
+            # Joining ends by its own time limit, unless it hangs.
             limit_s = work.timeout_s + JOIN_GRACE_S
         try:
             if "weights" in self._state.gate.released and isinstance(work, _UPDATES | GetWeight | SaveWeights):
@@ -232,7 +232,7 @@ class WeightControl:
         self._current = _Current(request_id, operation, work, job, limit_s, now_s + limit_s)
 
     def _take_outcome(self, current: _Current, now_s: float) -> bool:
-        """What the job gave, or the end of its time; False while it goes on."""
+        """Handle the result of the job, or its timeout. False while it is still running."""
         if not current.job.is_done:
             if now_s < current.deadline_s:
                 return False
@@ -257,7 +257,7 @@ class WeightControl:
     # -- the switch
 
     def _install(self, current: _Current, done: Prepared, ended: list[TokenIDOut]) -> bool:
-        """False while it waits for the steps. What it ends is added to `ended`."""
+        """Install a prepared operation. False while it waits for steps. Outputs of requests that it ends are added to `ended`."""
         work = current.work
         if isinstance(work, _BETWEEN_STEPS) and not self._is_quiet(current, work, ended):
             return False
@@ -277,17 +277,17 @@ class WeightControl:
             self._answer(request_id, True, staged.done.message, staged.done)
 
     def _is_quiet(self, pending: _Current | _Staged, work: WorkerOperation, ended: list[TokenIDOut]) -> bool:
-        """No step is in flight, and none comes before the switch. Else nothing new begins from now on."""
+        """Whether no step is in flight and none will come before the switch. If not, no new request begins from now on."""
         gate = self._state.gate
         if isinstance(work, _UPDATES) and work.abort_all_requests and not pending.has_aborted:
-            # Not sooner: an update that fails ends no request.
+            # Not earlier: an update that fails must not end any request.
             pending.has_aborted = True
             ended += _abort_all(self._state, "aborted: the weights are being updated")
         gate.draining = not is_drained(self._state)
         return not gate.draining
 
     def _installed(self, work: WorkerOperation, done: Prepared) -> str:
-        """Switch; why that failed, or "". No step is in flight."""
+        """Switch to the prepared state. Returns why that failed, or "". No step is in flight."""
         state = self._state
         if isinstance(work, ReleaseMemory) and "kv_cache" in work.tags:
             retract_all(state, keep_kv=False)
@@ -301,7 +301,7 @@ class WeightControl:
             logger.exception("%s failed", type(work).__name__)
             return _INTERNAL_ERROR
         if done.changes_weights:
-            # Everything was computed with the old weights: what is cached, and what paused requests hold.
+            # Cached KV, and the KV of paused requests, was computed with the old weights.
             retract_all(state, keep_kv=False)
             state.kv.flush()
         match work:
@@ -316,7 +316,7 @@ class WeightControl:
     # -- ends before the switch
 
     def _cancel(self) -> str:
-        # Once it is held its fate is decided elsewhere, the same for all replicas.
+        # Once held, it is committed or dropped from outside, the same for all replicas.
         staged = self._staged if not self._state.gate.held else None
         number = self._give_up(_CANCELLED, lambda each: _is_cancellable(each, staged))
         if staged is not None:
@@ -324,14 +324,14 @@ class WeightControl:
         return f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
 
     def _give_up(self, why: str, chosen: Callable[[Queued], bool]) -> int:
-        """Let those operations fail that wait or are being prepared; how many they were."""
+        """Fail the chosen operations that wait or are being prepared. Returns their number."""
         dropped = [waiting for waiting in self._queue if chosen(waiting[1])]
         for waiting in dropped:
             self._queue.remove(waiting)
             self._answer(waiting[0], False, why)
         current = self._current
         if current is None:
-            # Who waits at the head of the queue asks for it again.
+            # The head of the queue sets it again.
             self._state.gate.draining = False
         elif chosen(current.operation):
             self._fail(current, why)
@@ -339,7 +339,7 @@ class WeightControl:
         return len(dropped)
 
     def _unstage(self, update_id: int | None = None) -> None:
-        """Let go of what is prepared (of this id, if one is given)."""
+        """Drop the prepared update (only the one with this id, if given)."""
         staged = self._staged
         if staged is not None and update_id in (None, staged.update_id):
             self._staged = None
@@ -348,7 +348,7 @@ class WeightControl:
             job.abandon()
 
     def _fail(self, current: _Current, message: str) -> None:
-        """The operation ends here, with nothing changed."""
+        """End the operation with an error; nothing has changed."""
         self._leave(current)
         current.done = None
         current.job.abandon()
@@ -377,7 +377,7 @@ class WeightControl:
 
 _UPDATES = UpdateFromDisk | UpdateFromTensors | UpdateFromDistributed
 _BETWEEN_STEPS = _UPDATES | ReleaseMemory | ResumeMemory
-"""Steps must not meet their installation."""
+"""Operations whose installation needs that no step is in flight."""
 _DROPPED = "the update was dropped"
 _CANCELLED = "cancelled; nothing has changed"
 _INTERNAL_ERROR = "internal error; the server's log has the cause"
