@@ -232,7 +232,7 @@ async def test_control_messages_reach_all_that_live():
 
     house = House()
     house.manager.part_down("scheduler 1", 1)
-    asking = asyncio.create_task(house.manager.internal_states())
+    asking = asyncio.create_task(house.manager.control.internal_states())
     await turns()
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
     assert [type(message) for message in seen] == [InternalStateReq, type(None), InternalStateReq]
@@ -247,7 +247,7 @@ async def test_control_messages_reach_all_that_live():
 
 async def test_a_replica_that_dies_before_it_answers_is_not_waited_for_unless_all_do():
     house = House()
-    asking = asyncio.create_task(house.manager.internal_states())
+    asking = asyncio.create_task(house.manager.control.internal_states())
     await turns()
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
     house.from_engine.send(InternalStateReply(seen[0].id, STATE))
@@ -258,7 +258,7 @@ async def test_a_replica_that_dies_before_it_answers_is_not_waited_for_unless_al
     assert await asking == [STATE]
     # What a dead one still has to say is of no interest.
     house.from_engine.send(InternalStateReply(seen[1].id, STATE))
-    asking = asyncio.create_task(house.manager.flush_cache())
+    asking = asyncio.create_task(house.manager.control.flush_cache())
     await turns()
     house.manager.part_down("scheduler 0", 0)
     with pytest.raises(CapacityError):
@@ -272,14 +272,16 @@ async def test_every_replica_is_profiled_and_one_that_had_ended_by_itself_is_no_
         (True, [(True, "profiling")] * 3),
         (False, [(True, "wrote 0"), (False, "no profile"), (True, "wrote 2")]),
     ):
-        asking = asyncio.create_task(house.manager.start_profile() if start else house.manager.stop_profile())
+        asking = asyncio.create_task(
+            house.manager.control.start_profile() if start else house.manager.control.stop_profile()
+        )
         await turns()
         seen = [inbox.recv_nowait() for inbox in house.inboxes]
         assert [message.start for message in seen] == [start] * 3
         for one, (success, message) in zip(seen, replies, strict=True):
             house.from_engine.send(ProfileReply(one.id, success, message))
         assert await asking == ("profiling" if start else "wrote 0; no profile; wrote 2")
-    asking = asyncio.create_task(house.manager.stop_profile())
+    asking = asyncio.create_task(house.manager.control.stop_profile())
     await turns()
     for inbox in house.inboxes:
         house.from_engine.send(ProfileReply(inbox.recv_nowait().id, False, "none"))

@@ -79,7 +79,7 @@ async def test_what_no_frame_can_hold_is_the_caller_s_error_and_leaves_nothing(m
     with pytest.raises(RequestError, match="cannot be sent"):
         await frontend.start("a", priority=2**70)
     with pytest.raises(RequestError, match="cannot be sent"):
-        await frontend.manager.start_profile(num_steps=2**70)
+        await frontend.manager.control.start_profile(num_steps=2**70)
 
     assert frontend.is_clean
 

@@ -192,7 +192,7 @@ async def test_the_story_tells_of_the_death_and_a_dump_is_left(make_frontend, tm
 
 
 async def test_a_new_life_logs_as_it_was_told(lives):
-    lives.manager.configure_logging("debug")
+    lives.manager.settings.configure_logging("debug")
     lives.die()
     lives.rise()
 
@@ -273,14 +273,14 @@ def test_what_was_sent_to_a_dead_one_is_not_for_its_next_life(tmp_path):
 
 
 async def test_control_calls_do_not_wait_for_a_dead_scheduler(lives):
-    waiting = asyncio.create_task(lives.manager.internal_state())
+    waiting = asyncio.create_task(lives.manager.control.internal_state())
     await turns()
     lives.die()
 
     with pytest.raises(CapacityError):
         await waiting
     with pytest.raises(CapacityError):
-        await lives.manager.flush_cache()
+        await lives.manager.control.flush_cache()
 
 
 async def test_a_request_that_kills_when_it_is_alone_is_given_up(lives):

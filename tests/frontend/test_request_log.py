@@ -51,7 +51,7 @@ async def test_levels_change_at_run_time_and_without_the_log_nothing_is_kept(mak
     frontend = make_frontend()
     assert await lines(frontend, caplog, "secret") == []
     for level in (1, 2, 3, 0):
-        now = frontend.manager.configure_logging(log_requests=True, log_requests_level=level)
+        now = frontend.manager.settings.configure_logging(log_requests=True, log_requests_level=level)
         assert now["log_requests_level"] == level
         [line] = await lines(frontend, caplog, "secret")
         assert ("secret" in line) == (level >= 2)

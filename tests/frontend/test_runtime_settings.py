@@ -32,12 +32,12 @@ def heard(receiver):
 
 async def test_limits_change_in_the_scheduler_and_in_the_queue(make_frontend):
     frontend = make_frontend(max_queued_requests=100)
-    now = frontend.manager.set_internal_state(LimitChanges(max_running_requests=2, max_queued_requests=1))
+    now = frontend.manager.settings.change_limits(LimitChanges(max_running_requests=2, max_queued_requests=1))
 
     assert (now.max_running_requests, now.max_queued_requests) == (2, 1)
     [message] = heard(frontend.engine.inbox)
     assert message == SetLimitsReq(2, READY.max_running_requests + 1, READY.chunked_prefill_size, 1.0)
-    assert frontend.manager.changed_options() == {"max_running_requests": 2, "max_queued_requests": 1}
+    assert frontend.manager.settings.changed_options() == {"max_running_requests": 2, "max_queued_requests": 1}
     tasks = [frontend.start("p", rid=f"r{i}") for i in range(3)]
     await frontend.engine.until(lambda: len(frontend.engine.requests) == 3)
     with pytest.raises(CapacityError, match="queue is full"):
@@ -52,7 +52,7 @@ async def test_limits_change_in_the_scheduler_and_in_the_queue(make_frontend):
 
 @pytest.mark.parametrize("size,becomes", [(64, 64), (-1, 2048), (10**6, 2048)])
 async def test_a_chunk_is_never_larger_than_a_step(make_frontend, size, becomes):
-    now = make_frontend().manager.set_internal_state(LimitChanges(chunked_prefill_size=size))
+    now = make_frontend().manager.settings.change_limits(LimitChanges(chunked_prefill_size=size))
     assert now.chunked_prefill_size == becomes
 
 
@@ -67,9 +67,9 @@ async def test_a_chunk_is_never_larger_than_a_step(make_frontend, size, becomes)
 async def test_what_cannot_be_changes_nothing(make_frontend, changes, param):
     frontend = make_frontend()
     with pytest.raises(RequestError) as caught:
-        frontend.manager.set_internal_state(changes)
+        frontend.manager.settings.change_limits(changes)
     assert caught.value.param == param
-    assert frontend.manager.changed_options() == {}
+    assert frontend.manager.settings.changed_options() == {}
     assert heard(frontend.engine.inbox) == []
 
 
@@ -83,9 +83,9 @@ async def test_a_scheduler_and_a_detokenizer_that_are_started_again_are_told_wha
     manager.part_up("scheduler", 0, 1, new_scheduler.sender("to_scheduler"))
     assert heard(new_scheduler.receiver("to_scheduler")) == []
 
-    manager.configure_logging(level="warning")
-    manager.freeze_gc()
-    manager.set_internal_state(LimitChanges(schedule_conservativeness=0.5))
+    manager.settings.configure_logging(level="warning")
+    manager.settings.freeze_gc()
+    manager.settings.change_limits(LimitChanges(schedule_conservativeness=0.5))
     assert len(frozen) == 1
     assert heard(to_detokenizer) == [ConfigureLoggingReq("warning"), FreezeGCReq()]
     manager.part_down("scheduler", 0)
@@ -110,9 +110,9 @@ async def test_an_engine_that_is_gone_takes_no_orders(make_frontend, frozen):
     frontend = make_frontend()
     frontend.manager.fail_all("gone")
     with pytest.raises(ExecutionError):
-        frontend.manager.freeze_gc()
+        frontend.manager.settings.freeze_gc()
     with pytest.raises(ExecutionError):
-        frontend.manager.set_internal_state(LimitChanges(max_queued_requests=1))
+        frontend.manager.settings.change_limits(LimitChanges(max_queued_requests=1))
     assert frozen == []
 
 

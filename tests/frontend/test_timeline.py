@@ -122,7 +122,7 @@ async def test_logging_changes_while_running(make_frontend, caplog):
     frontend = make_frontend()
     with caplog.at_level("INFO"):
         await run(frontend, "quiet")
-        now = frontend.manager.configure_logging(log_requests=True)
+        now = frontend.manager.settings.configure_logging(log_requests=True)
         await run(frontend, "told")
 
     assert now == {"level": "info", "log_requests": True, "log_requests_level": 0}
@@ -132,15 +132,15 @@ async def test_logging_changes_while_running(make_frontend, caplog):
     assert "retractions=0 replays=0 chunks=0" in lines[0]
     assert "secret" not in lines[0]
     with pytest.raises(RequestError, match="turn both on"):
-        frontend.manager.configure_logging(log_requests=False, log_requests_level=1)
+        frontend.manager.settings.configure_logging(log_requests=False, log_requests_level=1)
 
 
 async def test_logging_of_requests_is_turned_off_whatever_its_level(make_frontend):
     manager = make_frontend().manager
-    manager.configure_logging(log_requests=True, log_requests_level=3)
-    off = manager.configure_logging(log_requests=False)
+    manager.settings.configure_logging(log_requests=True, log_requests_level=3)
+    off = manager.settings.configure_logging(log_requests=False)
     assert (off["log_requests"], off["log_requests_level"]) == (False, 0)
-    on = manager.configure_logging(log_requests=True)
+    on = manager.settings.configure_logging(log_requests=True)
     assert on["log_requests_level"] == 0
 
 

@@ -442,7 +442,7 @@ async def test_the_end_of_a_child_reaches_every_waiter(make_frontend):
     engine, manager = frontend.engine, frontend.manager
     tasks = [frontend.start("p"), frontend.start("p", stream=True), frontend.start(["a", "b"], rid="batch")]
     engine.answers = False
-    tasks += [asyncio.create_task(manager.flush_cache()), asyncio.create_task(manager.internal_state())]
+    tasks += [asyncio.create_task(manager.control.flush_cache()), asyncio.create_task(manager.control.internal_state())]
     given_up = frontend.start("p", rid="given up")
     await engine.until(lambda: len(engine.requests) == 5)
     engine.emit(engine.order[1], "partial")
@@ -762,8 +762,8 @@ async def test_control_operations_bring_the_scheduler_s_answer(make_frontend):
     manager = frontend.manager
     echo = asyncio.create_task(frontend.engine.echo())
 
-    assert (await manager.flush_cache()).success
-    assert await manager.internal_state() == STATE
+    assert (await manager.control.flush_cache()).success
+    assert await manager.control.internal_state() == STATE
     assert await manager.health()
     assert await manager.health(generate=True)
     frontend.engine.busy = True
@@ -775,12 +775,12 @@ async def test_control_operations_bring_the_scheduler_s_answer(make_frontend):
 
 
 async def test_a_scheduler_that_is_silent_is_an_error_and_not_healthy(make_frontend, monkeypatch):
-    for name in ("CONTROL_TIMEOUT_S", "HEALTH_TIMEOUT_S"):
-        monkeypatch.setattr(f"headrace.frontend.tokenizer_manager.{name}", 0.01)
+    monkeypatch.setattr("headrace.frontend.control.CONTROL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("headrace.frontend.tokenizer_manager.HEALTH_TIMEOUT_S", 0.01)
     frontend = make_frontend()
 
     with pytest.raises(ExecutionError, match="no answer"):
-        await frontend.manager.flush_cache()
+        await frontend.manager.control.flush_cache()
     assert not await frontend.manager.health(generate=True)
     assert await frontend.manager.health()
 
@@ -806,11 +806,11 @@ async def test_a_process_that_was_heard_and_is_silent_is_not_healthy(make_fronte
 async def test_faults_are_refused_unless_enabled_and_go_to_the_process_that_does_them(make_frontend):
     fault, late = FaultReq("forward", "raise", "r"), FaultReq("detokenize", "raise", "r")
     with pytest.raises(NotFoundError):
-        await make_frontend().manager.inject_fault(fault)
+        await make_frontend().manager.control.inject_fault(fault)
 
     frontend = make_frontend(enable_fault_injection=True)
-    await frontend.manager.inject_fault(fault)
-    await frontend.manager.inject_fault(late)
+    await frontend.manager.control.inject_fault(fault)
+    await frontend.manager.control.inject_fault(late)
 
     assert frontend.engine.inbox.recv_nowait() == fault
     assert frontend.channels.receiver("to_detokenizer").recv_nowait() == late

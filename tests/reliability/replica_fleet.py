@@ -271,7 +271,7 @@ class Fleet:
     async def check(self, history: History) -> None:
         """Every replica has what was said to have succeeded, and nothing else; every request has ended once, with one set of weights."""
         assert not self.deaths, self.deaths
-        states = await self.manager.internal_states()
+        states = await self.manager.control.internal_states()
         version = str(self.weights) if self.weights else "default"
         assert [(s.weight_version, s.paused, s.released) for s in states] == [(version, "", ())] * 2, history.log
         assert self.manager.weights.version == version
@@ -373,7 +373,7 @@ async def play(fleet: Fleet, seed: int) -> History:
 
 
 async def _flush(fleet: Fleet) -> None:
-    reply = await fleet.manager.flush_cache()
+    reply = await fleet.manager.control.flush_cache()
     if not reply.success:
         raise RequestError(reply.message)
 

@@ -106,7 +106,7 @@ class FakeExperts:
 
 
 class FakeFrontend:
-    """Answers as the TokenizerManager does."""
+    """Answers as the TokenizerManager does, and as some of its parts."""
 
     def __init__(self, incremental: bool = False) -> None:
         self.tokenizer = byte_tokenizer()
@@ -120,6 +120,7 @@ class FakeFrontend:
         self.callers: list[Any] = []
         self.asked_by: list[tuple[str, Any]] = []
         self.profiled: list[Any] = []
+        self.control = self.settings = self
         self.experts = FakeExperts()
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
@@ -339,7 +340,7 @@ class FakeFrontend:
     def freeze_gc(self):
         self.num_frozen += 1
 
-    def set_internal_state(self, changes):
+    def change_limits(self, changes):
         self.changes.append(changes)
         return Limits(4, changes.max_queued_requests or 16, 128, 1.0)
 

@@ -28,7 +28,7 @@ from headrace.messages.weights import ContinueGeneration
 from headrace.sampling.params import SamplingParams
 from headrace.server.context import RequestFrontend
 from headrace.server.http import describe_error
-from headrace.server.remote_frontend import METHODS, RemoteFrontend
+from headrace.server.remote_frontend import METHODS, PARTS, RemoteFrontend
 
 
 class House:
@@ -77,19 +77,18 @@ async def until(condition):
 
 
 def test_every_method_of_the_front_end_crosses():
-    methods = {name for name, value in vars(RequestFrontend).items() if inspect.isfunction(value) and name[0] != "_"}
-
-    assert methods - {"lora_adapters"} <= set(vars(RemoteFrontend))
-    assert {name for name in METHODS if "." not in name} == methods
-    assert {name for name in METHODS if "." in name} == {
-        "weights.operate",
-        "experts.start",
-        "experts.stop",
-        "experts.dump",
-    }
-    for name in methods:
-        wanted, got = (inspect.signature(getattr(kind, name)).parameters for kind in (RequestFrontend, RemoteFrontend))
-        assert list(wanted) == list(got), name
+    remote = RemoteFrontend(0, LocalQueue(), LocalQueue())
+    sides = [(RequestFrontend, remote, "")] + [(PARTS[name], getattr(remote, name), f"{name}.") for name in PARTS]
+    crossing = set()
+    for protocol, side, prefix in sides:
+        methods = {name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"}
+        assert methods - {"lora_adapters"} <= set(vars(type(side)))
+        crossing |= {prefix + name for name in methods}
+        for name in methods:
+            wanted, got = (inspect.signature(getattr(kind, name)).parameters for kind in (protocol, type(side)))
+            assert list(wanted) == list(got), name
+    assert set(METHODS) == crossing
+    assert set(PARTS) == {name for name, value in vars(RequestFrontend).items() if isinstance(value, property)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -177,8 +176,8 @@ async def test_a_worker_that_ends_takes_its_own_calls_with_it_and_is_not_heard_a
 
         home.door.remove(0)
         await until(lambda: home.frontend.num_active == 1)
-        home.to_front.send(FrontCall(0, 99, "flush_cache", b"\x80"))
-        assert (await other.flush_cache()).success
+        home.to_front.send(FrontCall(0, 99, "control.flush_cache", b"\x80"))
+        assert (await other.control.flush_cache()).success
 
         assert home.door.num_calls == 1
         for call in calls:

@@ -14,12 +14,17 @@ from test_server_openai import events
 import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
+from headrace.frontend.control import Control
+from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.tenants import SERVER
 from headrace.frontend.tokenizer_manager import TokenizerManager
+from headrace.frontend.weight_control import WeightControl
 from headrace.messages.control import FlushCacheReply
 from headrace.server.address import bind
 from headrace.server.context import RequestFrontend
 from headrace.server.listener import Server
+from headrace.server.remote_frontend import PARTS
 
 
 def test_health_follows_the_engine(client: httpx.Client, server: Running):
@@ -263,8 +268,11 @@ def test_the_front_process_imports_no_torch():
 
 
 def test_the_real_manager_is_what_the_server_needs():
-    needed = {name for name in vars(RequestFrontend) if not name.startswith("_")}
-    assert needed - {"experts"} <= set(vars(TokenizerManager))
+    parts = {"control": Control, "experts": ExpertRecording, "settings": RuntimeSettings, "weights": WeightControl}
+    assert set(parts) == set(PARTS)
+    for needs, has in [(RequestFrontend, TokenizerManager), *((PARTS[name], parts[name]) for name in parts)]:
+        needed = {name for name in vars(needs) if not name.startswith("_")}
+        assert needed - set(PARTS) <= set(vars(has))
 
 
 def test_a_flush_may_wait(client: httpx.Client, server: Running):

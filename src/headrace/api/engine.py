@@ -171,15 +171,15 @@ class Engine(WeightOperations):
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False when some run still."""
-        return self._wait(self._submit(self._manager.flush_cache(timeout_s))).success
+        return self._wait(self._submit(self._manager.control.flush_cache(timeout_s))).success
 
     def internal_state(self) -> InternalState:
         """Counters and pool accounting of the scheduler."""
-        return self._wait(self._submit(self._manager.internal_state()))
+        return self._wait(self._submit(self._manager.control.internal_state()))
 
     def get_loads(self) -> list[dict[str, Any]]:
         """Load of each replica: requests, tokens, throughput."""
-        return [describe_load(state) for state in self._wait(self._submit(self._manager.internal_states()))]
+        return [describe_load(state) for state in self._wait(self._submit(self._manager.control.internal_states()))]
 
     def get_model_info(self) -> dict[str, Any]:
         """The served model: name, kind, sizes."""
@@ -199,11 +199,11 @@ class Engine(WeightOperations):
     def get_server_info(self) -> dict[str, Any]:
         """Options (keys masked), what the scheduler said of the model, and the state of each replica; see `describe_server`."""
         manager = self._manager
-        states = self._wait(self._submit(manager.internal_states()))
+        states = self._wait(self._submit(manager.control.internal_states()))
         info = describe_server(manager.args, self._running.ready, manager.lora_adapters(), states)
         model = self.get_model_info()
         now = {name: model[name] for name in ("model_path", "weight_version")}
-        return info | now | manager.changed_options()
+        return info | now | manager.settings.changed_options()
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine lives; with `generate`, whether it makes a token."""
@@ -244,11 +244,11 @@ class Engine(WeightOperations):
 
         num_steps: stop by itself after so many; 0 = at `stop_profile`. Raises RequestError.
         """
-        return self._wait(self._submit(self._manager.start_profile(output_name, num_steps, activities)))
+        return self._wait(self._submit(self._manager.control.start_profile(output_name, num_steps, activities)))
 
     def stop_profile(self) -> str:
         """Write what was recorded; a line with the file's name. Raises RequestError."""
-        return self._wait(self._submit(self._manager.stop_profile()))
+        return self._wait(self._submit(self._manager.control.stop_profile()))
 
     def start_expert_distribution_record(self) -> None:
         """Count the tokens that each layer of a mixture sends to each expert, from zero. Raises RequestError."""
@@ -266,11 +266,11 @@ class Engine(WeightOperations):
         self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
     ) -> dict[str, Any]:
         """Change what is logged, in every process; None = as it is. What now holds. Raises RequestError."""
-        return self._call(lambda: self._manager.configure_logging(level, log_requests, log_requests_level))
+        return self._call(lambda: self._manager.settings.configure_logging(level, log_requests, log_requests_level))
 
     def freeze_gc(self) -> None:
         """Leave what lives now out of garbage collection, in every process."""
-        self._call(self._manager.freeze_gc)
+        self._call(self._manager.settings.freeze_gc)
 
     def set_internal_state(self, **limits: float) -> dict[str, Any]:
         """Change limits (fields of `LimitChanges`) in every replica; what now holds. Raises RequestError."""
@@ -278,7 +278,7 @@ class Engine(WeightOperations):
             changes = msgspec.convert(limits, LimitChanges)
         except msgspec.ValidationError as error:
             raise field_error(str(error), LimitChanges) from None
-        return msgspec.structs.asdict(self._call(lambda: self._manager.set_internal_state(changes)))
+        return msgspec.structs.asdict(self._call(lambda: self._manager.settings.change_limits(changes)))
 
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
         return self._wait(self._submit(self._manager.weights.operate(operation)))

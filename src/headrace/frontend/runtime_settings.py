@@ -1,8 +1,8 @@
 """The few settings that may change while the server runs, and what every process has been told of them.
 
 Owns their values and bounds: the log level, the scheduler's limits (/set_internal_state), frozen garbage collection (/freeze_gc). A process that is
-started again is told what differs from its options, before it gets a request. Does not own what the request log shows. Used by the
-tokenizer manager, in its event loop.
+started again is told what differs from its options, before it gets a request. Used by the tokenizer manager, in its
+event loop.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ import msgspec
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import RequestError
+from headrace.frontend.request_log import RequestLog
+from headrace.frontend.sample_queue import SampleQueue
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
 from headrace.messages.channel import Message, Sender
@@ -42,21 +44,29 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class RuntimeSettings:
-    """See the module's text. to_schedulers: all that are up. on_limits: told what holds when the limits have changed."""
+    """See the module's text.
+
+    check: raises when the engine takes no control calls now. to_schedulers: all that are up. queue, request_log: what is changed in this
+    process.
+    """
 
     def __init__(
         self,
         args: ServerArgs,
         ready: ReadyInfo,
+        check: Callable[[], None],
         to_schedulers: Callable[[Message], None],
         to_detokenizer: Callable[[Message], None],
-        on_limits: Callable[[Limits], None],
+        queue: SampleQueue,
+        request_log: RequestLog,
     ) -> None:
         self._args = args
         self._most_running = ready.max_running_requests
+        self._check = check
         self._to_schedulers = to_schedulers
         self._to_detokenizer = to_detokenizer
-        self._on_limits = on_limits
+        self._queue = queue
+        self._request_log = request_log
         self._is_frozen = False
         self.log_level: LogLevel = args.log_level
         self._first = Limits(
@@ -67,21 +77,46 @@ class RuntimeSettings:
         )
         self.limits = self._first
 
-    def set_log_level(self, level: LogLevel) -> None:
-        """In every process."""
-        self.log_level = level
-        set_level(level)
-        self._tell_all(ConfigureLoggingReq(level))
+    def configure_logging(
+        self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
+    ) -> dict[str, Any]:
+        """Change what is logged, in every process; None = as it is. What now holds.
+
+        log_requests off also puts the level back to 0. Raises RequestError for a level above 0 without log_requests.
+        """
+        log = self._request_log
+        enabled = log.enabled if log_requests is None else log_requests
+        if log_requests_level is None:
+            # Off puts the level back: whoever turns it on again does not write prompts without asking for them.
+            requests_level = log.level if enabled else 0
+        else:
+            requests_level = log_requests_level
+        if requests_level and not enabled:
+            raise RequestError(
+                f"log_requests_level {requests_level} has no effect while log_requests is off: turn both on",
+                "log_requests_level",
+            )
+        log.enabled, log.level = enabled, requests_level
+        if level is not None:
+            self.log_level = level
+            set_level(level)
+            self._tell_all(ConfigureLoggingReq(level))
+        return {"level": self.log_level, "log_requests": enabled, "log_requests_level": requests_level}
 
     def freeze_gc(self) -> None:
-        """Whatever lives now in any process is never looked at again by its garbage collector."""
+        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+        self._check()
         self._is_frozen = True
         frozen = freeze()
         logger.info("%d objects are left out of garbage collection", frozen)
         self._tell_all(FreezeGCReq())
 
     def change_limits(self, changes: LimitChanges) -> Limits:
-        """What holds now, in every replica. Raises RequestError, and then nothing has changed."""
+        """Other limits, in every replica and in those that are started later; what now holds.
+
+        Raises RequestError, CapacityError, and then nothing has changed.
+        """
+        self._check()
         given = {name: value for name, value in msgspec.structs.asdict(changes).items() if value is not None}
         if not given:
             names = ", ".join(LimitChanges.__struct_fields__)
@@ -98,13 +133,14 @@ class RuntimeSettings:
             most = self._args.max_prefill_tokens
             given["chunked_prefill_size"] = most if size == -1 else min(size, most)
         self.limits = msgspec.structs.replace(self.limits, **given)
-        self._on_limits(self.limits)
+        self._queue.num_slots = self.limits.max_running_requests * self._args.dp_size
+        self._queue.max_waiting = self.limits.max_queued_requests
         self._to_schedulers(self._limits_message())
         logger.info("limits changed: %s", ", ".join(f"{name}={value}" for name, value in given.items()))
         return self.limits
 
-    def shown(self) -> dict[str, Any]:
-        """For /server_info: options that have changed."""
+    def changed_options(self) -> dict[str, Any]:
+        """Options that were changed since the start, with their values of now."""
         now, first = msgspec.structs.asdict(self.limits), msgspec.structs.asdict(self._first)
         changed = {name: value for name, value in now.items() if value != first[name]}
         return changed | ({"log_level": self.log_level} if self.log_level != self._args.log_level else {})

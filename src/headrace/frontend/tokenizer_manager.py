@@ -10,7 +10,7 @@ import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
@@ -24,26 +24,25 @@ from headrace.errors import (
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.communicator import Communicator
+from headrace.frontend.control import Control
 from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
-from headrace.frontend.data_parallel_controller import make_balancer, sum_of_states
+from headrace.frontend.data_parallel_controller import make_balancer
 from headrace.frontend.encode import Encoder
 from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.expert_recording import ExpertRecording
-from headrace.frontend.flush import flush_when_idle
 from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.native_answer import NativeStream, whole_answer
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import (
     Call,
-    check_text,
     refuse_text,
 )
 from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
-from headrace.frontend.runtime_settings import LimitChanges, Limits, RuntimeSettings
+from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
@@ -55,17 +54,7 @@ from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
-    FaultReq,
-    FlushCacheReply,
-    FlushCacheReq,
-    HealthCheckReply,
-    HealthCheckReq,
     Heartbeat,
-    InternalState,
-    InternalStateReply,
-    InternalStateReq,
-    ProfileReply,
-    ProfileReq,
     ReadyInfo,
     SchedulerStats,
 )
@@ -101,10 +90,7 @@ IsDisconnected = Callable[[], Awaitable[bool]]
 DEFAULT_MAX_NEW_TOKENS = 128
 STOPPED = "the server has stopped"
 DISCONNECT_POLL_S = 0.25
-CONTROL_TIMEOUT_S = 10.0
 LORA_TIMEOUT_S = 120.0
-PROFILE_TIMEOUT_S = 120.0
-"""Writing a long trace takes its time, and no step runs meanwhile."""
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
@@ -179,8 +165,16 @@ class TokenizerManager:
         self.engine_loop.on_broken = self._broken
         self.heartbeats = Heartbeats(clock)
         self.aborts = Aborts(self.table, self.link)
-        self._to_detokenizer = to_detokenizer
-        self.settings = RuntimeSettings(args, ready, self.link.send, self._tell_detokenizer, self._take_limits)
+        self.control = Control(self.engine_loop, self.link, to_detokenizer, args.enable_fault_injection)
+        self.settings = RuntimeSettings(
+            args,
+            ready,
+            self.engine_loop.check_serving,
+            self.link.send,
+            to_detokenizer.send if to_detokenizer is not None else _drop,
+            self.table.queue,
+            self.request_log,
+        )
         self._clock = clock
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
         self._probe = SharedProbe(self._can_generate, clock)
@@ -192,9 +186,6 @@ class TokenizerManager:
             self._note_operation,
         )
         self._rejoin = Rejoin(self._weights, self.part_up)
-        self._flushes = Communicator[FlushCacheReply]("flush_cache")
-        self._states = Communicator[InternalStateReply]("internal_state")
-        self._healths = Communicator[HealthCheckReply]("health")
         self._lora_replies = Communicator[LoraReply]("adapters")
         self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora, ready.lora_fingerprints)
         self.encoder = Encoder(
@@ -208,25 +199,17 @@ class TokenizerManager:
             self._adapters,
             self.request_log,
         )
-        self._profiles = Communicator[ProfileReply]("profile")
         self.experts = ExpertRecording(self.link.replicas_up, self.engine_loop.check_serving)
         self._communicators = (
+            self.control,
             self.experts.replies,
-            self._flushes,
-            self._states,
-            self._healths,
             self._lora_replies,
-            self._profiles,
             self._weights,
         )
         handlers = self.engine_loop.handlers
         handlers.register(LoraReply, self._on_lora_reply)
-        handlers.register(ProfileReply, self._profiles.handle)
         handlers.register(ExpertCountsReply, self.experts.replies.handle)
         handlers.register(BatchStrOut, self.outputs.handle)
-        handlers.register(FlushCacheReply, self._flushes.handle)
-        handlers.register(InternalStateReply, self._states.handle)
-        handlers.register(HealthCheckReply, self._healths.handle)
         handlers.register(WeightOpReply, self._weights.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         handlers.register(Heartbeat, self.heartbeats.handle)
@@ -486,94 +469,6 @@ class TokenizerManager:
         elif self._adapters.lost(reply):
             self._to_scheduler.send(UnloadLoraReq(RESTORED, reply.lora_id))
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
-        """Empty the prefix cache; the reply says whether it was (of every replica). See `flush_when_idle`.
-
-        Raises RequestError, CapacityError, ExecutionError.
-        """
-        return await flush_when_idle(self._flush_now, timeout_s)
-
-    async def _flush_now(self) -> FlushCacheReply:
-        self.engine_loop.check_serving()
-        asked = await self._flushes.call(self.link.replicas_up(), FlushCacheReq, CONTROL_TIMEOUT_S)
-        replies = list(asked.values())
-        return next((reply for reply in replies if not reply.success), replies[0])
-
-    async def internal_states(self) -> list[InternalState]:
-        """Counters and pool accounting of each replica that lives. Raises CapacityError, ExecutionError."""
-        self.engine_loop.check_serving()
-        replies = await self._states.call(self.link.replicas_up(), InternalStateReq, CONTROL_TIMEOUT_S)
-        return sorted((reply.state for reply in replies.values()), key=lambda state: state.dp_rank)
-
-    async def internal_state(self) -> InternalState:
-        """As `internal_states`, of all together."""
-        return sum_of_states(await self.internal_states())
-
-    async def start_profile(
-        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
-    ) -> str:
-        """Record the worker's steps to a file below --profile-dir; a line for the operator. Raises RequestError, ExecutionError.
-
-        num_steps: stop by itself after so many; 0 = when told.
-        """
-        return await self._profile(lambda i: ProfileReq(i, True, output_name, num_steps, activities))
-
-    async def stop_profile(self) -> str:
-        """Write what was recorded; a line with the file's name. Raises RequestError, ExecutionError."""
-        return await self._profile(lambda i: ProfileReq(i, False))
-
-    async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
-        self.engine_loop.check_serving()
-        replies = list((await self._profiles.call(self.link.replicas_up(), make, PROFILE_TIMEOUT_S)).values())
-        if not any(reply.success for reply in replies):
-            raise RequestError(replies[0].message)
-        return "; ".join(dict.fromkeys(reply.message for reply in replies))
-
-    def configure_logging(
-        self,
-        level: Literal["debug", "info", "warning", "error"] | None = None,
-        log_requests: bool | None = None,
-        log_requests_level: int | None = None,
-    ) -> dict[str, Any]:
-        """Change what is logged, in every process; None = as it is. What now holds.
-
-        log_requests off also puts the level back to 0. Raises RequestError for a level above 0 without log_requests.
-        """
-        log = self.request_log
-        enabled = log.enabled if log_requests is None else log_requests
-        if log_requests_level is None:
-            # Off puts the level back: whoever turns it on again does not write prompts without asking for them.
-            requests_level = log.level if enabled else 0
-        else:
-            requests_level = log_requests_level
-        if requests_level and not enabled:
-            raise RequestError(
-                f"log_requests_level {requests_level} has no effect while log_requests is off: turn both on",
-                "log_requests_level",
-            )
-        log.enabled, log.level = enabled, requests_level
-        if level is not None:
-            self.settings.set_log_level(level)
-        return {"level": self.settings.log_level, "log_requests": enabled, "log_requests_level": requests_level}
-
-    def freeze_gc(self) -> None:
-        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
-        self.engine_loop.check_serving()
-        self.settings.freeze_gc()
-
-    def set_internal_state(self, changes: LimitChanges) -> Limits:
-        """Other limits, in every replica and in those that are started later; what now holds. Raises RequestError, CapacityError."""
-        self.engine_loop.check_serving()
-        return self.settings.change_limits(changes)
-
-    def changed_options(self) -> dict[str, Any]:
-        """Options that were changed since the start, with their values of now."""
-        return self.settings.shown()
-
-    def _take_limits(self, limits: Limits) -> None:
-        self.table.queue.num_slots = limits.max_running_requests * self.args.dp_size
-        self.table.queue.max_waiting = limits.max_queued_requests
-
     async def dump_requests(self) -> tuple[str, int]:
         """Write what the last requests were to --dump-requests-dir: the file's name and how many. Raises RequestError, ExecutionError."""
         folder = self.args.dump_requests_dir
@@ -599,11 +494,7 @@ class TokenizerManager:
     async def _can_generate(self) -> bool:
         """Whether the engine makes a token now, or is seen to be making some."""
         try:
-            replies = await self._healths.call(self.link.replicas_up(), HealthCheckReq, HEALTH_TIMEOUT_S)
-            # An engine that was told to wait cannot make a token; that its loop turns is all there is to see.
-            return all(reply.busy or reply.held for reply in replies.values()) or await asyncio.wait_for(
-                self._generate_one(), HEALTH_TIMEOUT_S
-            )
+            return await self.control.is_busy() or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
         except (HeadraceError, TimeoutError):
             return False
 
@@ -641,22 +532,6 @@ class TokenizerManager:
     def weights(self) -> WeightControl:
         """Operations on weights, generation and memory."""
         return self._weights
-
-    async def inject_fault(self, fault: FaultReq) -> None:
-        """Test hook. Raises NotFoundError unless the server was started with fault injection."""
-        if not self.args.enable_fault_injection:
-            raise NotFoundError("fault injection is not enabled")
-        check_text("rid", fault.rid)
-        if fault.stage != "detokenize":
-            self._to_scheduler.send(fault)
-        elif self._to_detokenizer is not None:
-            self._to_detokenizer.send(fault)
-        else:
-            raise RequestError("the detokenizer cannot be reached", "stage")
-
-    def _tell_detokenizer(self, message: Message) -> None:
-        if self._to_detokenizer is not None:
-            self._to_detokenizer.send(message)
 
     # -- deaths of the engine's processes, and their new lives; from any thread
 
@@ -768,6 +643,10 @@ class TokenizerManager:
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _drop(_message: Message) -> None:
+    """There is no detokenizer to tell."""
 
 
 def _no_text(_token_id: int) -> str | None:

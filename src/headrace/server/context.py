@@ -14,7 +14,7 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
-from headrace.frontend.runtime_settings import LimitChanges, Limits
+from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.tenants import Caller
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
@@ -81,6 +81,61 @@ class ExpertsFrontend(Protocol):
         ...
 
 
+class ControlFrontend(Protocol):
+    """What the server needs of the `Control`."""
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+        """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
+        ...
+
+    async def internal_state(self) -> InternalState:
+        """Counters and pool accounting of the schedulers, together."""
+        ...
+
+    async def internal_states(self) -> list[InternalState]:
+        """Of each that lives."""
+        ...
+
+    async def start_profile(
+        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
+    ) -> str:
+        """Record the worker's steps. Raises RequestError."""
+        ...
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        ...
+
+    async def inject_fault(self, fault: FaultReq) -> None:
+        """Test hook."""
+        ...
+
+
+class SettingsFrontend(Protocol):
+    """What the server needs of the `RuntimeSettings`."""
+
+    def configure_logging(
+        self,
+        level: LogLevel | None,
+        log_requests: bool | None,
+        log_requests_level: int | None,
+    ) -> Soon[dict[str, Any]]:
+        """Change what is logged; what now holds. Raises RequestError."""
+        ...
+
+    def freeze_gc(self) -> Soon[None]:
+        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+        ...
+
+    def change_limits(self, changes: LimitChanges) -> Soon[Limits]:
+        """Change limits in every replica; what now holds. Raises RequestError, CapacityError."""
+        ...
+
+    def changed_options(self) -> Soon[dict[str, Any]]:
+        """Options that were changed since the start, with their values of now."""
+        ...
+
+
 class RequestFrontend(Protocol):
     """What the server needs of the TokenizerManager."""
 
@@ -131,18 +186,6 @@ class RequestFrontend(Protocol):
         """Waits for those who use it. Raises NotFoundError, ExecutionError."""
         ...
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
-        """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
-        ...
-
-    async def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the schedulers, together."""
-        ...
-
-    async def internal_states(self) -> list[InternalState]:
-        """Of each that lives."""
-        ...
-
     async def health(self, generate: bool = False) -> bool:
         """The engine is alive; with `generate`, it has also just made a token."""
         ...
@@ -151,39 +194,18 @@ class RequestFrontend(Protocol):
         """What happened to a request's samples, of the caller's or for an admin of anybody's. Raises NotFoundError."""
         ...
 
-    async def start_profile(
-        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
-    ) -> str:
-        """Record the worker's steps. Raises RequestError."""
-        ...
-
-    async def stop_profile(self) -> str:
-        """Write what was recorded; a line with the file's name. Raises RequestError."""
-        ...
-
-    def configure_logging(
-        self,
-        level: Literal["debug", "info", "warning", "error"] | None,
-        log_requests: bool | None,
-        log_requests_level: int | None,
-    ) -> Soon[dict[str, Any]]:
-        """Change what is logged; what now holds. Raises RequestError."""
-        ...
-
     async def dump_requests(self) -> tuple[str, int]:
         """Write what the last requests were; the file's name and how many. Raises RequestError, ExecutionError."""
         ...
 
-    def freeze_gc(self) -> Soon[None]:
-        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+    @property
+    def control(self) -> ControlFrontend:
+        """Caches, counters and profiles of the schedulers."""
         ...
 
-    def set_internal_state(self, changes: LimitChanges) -> Soon[Limits]:
-        """Change limits in every replica; what now holds. Raises RequestError, CapacityError."""
-        ...
-
-    def changed_options(self) -> Soon[dict[str, Any]]:
-        """Options that were changed since the start, with their values of now."""
+    @property
+    def settings(self) -> SettingsFrontend:
+        """What may change at run time."""
         ...
 
     @property
@@ -202,10 +224,6 @@ class RequestFrontend(Protocol):
 
     def metrics_text(self) -> Soon[bytes]:
         """Every metric, in Prometheus' text format."""
-        ...
-
-    async def inject_fault(self, fault: FaultReq) -> None:
-        """Test hook."""
         ...
 
 

@@ -111,22 +111,22 @@ class ControlAPI:
     async def server_info(self, exchange: Exchange) -> None:
         """Options (keys masked, files by name only), the memory plan and the state of each replica, as one flat object."""
         context, frontend = self.context, self.context.frontend
-        states = await frontend.internal_states()
+        states = await frontend.control.internal_states()
         info = describe_server(context.args, context.model.ready, frontend.lora_adapters(), states)
         info["served_model_name"] = context.model.name
         info["model_path"] = model_name_of(frontend.weights.model_path or context.args.model_path)
         info["weight_version"] = frontend.weights.version
-        changed = await answer(frontend.changed_options())
+        changed = await answer(frontend.settings.changed_options())
         await exchange.reply_json(info | changed | {"frontend": await answer(frontend.counters())})
 
     async def loads(self, exchange: Exchange) -> None:
         """Load of each replica, for routers: requests, tokens, throughput."""
-        states = await self.context.frontend.internal_states()
+        states = await self.context.frontend.control.internal_states()
         await exchange.reply_json({"loads": [describe_load(state) for state in states]})
 
     async def get_load(self, exchange: Exchange) -> None:
         """The same as SGLang's routers read it: a list with three counts for each replica."""
-        states = await self.context.frontend.internal_states()
+        states = await self.context.frontend.control.internal_states()
         await exchange.reply_json([describe_short_load(state) for state in states])
 
     async def internal_state(self, exchange: Exchange) -> None:
@@ -135,7 +135,7 @@ class ControlAPI:
 
     async def _state(self) -> dict[str, object]:
         frontend = self.context.frontend
-        states = await frontend.internal_states()
+        states = await frontend.control.internal_states()
         state = {**msgspec.structs.asdict(sum_of_states(states)), "frontend": await answer(frontend.counters())}
         if self.context.args.dp_size > 1:
             state["replicas"] = states
@@ -146,7 +146,7 @@ class ControlAPI:
         options = exchange.read_query(FlushQuery)
         await exchange.read_no_fields()
         async with exchange.until_client_leaves():
-            reply = await self.context.frontend.flush_cache(options.timeout)
+            reply = await self.context.frontend.control.flush_cache(options.timeout)
         await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)
 
     async def abort_request(self, exchange: Exchange) -> None:
@@ -170,5 +170,5 @@ class ControlAPI:
     async def inject_fault(self, exchange: Exchange) -> None:
         """Test hook; the route exists only under --enable-fault-injection."""
         body = await exchange.read_json(_FAULT)
-        await self.context.frontend.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
+        await self.context.frontend.control.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
         await exchange.reply_json({"success": True, "message": "injected"})

@@ -46,20 +46,20 @@ class DiagnosticsAPI:
         """Begin to record the worker's steps."""
         body = await exchange.read_json(_START)
         names = tuple(dict.fromkeys(body.activities)) or ("CPU",)
-        message = await self.context.frontend.start_profile(body.output_dir or "", body.num_steps or 0, names)
+        message = await self.context.frontend.control.start_profile(body.output_dir or "", body.num_steps or 0, names)
         await exchange.reply_json({"success": True, "message": message})
 
     async def stop_profile(self, exchange: Exchange) -> None:
         """Write the trace."""
         await exchange.read_no_fields()
-        message = await self.context.frontend.stop_profile()
+        message = await self.context.frontend.control.stop_profile()
         await exchange.reply_json({"success": True, "message": message})
 
     async def configure_logging(self, exchange: Exchange) -> None:
         """Change what is logged, in every process."""
         body = await exchange.read_json(_LOGGING)
         now = await answer(
-            self.context.frontend.configure_logging(body.level, body.log_requests, body.log_requests_level)
+            self.context.frontend.settings.configure_logging(body.level, body.log_requests, body.log_requests_level)
         )
         await exchange.reply_json({"success": True, **now})
 

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.frontend.remote_methods import WireCaller, error_of_fault, remote_methods
-from headrace.frontend.runtime_settings import LimitChanges, Limits
+from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ShutdownReq
@@ -29,12 +29,18 @@ from headrace.messages.front import (
 )
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
-from headrace.server.context import ExpertsFrontend, RequestFrontend, WeightFrontend
+from headrace.server.context import ControlFrontend, ExpertsFrontend, RequestFrontend, SettingsFrontend, WeightFrontend
 
-METHODS = {
-    **remote_methods(RequestFrontend),
-    **{f"weights.{name}": method for name, method in remote_methods(WeightFrontend).items()},
-    **{f"experts.{name}": method for name, method in remote_methods(ExpertsFrontend).items()},
+PARTS: dict[str, type] = {
+    "control": ControlFrontend,
+    "experts": ExpertsFrontend,
+    "settings": SettingsFrontend,
+    "weights": WeightFrontend,
+}
+"""What a `RequestFrontend` holds, by name."""
+
+METHODS = remote_methods(RequestFrontend) | {
+    f"{part}.{name}": method for part, protocol in PARTS.items() for name, method in remote_methods(protocol).items()
 }
 """What crosses, by the name that a call gives."""
 
@@ -61,8 +67,10 @@ class RemoteFrontend:
     """
 
     def __init__(self, worker: int, sender: Sender, receiver: Receiver) -> None:
-        self.weights = RemoteWeights(self)
+        self.control = RemoteControl(self)
         self.experts = RemoteExperts(self)
+        self.settings = RemoteSettings(self)
+        self.weights = RemoteWeights(self)
         self.news = FrontNews([], "default", accepting=False, log_level="")
         self._worker = worker
         self._sender = sender
@@ -207,21 +215,6 @@ class RemoteFrontend:
         """Raises NotFoundError, ExecutionError."""
         await self.call("unload_lora_adapter", lora_name=lora_name)
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
-        """Raises CapacityError, ExecutionError."""
-        reply: FlushCacheReply = await self.call("flush_cache", timeout_s=timeout_s)
-        return reply
-
-    async def internal_state(self) -> InternalState:
-        """Raises CapacityError, ExecutionError."""
-        state: InternalState = await self.call("internal_state")
-        return state
-
-    async def internal_states(self) -> list[InternalState]:
-        """Raises CapacityError, ExecutionError."""
-        states: list[InternalState] = await self.call("internal_states")
-        return states
-
     async def health(self, generate: bool = False) -> bool:
         """False, too, when the main process does not answer."""
         alive: bool = await self.call("health", generate=generate)
@@ -232,49 +225,10 @@ class RemoteFrontend:
         samples: list[dict[str, Any]] = await self.call("timelines", rid=rid, caller=WireCaller.of(caller))
         return samples
 
-    async def start_profile(
-        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
-    ) -> str:
-        """Raises RequestError."""
-        message: str = await self.call(
-            "start_profile", output_name=output_name, num_steps=num_steps, activities=activities
-        )
-        return message
-
-    async def stop_profile(self) -> str:
-        """Raises RequestError."""
-        message: str = await self.call("stop_profile")
-        return message
-
-    async def configure_logging(
-        self,
-        level: Literal["debug", "info", "warning", "error"] | None,
-        log_requests: bool | None,
-        log_requests_level: int | None,
-    ) -> dict[str, Any]:
-        """Raises RequestError."""
-        given = {"level": level, "log_requests": log_requests, "log_requests_level": log_requests_level}
-        now: dict[str, Any] = await self.call("configure_logging", **given)
-        return now
-
     async def dump_requests(self) -> tuple[str, int]:
         """Raises RequestError, ExecutionError."""
         written: tuple[str, int] = await self.call("dump_requests")
         return written
-
-    async def freeze_gc(self) -> None:
-        """In the other processes; workers did so when they began. Raises CapacityError, ExecutionError."""
-        await self.call("freeze_gc")
-
-    async def set_internal_state(self, changes: LimitChanges) -> Limits:
-        """Raises RequestError, CapacityError."""
-        now: Limits = await self.call("set_internal_state", changes=changes)
-        return now
-
-    async def changed_options(self) -> dict[str, Any]:
-        """Of all processes."""
-        changed: dict[str, Any] = await self.call("changed_options")
-        return changed
 
     async def counters(self) -> dict[str, int]:
         """Of the main process."""
@@ -286,9 +240,77 @@ class RemoteFrontend:
         text: bytes = await self.call("metrics_text")
         return text
 
+
+class RemoteControl:
+    """See `ControlFrontend`."""
+
+    def __init__(self, frontend: RemoteFrontend) -> None:
+        self._frontend = frontend
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+        """Raises CapacityError, ExecutionError."""
+        reply: FlushCacheReply = await self._frontend.call("control.flush_cache", timeout_s=timeout_s)
+        return reply
+
+    async def internal_state(self) -> InternalState:
+        """Raises CapacityError, ExecutionError."""
+        state: InternalState = await self._frontend.call("control.internal_state")
+        return state
+
+    async def internal_states(self) -> list[InternalState]:
+        """Raises CapacityError, ExecutionError."""
+        states: list[InternalState] = await self._frontend.call("control.internal_states")
+        return states
+
+    async def start_profile(
+        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
+    ) -> str:
+        """Raises RequestError."""
+        message: str = await self._frontend.call(
+            "control.start_profile", output_name=output_name, num_steps=num_steps, activities=activities
+        )
+        return message
+
+    async def stop_profile(self) -> str:
+        """Raises RequestError."""
+        message: str = await self._frontend.call("control.stop_profile")
+        return message
+
     async def inject_fault(self, fault: FaultReq) -> None:
         """Raises NotFoundError."""
-        await self.call("inject_fault", fault=fault)
+        await self._frontend.call("control.inject_fault", fault=fault)
+
+
+class RemoteSettings:
+    """See `SettingsFrontend`."""
+
+    def __init__(self, frontend: RemoteFrontend) -> None:
+        self._frontend = frontend
+
+    async def configure_logging(
+        self,
+        level: LogLevel | None,
+        log_requests: bool | None,
+        log_requests_level: int | None,
+    ) -> dict[str, Any]:
+        """Raises RequestError."""
+        given = {"level": level, "log_requests": log_requests, "log_requests_level": log_requests_level}
+        now: dict[str, Any] = await self._frontend.call("settings.configure_logging", **given)
+        return now
+
+    async def freeze_gc(self) -> None:
+        """In the other processes; workers did so when they began. Raises CapacityError, ExecutionError."""
+        await self._frontend.call("settings.freeze_gc")
+
+    async def change_limits(self, changes: LimitChanges) -> Limits:
+        """Raises RequestError, CapacityError."""
+        now: Limits = await self._frontend.call("settings.change_limits", changes=changes)
+        return now
+
+    async def changed_options(self) -> dict[str, Any]:
+        """Of all processes."""
+        changed: dict[str, Any] = await self._frontend.call("settings.changed_options")
+        return changed
 
 
 class RemoteExperts:

@@ -28,12 +28,12 @@ class SettingsAPI:
     async def set_internal_state(self, exchange: Exchange) -> None:
         """Change limits in every replica; answers with all of them as they are now."""
         body = await exchange.read_json(_SET_STATE)
-        now = await answer(self.context.frontend.set_internal_state(body.server_args))
+        now = await answer(self.context.frontend.settings.change_limits(body.server_args))
         await exchange.reply_json({"success": True, "updated": True, "server_args": now})
 
     async def freeze_gc(self, exchange: Exchange) -> None:
         """Leave what lives now out of garbage collection, in every process."""
         await exchange.read_no_fields()
-        await answer(self.context.frontend.freeze_gc())
+        await answer(self.context.frontend.settings.freeze_gc())
         message = "what lives now is left out of garbage collection, in every process"
         await exchange.reply_json({"success": True, "message": message})

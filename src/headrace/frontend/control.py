@@ -1,0 +1,124 @@
+"""Control of the schedulers: their caches, counters and profiles, and the faults of tests.
+
+Owns what these operations ask of the replicas, and what many replies say together. Operations on weights are `weight_control`'s, settings
+that stay `runtime_settings`'. Runs in the tokenizer manager's event loop.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from headrace.errors import HeadraceError, NotFoundError, RequestError
+from headrace.frontend.communicator import Communicator
+from headrace.frontend.data_parallel_controller import sum_of_states
+from headrace.frontend.engine_loop import EngineLoop
+from headrace.frontend.flush import flush_when_idle
+from headrace.frontend.prompts import check_text
+from headrace.frontend.replay import EngineLink
+from headrace.frontend.replica import Replica
+from headrace.messages.channel import Sender
+from headrace.messages.control import (
+    FaultReq,
+    FlushCacheReply,
+    FlushCacheReq,
+    HealthCheckReply,
+    HealthCheckReq,
+    InternalState,
+    InternalStateReply,
+    InternalStateReq,
+    ProfileReply,
+    ProfileReq,
+)
+
+CONTROL_TIMEOUT_S = 10.0
+PROFILE_TIMEOUT_S = 120.0
+"""Writing a long trace takes its time, and no step runs meanwhile."""
+
+
+class Control:
+    """See the module's text. to_detokenizer: for test faults there. faults_allowed: this is a test."""
+
+    def __init__(
+        self, engine_loop: EngineLoop, link: EngineLink, to_detokenizer: Sender | None, faults_allowed: bool
+    ) -> None:
+        self._engine_loop = engine_loop
+        self._link = link
+        self._to_detokenizer = to_detokenizer
+        self._faults_allowed = faults_allowed
+        self._flushes = Communicator[FlushCacheReply]("flush_cache")
+        self._states = Communicator[InternalStateReply]("internal_state")
+        self._healths = Communicator[HealthCheckReply]("health")
+        self._profiles = Communicator[ProfileReply]("profile")
+        engine_loop.handlers.register(FlushCacheReply, self._flushes.handle)
+        engine_loop.handlers.register(InternalStateReply, self._states.handle)
+        engine_loop.handlers.register(HealthCheckReply, self._healths.handle)
+        engine_loop.handlers.register(ProfileReply, self._profiles.handle)
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+        """Empty the prefix cache; the reply says whether it was (of every replica). See `flush_when_idle`.
+
+        Raises RequestError, CapacityError, ExecutionError.
+        """
+        return await flush_when_idle(self._flush_now, timeout_s)
+
+    async def internal_states(self) -> list[InternalState]:
+        """Counters and pool accounting of each replica that lives. Raises CapacityError, ExecutionError."""
+        self._engine_loop.check_serving()
+        replies = await self._states.call(self._link.replicas_up(), InternalStateReq, CONTROL_TIMEOUT_S)
+        return sorted((reply.state for reply in replies.values()), key=lambda state: state.dp_rank)
+
+    async def internal_state(self) -> InternalState:
+        """As `internal_states`, of all together."""
+        return sum_of_states(await self.internal_states())
+
+    async def start_profile(
+        self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
+    ) -> str:
+        """Record the worker's steps to a file below --profile-dir; a line for the operator. Raises RequestError, ExecutionError.
+
+        num_steps: stop by itself after so many; 0 = when told.
+        """
+        return await self._profile(lambda i: ProfileReq(i, True, output_name, num_steps, activities))
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError, ExecutionError."""
+        return await self._profile(lambda i: ProfileReq(i, False))
+
+    async def inject_fault(self, fault: FaultReq) -> None:
+        """Test hook. Raises NotFoundError unless the server was started with fault injection."""
+        if not self._faults_allowed:
+            raise NotFoundError("fault injection is not enabled")
+        check_text("rid", fault.rid)
+        if fault.stage != "detokenize":
+            self._link.send(fault)
+        elif self._to_detokenizer is not None:
+            self._to_detokenizer.send(fault)
+        else:
+            raise RequestError("the detokenizer cannot be reached", "stage")
+
+    async def is_busy(self) -> bool:
+        """Every replica makes tokens, or was told to wait: then its answer is all there is to see. Raises CapacityError, ExecutionError."""
+        replies = await self._healths.call(self._link.replicas_up(), HealthCheckReq, CONTROL_TIMEOUT_S)
+        return all(reply.busy or reply.held for reply in replies.values())
+
+    def lost(self, replica: Replica) -> None:
+        """A replica has died: its replies are not waited for."""
+        for communicator in (self._flushes, self._states, self._healths, self._profiles):
+            communicator.lost(replica)
+
+    def fail_all(self, error: HeadraceError) -> None:
+        """Every waiter gets `error`, from now on."""
+        for communicator in (self._flushes, self._states, self._healths, self._profiles):
+            communicator.fail_all(error)
+
+    async def _flush_now(self) -> FlushCacheReply:
+        self._engine_loop.check_serving()
+        asked = await self._flushes.call(self._link.replicas_up(), FlushCacheReq, CONTROL_TIMEOUT_S)
+        replies = list(asked.values())
+        return next((reply for reply in replies if not reply.success), replies[0])
+
+    async def _profile(self, make: Callable[[int], ProfileReq]) -> str:
+        self._engine_loop.check_serving()
+        replies = list((await self._profiles.call(self._link.replicas_up(), make, PROFILE_TIMEOUT_S)).values())
+        if not any(reply.success for reply in replies):
+            raise RequestError(replies[0].message)
+        return "; ".join(dict.fromkeys(reply.message for reply in replies))
