@@ -58,7 +58,7 @@ class RunningEngine:
         self.on_death()
 
     def shutdown(self) -> None:
-        """End the parts. Close the TokenizerManager on its loop before. Idempotent."""
+        """End the parts. The TokenizerManager must have been closed, on its own loop. Idempotent."""
         self.parts.stop()
         self.resources.close()
 
@@ -98,10 +98,10 @@ def launch_engine(
 
 
 def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
-    """Begin to load the model. resources: gets the folder of the sockets."""
+    """Start to load the model. resources: owns the folder of the sockets."""
     if args.single_process:
         return ThreadParts(args)
-    resolve_model(args.model_path)  # joins or refuses before two children would
+    resolve_model(args.model_path)  # once, before the children do: it may have to join the files of a model
     return ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir())))
 
 
@@ -114,7 +114,7 @@ def _tokenizer_manager(
     from_engine: Receiver,
     spans: "Spans | None",
 ) -> "TokenizerManager":
-    """The front end, connected to all parts."""
+    """The front end, connected to every part."""
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.catalog import Metrics
 
@@ -135,7 +135,7 @@ def _tokenizer_manager(
 
 
 def _generation_defaults(args: ServerArgs, model: "ModelConfig") -> "GenerationDefaults":
-    """The sampling parameters of requests that name none."""
+    """Sampling parameters for requests that do not give their own; a warning for settings of the model that are not supported."""
     from headrace.sampling.params import GenerationDefaults
 
     defaults = sampling_defaults(args, model)
@@ -153,7 +153,7 @@ def _generation_defaults(args: ServerArgs, model: "ModelConfig") -> "GenerationD
 
 
 def _open_spans(args: ServerArgs) -> "Spans | None":
-    """Where traces go. Raises ConfigError before anything is loaded."""
+    """The exporter of traces, None without --otlp-traces-endpoint. Raises ConfigError."""
     if args.otlp_traces_endpoint is None:
         return None
     from headrace.frontend.spans import Spans, otlp_exporter

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = log.get_logger(__name__)
 
 OWNER_GONE_S = (0.25, 0.75)
-"""A server whose owner has died drains for so long, then ends its requests for so long, then is gone."""
+"""After its owner has died, a server drains for the first time, ends its requests for the second, and then exits."""
 
 
 def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = None) -> int:
@@ -73,7 +73,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
 
 
 def _import_server() -> None:
-    """What serving needs takes a second to import: while the children load."""
+    """Import what serving needs, which takes a second, while the children load."""
     import uvloop  # noqa: F401
 
     import headrace.frontend.tokenizer_manager
@@ -82,7 +82,7 @@ def _import_server() -> None:
 
 
 def _leave_with_owner() -> None:
-    """In a thread: stop as for signals, and go in any case."""
+    """Stop as on two signals, then exit in any case. Runs in a thread."""
     for wait_s in OWNER_GONE_S:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(wait_s)
@@ -119,7 +119,7 @@ async def _serve(
 def _http_front(
     engine: RunningEngine, listening: socket.socket, status: "ServerStatus"
 ) -> "tuple[Server | HttpWorkers, ApiKeys | None]":
-    """What answers HTTP, here or in HTTP workers, and the API keys that it asks for."""
+    """What answers HTTP, in this process or in HTTP workers, and the API keys that it checks."""
     from headrace.server.app import create_app
     from headrace.server.keys import open_keys
     from headrace.server.listener import Server

@@ -5,7 +5,6 @@ import logging
 import threading
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from headrace import launch
@@ -14,7 +13,6 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
 from headrace.processes import threads
-from headrace.processes.scheduler_process import scheduler_config
 
 READY = ReadyInfo(
     max_total_tokens=4096,
@@ -126,18 +124,3 @@ def test_a_thread_that_cannot_start_says_why_without_waiting_for_the_other(parts
     monkeypatch.setattr(threads, "run_detokenizer", detokenizer)
     with pytest.raises(ExecutionError, match="no tokenizer"):
         launch.launch_engine(ServerArgs(single_process=True))
-
-
-@pytest.mark.parametrize("limit, step", [(2048, 2048), (100, 100), (4, 8)])
-def test_a_step_is_never_larger_than_it_was_allowed_to_be(limit, step):
-    ready = msgspec.structs.replace(READY, chunked_prefill_size=64)
-    config = scheduler_config(ServerArgs(max_prefill_tokens=limit), MODEL, ready)
-
-    # Every running request decodes one token, whatever the limit.
-    assert (config.chunk_tokens, config.step_tokens) == (64, step)
-
-
-def test_the_scheduler_queues_what_will_run_and_what_may_wait():
-    assert scheduler_config(ServerArgs(max_queued_requests=3), MODEL, READY).max_queued == 8 + 3
-    # All may come to one of several replicas.
-    assert scheduler_config(ServerArgs(max_queued_requests=3, dp_size=2), MODEL, READY).max_queued == 16 + 3

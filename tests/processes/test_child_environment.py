@@ -1,4 +1,4 @@
-"""What a child process is given: nothing that could be somebody's secret."""
+"""What a child process is given: nothing that could be somebody's secret, and its own GPU."""
 
 import json
 import os
@@ -38,6 +38,22 @@ def test_what_is_named_by_the_operator_is_passed_on():
         "BIAS_TABLE": "x",
         "BIAS_KEY": "y",
     }
+
+
+@pytest.mark.parametrize(
+    "own, replica, seen",
+    [({}, 1, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6"}, 1, "6"), ({"CUDA_VISIBLE_DEVICES": "4"}, 1, "")],
+)
+def test_each_replica_sees_one_gpu(own: dict[str, str], replica: int, seen: str):
+    given = environment({**own, "HOME": "/h"}, "scheduler", ServerArgs(dp_size=2), replica)
+    assert given == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": seen}
+
+
+def test_one_replica_and_the_detokenizer_see_what_we_see():
+    own = {"CUDA_VISIBLE_DEVICES": "4,6", "OMP_NUM_THREADS": "2"}
+    assert environment(own, "scheduler", ServerArgs(), 0) == own
+    assert environment(own, "detokenizer", ServerArgs(dp_size=2), 0) == own
+    assert environment(own, "scheduler", ServerArgs(dp_size=2, device="cpu"), 1) == own
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

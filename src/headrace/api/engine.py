@@ -23,10 +23,9 @@ from headrace.frontend.prompts import check_token_ids, refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, LogLevel
 from headrace.frontend.server_info import describe_load, describe_server
 from headrace.frontend.tenants import Caller
-from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import TensorFile
-from headrace.launch import launch_engine
-from headrace.messages.control import InternalState, ReadyInfo
+from headrace.launch import RunningEngine, launch_engine
+from headrace.messages.control import InternalState
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import GenerateReqInput
@@ -52,21 +51,6 @@ class Array(Protocol):
 TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
 
 
-class RunningEngine(Protocol):
-    """What the composition root hands out: the parts are up and connected."""
-
-    @property
-    def tokenizer_manager(self) -> TokenizerManager:
-        """The way in. It has not been used yet: it will live in the loop that uses it first."""
-
-    @property
-    def ready(self) -> ReadyInfo:
-        """What the scheduler said of itself."""
-
-    def shutdown(self) -> None:
-        """End the other parts. Idempotent."""
-
-
 class Engine(WeightOperations):
     """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`.
 
@@ -81,7 +65,7 @@ class Engine(WeightOperations):
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
-        """An Engine on parts that run already."""
+        """An Engine around an engine that has been started. Its TokenizerManager must not have been used in any event loop yet."""
         engine = cls.__new__(cls)
         engine._start(running)
         return engine

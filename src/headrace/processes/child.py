@@ -24,15 +24,16 @@ from headrace.processes.handshake import Bootstrap, Failed, Kind, Progress, Read
 
 
 def without_secrets(args: ServerArgs) -> ServerArgs:
-    """The options of a child: who may call, and where traces go, is the main process's business alone."""
+    """The options that a child is given: only the main process checks keys and sends traces."""
     return replace(args, api_key=None, admin_api_key=None, api_key_file=None, otlp_traces_endpoint=None)
 
 
 class ChildProcess:
-    """A started child. `name` is its kind, with its number when there are several, for messages to people.
+    """A started child.
 
-    index, source: of a scheduler, see `run_scheduler`; of an HTTP worker, which one and which life of it. http: what that one is given.
-    info: what a scheduler said when it was ready. program: what runs, before its kind.
+    name: its kind, with its number when there are several, for messages to people. index, source: of a scheduler, see `run_scheduler`; of
+    an HTTP worker, its slot and its number, see `HttpWorkerStart`. http: what an HTTP worker is given. info: what a scheduler said when it
+    was ready. program: the command that is run, without the kind.
     """
 
     program: Sequence[str] = (sys.executable, "-m", "headrace.processes.child_main")
@@ -84,7 +85,10 @@ class ChildProcess:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> ReadyInfo | None:
-        """Until the child can serve. Raises what it could not do it for; ExecutionError when it died without a word."""
+        """Wait until the child can serve; what a scheduler said of itself.
+
+        Raises the child's own ConfigError, ModelError or ExecutionError, and ExecutionError when it died without reporting one.
+        """
         for report in self._reports(should_stop):
             match report:
                 case Progress():
@@ -118,7 +122,7 @@ class ChildProcess:
             os.close(self._reports_fd)
 
     def stop(self, timeout_s: float) -> None:
-        """Wait for the child to leave on its own (it has been told to); kill it when it does not."""
+        """Wait for a child that was told to leave, and kill it after `timeout_s`."""
         try:
             self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -126,11 +130,11 @@ class ChildProcess:
         self._reap()
 
     def end(self) -> None:
-        """End it now, and leave it to whoever watches it to see that."""
+        """Kill it and do not wait: whoever watches it will see that it has ended."""
         self._popen.kill()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it and wait for its end. Idempotent."""
         self._popen.kill()
         self._reap()
 

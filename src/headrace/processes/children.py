@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChildParts(Parts):
-    """Child processes, watched by a thread, and started again when they die. spawn: starts one."""
+    """Child processes, watched by a thread, and started again when they die. spawn: starts one; a test's stand-in."""
 
     def __init__(self, args: ServerArgs, ports: Ports, spawn: type[ChildProcess] = ChildProcess) -> None:
         super().__init__(ZmqChannels(ports), args.dp_size)
@@ -35,7 +35,7 @@ class ChildParts(Parts):
         self._stopped = False
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
-        """Until all can serve. Raises why one cannot; then none is left."""
+        """See `Parts`."""
         try:
             infos = [child.wait_ready(on_progress, should_stop) for child in self.children]
             return of_all_replicas([info for info in infos if info is not None])
@@ -44,8 +44,8 @@ class ChildParts(Parts):
             raise
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
-        """Start children that die again and tell `manager`; call `on_death(message)` from a thread when that is not to be."""
-        # What fitted into memory when all was new is what clients have been told of. Adapters are sent: others may have come since.
+        """See `Parts`. A child that dies is started again, and `manager` is told."""
+        # Clients were told how many tokens fit: a new scheduler must offer as many. Its adapters are sent to it, since others may have come.
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
         def respawn(dead: ChildProcess) -> ChildProcess:
@@ -55,7 +55,7 @@ class ChildParts(Parts):
         self._restarts.start()
 
     def stop(self) -> None:
-        """End the children: asked first, killed after a few seconds. Idempotent."""
+        """See `Parts`."""
         if self._stopped:
             return
         self._stopped = True
@@ -68,7 +68,7 @@ class ChildParts(Parts):
         self.channels.close()
 
     def kill(self) -> None:
-        """End the children now."""
+        """See `Parts`."""
         self._stopped = True
         for child in self.children:
             child.kill()

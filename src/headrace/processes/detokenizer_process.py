@@ -9,7 +9,7 @@ from headrace.processes.model_files import open_tokenizer
 
 
 def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_progress: OnProgress) -> None:
-    """Turn ids into text until a ShutdownReq."""
+    """Turn token ids into text until a ShutdownReq. Raises ModelError before `on_ready`."""
     from headrace.text.detokenizer_manager import DetokenizerManager
 
     receiver = channels.receiver("to_detokenizer")

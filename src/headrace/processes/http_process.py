@@ -16,18 +16,11 @@ if TYPE_CHECKING:
 
 
 def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart) -> None:
-    """The HTTP application over the front end of the main process, until a ShutdownReq."""
-    tokenizer = open_tokenizer(args)
-    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), read_model_config(args))
-    serve_http(args, channels, on_ready, start, model)
-
-
-def serve_http(
-    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
-) -> None:
-    """What a worker runs: the HTTP application over a front end that is elsewhere, until a ShutdownReq."""
+    """Serve HTTP until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`."""
     import uvloop
 
+    tokenizer = open_tokenizer(args)
+    model = served_model(args, start.ready, tokenizer, open_chat_template(args, tokenizer), read_model_config(args))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(args, channels, on_ready, start, model))
 

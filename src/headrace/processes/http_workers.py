@@ -1,8 +1,8 @@
 """HTTP workers (--tokenizer-worker-num): processes that read requests, tokenize them and write replies, for many streams at once.
 
-Owns their start, their end, and what a worker runs. With one worker, the default, none of this exists: the main process does it all.
-With more, the main process keeps what there is one of (the `TokenizerManager` with its rids, limits, sessions and adapters, and the way
-to the engine), and the workers share its listening socket. Part of the composition root.
+Owns their start, their restarts and their end; what a worker runs is `http_process`. With one worker, the default, none of this exists:
+the main process does it all. With more, the main process keeps what there is one of (the `TokenizerManager` with its rids, limits,
+sessions and adapters, and the way to the engine), and the workers share its listening socket. Runs in the main process's event loop.
 """
 
 import asyncio
@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace import log
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.front_door import FrontDoor
 from headrace.messages.channel import Channels, Ports
-from headrace.messages.control import ReadyInfo, ShutdownReq
+from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontNews, HttpWorkerStart
 from headrace.processes.child import ChildProcess
 from headrace.processes.recovery import Recovery, RestartBudget
@@ -29,12 +28,8 @@ if TYPE_CHECKING:
     from headrace.server.context import ServerStatus
     from headrace.server.keys import ApiKeys
 
-logger = log.get_logger(__name__)
-
 STOP_WORKER_S = 5.0
-"""A worker that was told to leave writes the replies under way; after so many seconds it is ended in any case."""
-
-OnReady = Callable[[ReadyInfo | None], None]
+"""How long a worker that was told to leave may go on writing the replies under way; then it is killed."""
 
 
 class HttpWorkers:
@@ -91,7 +86,7 @@ class HttpWorkers:
             on_refused=self._gone,
             start_limit_s=self._args.watchdog_timeout_s,
         )
-        supervisor = Supervisor(self.children, self._died, recover=recovery.recover)
+        supervisor = Supervisor(self.children, lambda message: self.on_death(message), recover=recovery.recover)
         try:
             self.children += [self._start(slot) for slot in range(self._args.tokenizer_worker_num)]
             await asyncio.gather(
@@ -122,11 +117,8 @@ class HttpWorkers:
         self._loop.call_soon_threadsafe(self._door.add, number, sender)
         return child
 
-    def _died(self, message: str) -> None:
-        self.on_death(message)
-
     def _gone(self, dead: ChildProcess, message: str) -> None:
-        self._died(message)
+        self.on_death(message)
 
     def _respawn(self, dead: ChildProcess) -> ChildProcess:
         return self._start(dead.index)

@@ -1,7 +1,7 @@
 """Notices the death of the process that started this one.
 
-The parent keeps the writing end of a pipe open and never writes; whatever ends it, SIGKILL included, the kernel closes that end
-and the reader sees the end of file. Unlike PR_SET_PDEATHSIG, which fires when the *thread* that forked ends, this works from any
+The parent keeps the writing end of a pipe open and never writes. However the parent ends, SIGKILL included, the kernel closes that
+end and the reader sees the end of file. Unlike PR_SET_PDEATHSIG, which fires when the *thread* that forked ends, this works from any
 thread. Used by the children of an engine (on stdin) and by a server that a Runtime owns. One daemon thread per lifeline.
 """
 
@@ -19,14 +19,14 @@ POLL_S = 0.5
 
 
 def follow(fd: int, parent_pid: int, on_gone: Callable[[], None]) -> threading.Thread:
-    """Call `on_gone` from a thread once the parent is gone. fd: reading end of its pipe, ours from now on."""
+    """Call `on_gone` from a thread once the parent is gone. fd: the reading end of its pipe, which the thread owns."""
     thread = threading.Thread(target=_wait, args=(fd, parent_pid, on_gone), name="lifeline", daemon=True)
     thread.start()
     return thread
 
 
 def follow_owner(on_gone: Callable[[], None]) -> None:
-    """As `follow`, for the owner that the environment names; nothing when it names none. Our children do not inherit it.
+    """As `follow`, for the owner named in the environment; does nothing when there is none. Our children do not inherit the pipe.
 
     Raises ConfigError when the variable cannot be read.
     """

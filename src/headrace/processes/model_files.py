@@ -1,4 +1,4 @@
-"""What a process reads of the model's files, weights apart: its configuration, tokenizer and chat template.
+"""What a process reads of the model besides its weights: configuration, tokenizer and chat template.
 
 Each process opens what it needs for itself. What takes long to import is imported where it is used.
 """

@@ -28,7 +28,7 @@ class Parts(ABC):
 
     @abstractmethod
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
-        """Wait until all can serve. Raises why one cannot; then none is left."""
+        """Wait until all can serve. Raises the error of one that cannot, after all have been ended."""
 
     @abstractmethod
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
@@ -43,6 +43,6 @@ class Parts(ABC):
         """End the parts now, as far as that is possible. Idempotent."""
 
     def ask_to_leave(self) -> None:
-        """The loops end after the message they are at."""
+        """Ask every part to end after the message that it is handling."""
         self._to_schedulers.send(ShutdownReq())
         self._to_detokenizer.send(ShutdownReq())

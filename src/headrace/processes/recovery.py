@@ -1,7 +1,7 @@
 """Starts a dead child process again, a bounded number of times.
 
-Owns one thread per restart under way, and the budget of restarts. Does not notice deaths (`supervisor` does, and asks here from its
-thread), nor know how a process is made, nor replay anything (`replay` does, in the event loop).
+Owns one thread per restart under way, and the budget of restarts. Does not notice deaths (`supervisor` does, and calls `recover` from
+its thread), does not know how a process is made, and replays nothing (`frontend.replay` does, in the event loop).
 """
 
 import threading
@@ -16,7 +16,7 @@ from headrace.log import get_logger
 logger = get_logger(__name__)
 
 WINDOW_S = 600.0
-"""So many seconds count for --max-restarts."""
+"""The window of --max-restarts: restarts longer ago than this many seconds do not count."""
 
 
 class RestartableProcess(Protocol):
@@ -35,7 +35,7 @@ class RestartableProcess(Protocol):
         on_progress: Callable[[int, int], None] = ...,
         should_stop: Callable[[], bool] = ...,
     ) -> object:
-        """Until it can serve. Raises HeadraceError when it cannot, or `should_stop`."""
+        """Wait until it can serve. Raises HeadraceError when it cannot, or when `should_stop` returns True."""
 
     def kill(self) -> None:
         """End it now and release what it held here. Idempotent."""
@@ -45,7 +45,7 @@ P = TypeVar("P", bound=RestartableProcess)
 
 
 class _DiedAgain(HeadraceError):
-    """It was seen to be dead before it served, and another is being started already."""
+    """The new process died before it served, and `recover` is starting another one already."""
 
 
 class RestartBudget:
@@ -68,13 +68,13 @@ class RestartBudget:
 
 
 class Recovery(Generic[P]):
-    """See the module's text. Callbacks are called from threads.
+    """Restarts of a set of processes. Callbacks are called from threads.
 
     children: the live processes, shared with the supervisor; a dead one is taken out, its replacement put in when it can serve.
-    respawn: starts a process for a dead one. on_down, on_up: a process is out of service; its replacement can serve, or raises
-    HeadraceError why it cannot be put into service.
-    on_failure: no more restarts. on_refused: another start would fail as this one did, for the options or the model. Both with the dead
-    process and a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
+    respawn: starts a process in place of a dead one. on_down: a process is out of service. on_up: its replacement can serve; raises
+    HeadraceError when the replacement cannot be put into service.
+    on_failure: there have been too many restarts. on_refused: the options or the model made the start fail, so another one would fail as
+    well. Both get the dead process and a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Recovery(Generic[P]):
         self._threads: list[threading.Thread] = []
 
     def recover(self, dead: P) -> bool:
-        """Take a death in hand. False: there have been too many, or the end has begun."""
+        """Deal with a death. False: there have been too many, or we are stopping."""
         if self._stopping.is_set():
             return False
         with self._lock:
@@ -118,13 +118,13 @@ class Recovery(Generic[P]):
         return True
 
     def retire(self, dead: P) -> None:
-        """Take a dead process out of service, without another in its place."""
+        """Take a dead process out of service without starting another."""
         if self._take_out(dead):
             dead.kill()
             self._on_down(dead)
 
     def stop(self) -> None:
-        """Start nothing any more, and end what is only just starting. Idempotent; from any thread."""
+        """Start no more processes, and end those that are starting. Idempotent; from any thread."""
         self._stopping.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -158,7 +158,7 @@ class Recovery(Generic[P]):
                 return
 
     def _put_into_service(self, process: P) -> HeadraceError | None:
-        # Watched from now on: should it die meanwhile, `recover` takes it in hand.
+        # Watched from now on: if it dies meanwhile, `recover` deals with it.
         self._children.append(process)
         try:
             self._on_up(process)
@@ -169,7 +169,7 @@ class Recovery(Generic[P]):
         return None
 
     def _take_out(self, process: P) -> bool:
-        """Whether it was still among the children. The supervisor and a restart may come to it at once; one of them deals with it."""
+        """Whether it was still among the children. The supervisor and a restart may both see a death; only one of them deals with it."""
         with self._lock:
             if process not in self._children:
                 return False

@@ -63,7 +63,7 @@ class Restarts:
         self._recovery.stop()
 
     def _recover(self, dead: ChildProcess) -> bool:
-        """Take a death in hand. False: the engine cannot go on."""
+        """Deal with a death. False: the engine cannot go on."""
         if dead.kind != "scheduler" or self._manager.weights.can_restore:
             return self._recovery.recover(dead)
         logger.error(
@@ -79,7 +79,7 @@ class Restarts:
         self._manager.part_down(dead.name, dead.index if dead.kind == "scheduler" else None)
 
     def _up(self, child: ChildProcess) -> None:
-        """Put a replacement into service. Raises HeadraceError when it cannot be brought to where the others are."""
+        """Put a replacement into service. Raises HeadraceError when it cannot be brought to the state of the others."""
         if child.kind != "scheduler":
             self._manager.part_up(child.name)
             return
@@ -88,11 +88,11 @@ class Restarts:
         try:
             self._manager.rejoin(child.name, child.index, child.source, sender, child.info.fingerprint)
         except BaseException:
-            sender.close()  # what is unread is not for the life after this one
+            sender.close()  # what it has not read must not reach the next incarnation
             raise
 
     def _refused(self, dead: ChildProcess, message: str) -> None:
-        """Its options or its model will not do: it is not tried again."""
+        """Its options or its model were refused, so it is not started again."""
         if self._others_serve(dead):
             self._manager.part_gone(dead.name, dead.index)
         else:

@@ -24,6 +24,7 @@ from headrace.processes.model_files import open_tokenizer, read_model_config
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.checkpoint.model_config import ModelConfig
+    from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.state import SchedulerConfig
     from headrace.text.stop import StopMatcher
     from headrace.text.tokenizers import Tokenizer
@@ -32,7 +33,7 @@ HEARTBEAT_S = 0.5
 
 
 def _die_of_watchdog() -> None:
-    """A step that never ends cannot be interrupted: the process goes, and its parent answers every waiter."""
+    """A step that never ends cannot be interrupted, so the process exits; its parent answers the clients."""
     os._exit(3)
 
 
@@ -47,28 +48,22 @@ def run_scheduler(
 ) -> None:
     """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`.
 
-    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. replica: its index, below --dp-size. source: signs the outputs
-    of this life, see `BatchTokenIDOut`.
+    on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. replica: its index, below --dp-size.
+    source: names this incarnation of the replica in its outputs, see `BatchTokenIDOut`.
     """
-    from headrace.cache.allocator import PageAllocator
-    from headrace.cache.chunk_cache import ChunkCache
-    from headrace.cache.radix_cache import RadixCache
-    from headrace.execution.build import build_worker  # torch: first, for it takes longest
-    from headrace.scheduler.kv_manager import KVManager
+    from headrace.execution.build import build_worker  # imports torch, which takes longest
     from headrace.scheduler.scheduler import Scheduler
 
     receiver = channels.receiver("to_scheduler", replica)
     args = share_of_machine(args)
     to_tokenizer = channels.sender("to_tokenizer")
     model = read_model_config(args)
-    tokenizer = _SoonTokenizer(args)
+    tokenizer = _LateTokenizer(args)
     worker, ready = build_worker(args, on_progress)
-    cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size)
-    allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
     watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
     scheduler = Scheduler(
         scheduler_config(args, model, ready, replica),
-        KVManager(allocator, cache, ready.max_running_requests),
+        _kv_manager(args, ready),
         worker,
         receiver,
         channels.sender("to_detokenizer"),
@@ -85,8 +80,20 @@ def run_scheduler(
     watchdog.stop()
 
 
+def _kv_manager(args: ServerArgs, ready: ReadyInfo) -> "KVManager":
+    """The bookkeeping of the pages that the worker has."""
+    from headrace.cache.allocator import PageAllocator
+    from headrace.cache.chunk_cache import ChunkCache
+    from headrace.cache.radix_cache import RadixCache
+    from headrace.scheduler.kv_manager import KVManager
+
+    cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size)
+    allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
+    return KVManager(allocator, cache, ready.max_running_requests)
+
+
 def share_of_machine(args: ServerArgs) -> ServerArgs:
-    """A replica's part: cores and host memory are divided by --dp-size. A GPU, which each has one of, is not."""
+    """The options of one replica: cores and host memory are divided by --dp-size. A GPU is not: each replica has its own."""
     if args.dp_size == 1:
         return args
     import torch
@@ -102,7 +109,7 @@ def share_of_machine(args: ServerArgs) -> ServerArgs:
 
 
 def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, replica: int = 0) -> "SchedulerConfig":
-    """The scheduler's limits."""
+    """The scheduler's limits, from the options and what fits into memory."""
     from headrace.scheduler.state import SchedulerConfig
 
     return SchedulerConfig(
@@ -110,7 +117,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         chunk_tokens=ready.chunked_prefill_size,
         step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
         max_running=ready.max_running_requests,
-        # The front end refuses what may not wait. This bound is for what it sends all the same: whatever it takes may come to one replica.
+        # The front end refuses what exceeds the queue. All that it accepts may be sent to one replica.
         max_queued=ready.max_running_requests * args.dp_size + args.max_queued_requests,
         max_steps_in_flight=1 if args.disable_overlap_schedule else 2,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -127,10 +134,10 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
     )
 
 
-class _SoonTokenizer:
-    """The scheduler's tokenizer, which only stop strings need: opened in a thread once the server is ready, or when first asked for.
+class _LateTokenizer:
+    """The scheduler's tokenizer, which only stop strings need. Opened in a thread once the server is ready, or when first asked for.
 
-    The main process has opened the same one before, so it can be.
+    The main process has opened the same one before, so opening it works.
     """
 
     def __init__(self, args: ServerArgs) -> None:
@@ -163,7 +170,7 @@ def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) ->
 
 @contextlib.contextmanager
 def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[None]:
-    """Signs of life from a thread, while the loop may be deep in a step."""
+    """Send signs of life from a thread, also while the loop is deep in a step."""
     stop = threading.Event()
 
     def beat() -> None:

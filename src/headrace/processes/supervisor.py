@@ -1,6 +1,6 @@
 """Watches the engine's child processes and says when one has died or gone silent.
 
-Owns one thread. Does not start, stop or restart processes: the composition root does. `on_death` is called from this thread.
+Owns one thread. Does not start, stop or restart processes, see `restarts`. `on_death` is called from this thread.
 """
 
 import threading
@@ -31,10 +31,10 @@ P = TypeVar("P", bound=WatchedProcess)
 
 
 class Supervisor(Generic[P]):
-    """Calls `on_death` once, with a message for clients, when the first of the processes ends that cannot be recovered.
+    """Calls `on_death` once, with a message for clients, when a process has ended that cannot be recovered.
 
-    processes: those that live; may change meanwhile. recover: takes a death in hand (and the process out of `processes`), or says
-    False; default: it never can be. heartbeat_age_s: seconds since a process was last heard, by name, None when it never was;
+    processes: those that live; may change meanwhile. recover: deals with a death (and takes the process out of `processes`), or returns
+    False; by default no death can be recovered. heartbeat_age_s: seconds since a process was last heard, by name, None when it never was;
     silence is only logged, since a stopped process may go on. Typical wiring: `on_death=manager.fail_all`, `manager.heartbeats.age_s`.
     """
 

@@ -24,7 +24,7 @@ START_POLL_S = 0.2
 
 
 class ThreadParts(Parts):
-    """Threads of this process (--single-process)."""
+    """One scheduler and the detokenizer, each in a thread. None is started again."""
 
     def __init__(self, args: ServerArgs) -> None:
         super().__init__(LocalChannels())
@@ -37,7 +37,7 @@ class ThreadParts(Parts):
         self._on_death: Callable[[str], None] = lambda message: None
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
-        """Start both threads and wait until they can serve. Raises why one cannot."""
+        """Start both threads and wait until they can serve. Raises the error of the one that cannot."""
         scheduler = functools.partial(run_scheduler, on_stall=self._stalled)
         for name, run in (("scheduler", scheduler), ("detokenizer", run_detokenizer)):
             thread = threading.Thread(target=self._guard, args=(name, run, on_progress), name=name, daemon=True)
@@ -55,6 +55,7 @@ class ThreadParts(Parts):
     def _guard(
         self, name: str, run: Callable[[ServerArgs, Channels, OnReady, OnProgress], None], on_progress: OnProgress
     ) -> None:
+        """The body of a thread: reports its start, its failure to start, and its death."""
         started = False
 
         def progress(done: int, total: int) -> None:
@@ -79,7 +80,7 @@ class ThreadParts(Parts):
                 self._on_death(f"the {name} died; the request was lost")
 
     def _stalled(self) -> None:
-        """The process is the user's: it is told, and not ended."""
+        """A step takes too long. The process belongs to the user, so it is not ended."""
         limit_s = self._args.watchdog_timeout_s
         self._on_death(f"a step took longer than {limit_s:g} s (--watchdog-timeout-s); the request was lost")
 
