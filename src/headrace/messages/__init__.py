@@ -1,1 +1,1 @@
-"""Every struct that crosses a process or a thread: typed, frozen, without behaviour. Imports nothing above it."""
+"""All structs that cross a process or thread boundary: typed, frozen, without behaviour. Imports nothing above it."""

@@ -1,4 +1,4 @@
-"""Which values a field of a body takes, for messages about one that it does not. Pure functions; any process."""
+"""The values that a field of a body accepts, for error messages. Pure functions; any process."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 
 
 def allowed_values(kind: object, path: str) -> tuple[object, ...]:
-    """The values listed for what lies at `path` (as `tags[0]`) of a body of type `kind`; empty when none are."""
+    """The `Literal` values accepted at `path` (e.g. `tags[0]`) in a body of type `kind`; empty if there are none."""
     found = list(_alternatives(inspect.type_info(kind)))
     for step in _STEP.findall(path):
         found = [alternative for each in found for inner in _inside(each, step) for alternative in _alternatives(inner)]

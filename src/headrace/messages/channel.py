@@ -1,9 +1,9 @@
 """One-way channels between the tokenizer manager, the scheduler and the detokenizer.
 
-Owns the wire: sockets, frames, the private directory of the socket files. Does not own what the messages mean.
-Two forms with one face: ZMQ PUSH/PULL over `ipc://` between processes (`ZmqChannels`), and queues within one process
+Owns the wire: sockets, frames, the private directory of the socket files. Does not own the meaning of messages.
+Two implementations of one interface: ZMQ PUSH/PULL over `ipc://` between processes (`ZmqChannels`), and queues within one process
 (`LocalChannels`), so that the whole pipeline also runs in threads of one process. Each channel has one receiver and any number
-of senders. A frame is msgpack of one typed struct, nothing else: bytes that do not decode to a known message are dropped and counted.
+of senders. A frame is msgpack of one typed struct; bytes that do not decode to a known message are dropped and counted.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ Message = (
     | FrontReplies
     | FrontNews
 )
-"""Everything that may cross a channel. A new message is added here and nowhere else."""
+"""Every message that may cross a channel. A new message is added here and nowhere else."""
 
 ChannelName = Literal["to_scheduler", "to_detokenizer", "to_tokenizer", "to_front", "to_worker"]
 
@@ -100,22 +100,22 @@ class Sender(Protocol):
     """The writing end. Safe to use from several threads; never waits for the receiver."""
 
     def send(self, message: Message) -> None:
-        """Hand over one message. Messages of one sender arrive in order."""
+        """Send one message. Messages of one sender arrive in order."""
 
     def close(self) -> None:
-        """Release the end. Messages not yet taken may be lost. Idempotent."""
+        """Close this end. Messages that have not been received may be lost. Idempotent."""
 
 
 class Receiver(Protocol):
     """The reading end, used by one thread (or one event loop) only.
 
-    dropped_frames: frames so far that were not a known message.
+    dropped_frames: number of frames so far that were not a known message.
     """
 
     dropped_frames: int
 
     def recv_nowait(self) -> Message | None:
-        """The next message, or None when there is none now."""
+        """The next message, or None if there is none now."""
 
     def recv(self, timeout_s: float) -> Message | None:
         """The next message, or None after `timeout_s` seconds without one."""
@@ -124,11 +124,11 @@ class Receiver(Protocol):
         """The next message. One waiter at a time."""
 
     def close(self) -> None:
-        """Release the end. Idempotent."""
+        """Close this end. Idempotent."""
 
 
 class Channels(Protocol):
-    """Makes the ends of the named channels. index: which scheduler's, for `to_scheduler`; which HTTP worker's, for `to_worker`."""
+    """Makes the ends of the named channels. index: number of the scheduler for `to_scheduler`, of the HTTP worker for `to_worker`."""
 
     def sender(self, name: ChannelName, index: int = 0) -> Sender:
         """A new writing end."""
@@ -168,14 +168,14 @@ class MessageCodec:
         self._decoder = msgspec.msgpack.Decoder(Message)
 
     def encode(self, message: Message) -> bytes:
-        """One frame. Raises RequestError for what no frame can hold: an integer beyond 64 bits, a lone surrogate."""
+        """One frame. Raises RequestError for values that msgpack cannot hold: integers beyond 64 bits, lone surrogates."""
         try:
             return self._encoder.encode(message)
         except (OverflowError, UnicodeEncodeError) as error:
             raise RequestError(f"a value cannot be sent to the engine: {error}") from None
 
     def decode(self, frame: bytes) -> Message | None:
-        """The message of `frame`, or None when it is none."""
+        """The message in `frame`, or None if it is not a known message."""
         try:
             message: Message = self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
@@ -184,7 +184,7 @@ class MessageCodec:
 
 
 class ZmqSender:
-    """PUSH socket. Unlimited high-water mark: a send never waits; the front end bounds what is in the system."""
+    """PUSH socket with an unlimited high-water mark, so that a send never waits; the front end limits the requests in the system."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
         self._codec = MessageCodec()
@@ -212,7 +212,7 @@ class ZmqReceiver:
     """PULL socket that binds the channel's address.
 
     The async side watches the socket's file descriptor with the loop's own selector. That descriptor is edge-triggered
-    (zmq_getsockopt(3), ZMQ_FD), so each wake-up takes everything there is.
+    (zmq_getsockopt(3), ZMQ_FD), so each wake-up must drain it.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
@@ -242,7 +242,7 @@ class ZmqReceiver:
         if timeout_ms != self._timeout_ms:
             self._timeout_ms = timeout_ms
             self._socket.set(zmq.RCVTIMEO, timeout_ms)
-        # One call of the library for a message: looking first and polling then costs three.
+        # One library call per message; checking first and then polling would take three.
         return self._take(0)
 
     async def arecv(self) -> Message:
@@ -322,7 +322,7 @@ class ZmqChannels:
 
 
 class LocalQueue:
-    """Both ends of a channel within one process. Messages are handed over as they are: they are frozen."""
+    """Both ends of a channel within one process. Messages are passed without a copy, since they are frozen."""
 
     def __init__(self) -> None:
         self.dropped_frames = 0
@@ -410,8 +410,8 @@ class LocalChannels:
 class IpcDir:
     """A private directory (mode 0700) for socket files, removed when the context ends.
 
-    A process that is killed leaves its directory behind; the next one removes it. The owner holds a lock on the file `lock`
-    within, which the kernel releases when the owner dies, whatever way.
+    A process that is killed leaves its directory behind; the next process removes it. The owner holds a lock on the file `lock`
+    in it, which the kernel releases when the owner dies, however it dies.
     """
 
     _PREFIX = "headrace-ipc-"
@@ -422,7 +422,7 @@ class IpcDir:
         self.path = Path()
 
     def __enter__(self) -> Path:
-        """Create it. Raises ConfigError when there is no room for a temporary directory."""
+        """Create it. Raises ConfigError if a temporary directory cannot be created."""
         try:
             parent = Path(tempfile.gettempdir())
             _remove_abandoned(parent, self._PREFIX)
@@ -452,7 +452,7 @@ class IpcDir:
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove directories whose owner has died: ours by uid, and nobody holds their lock."""
+    """Remove directories whose owner has died: they have our uid, and nobody holds their lock."""
     for path in parent.glob(f"{prefix}*"):
         try:
             status = path.lstat()

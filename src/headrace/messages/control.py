@@ -1,4 +1,4 @@
-"""Control operations: requests from the tokenizer manager and their replies, and what processes say of themselves.
+"""Control operations: requests from the tokenizer manager, their replies, and status messages of processes.
 
 A request carries `id`; its reply carries the same `id` (see `Communicator`). To add an operation: a struct pair here, a handler
 in `scheduler/control.py`, a route in `server/control.py`.
@@ -28,7 +28,7 @@ class FlushCacheReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class FlushCacheReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """What became of a flush."""
+    """Result of a flush."""
 
     id: int
     success: bool
@@ -44,7 +44,7 @@ class InternalStateReq(_Control, frozen=True, tag=True, array_like=True, gc=Fals
 class PoolState(msgspec.Struct, frozen=True, gc=False):
     """Accounting in tokens: free + evictable + leased == total always holds (`consistent`).
 
-    leased counts what the tree holds under a lease and what running requests own outside the tree.
+    leased counts tokens under a lease in the tree and those that running requests own outside the tree.
     """
 
     total_tokens: int
@@ -57,11 +57,11 @@ class PoolState(msgspec.Struct, frozen=True, gc=False):
 
 
 class InternalState(msgspec.Struct, frozen=True, gc=False):
-    """Counters since start and gauges of now; `gen_throughput` in tokens per second over the last interval.
+    """Counters since start, and current gauges; `gen_throughput` is in tokens per second over the last interval.
 
-    forward_s: time the worker spent in steps since start. host_s: time the scheduler spent on planning and committing them; with
-    overlap mostly while a step ran. paused: the mode, empty while generation goes on. released: tags of memory that was given back.
-    dp_rank: the replica's index, under the name that routers know.
+    forward_s: seconds the worker spent in steps since start. host_s: seconds the scheduler spent on planning and committing them; with
+    overlap mostly while a step ran. paused: the pause mode, empty while generation runs. released: tags of released memory.
+    dp_rank: the replica's index, under the name that routers expect.
     """
 
     pool: PoolState
@@ -98,13 +98,13 @@ class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=Fa
 
 
 class HealthCheckReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """Answered at the scheduler's next turn."""
+    """Answered in the scheduler's next turn."""
 
     id: int
 
 
 class HealthCheckReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """The loop turns; `busy` when requests run, which proves generation as well; `held` when it was told not to generate now."""
+    """The loop is running. `busy`: requests run, which proves that it generates; `held`: it was told not to generate now."""
 
     id: int
     busy: bool
@@ -118,14 +118,14 @@ class SchedulerStats(_Control, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class Heartbeat(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """A child's sign of life, from a thread of its own, about twice a second. dropped_frames: by its receiver so far."""
+    """Sent by a thread of each child about twice a second. dropped_frames: by its receiver so far."""
 
     process: str
     dropped_frames: int = 0
 
 
 class ProfileReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """Start or stop a profile of the worker's steps. output_name: folder below --profile-dir, empty = itself; num_steps 0: until stopped."""
+    """Start or stop a profile of the worker's steps. output_name: folder below --profile-dir, empty = itself; num_steps 0: until it is stopped."""
 
     id: int
     start: bool
@@ -138,11 +138,11 @@ class Profiler(Protocol):
     """The worker's side of profiles."""
 
     def handle(self, request: ProfileReq) -> str:
-        """Start or stop between two steps; a line for the operator. Raises RequestError."""
+        """Start or stop between two steps. Returns a line for the operator. Raises RequestError."""
 
 
 class ProfileReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """What became of it."""
+    """Result of a `ProfileReq`."""
 
     id: int
     success: bool
@@ -150,19 +150,19 @@ class ProfileReply(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class ConfigureLoggingReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """Log from this level on. No reply."""
+    """Log lines of this level and above. No reply."""
 
     level: Literal["debug", "info", "warning", "error"]
 
 
 class FreezeGCReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """Leave what lives now out of garbage collection. No reply."""
+    """Exclude all objects that exist now from garbage collection. No reply."""
 
 
 class SetLimitsReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """To a scheduler: other limits from the next step on. No reply; see `SchedulerConfig`.
+    """To a scheduler: change limits from the next step on. No reply; see `SchedulerConfig`.
 
-    max_running: at most that of the start. conservativeness: > 0.
+    max_running: at most the value at start. conservativeness: > 0.
     """
 
     max_running: int
@@ -172,17 +172,17 @@ class SetLimitsReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """Leave the loop now. Running requests have been drained or given up by the sender."""
+    """Leave the loop now. The sender has drained or given up the running requests."""
 
 
 class ResetReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """To a scheduler: forget every request without a word, and sign as `source` from now on. What it computed stays cached."""
+    """To a scheduler: drop every request without an output, and mark outputs with `source` from now on. Cached KV stays."""
 
     source: int
 
 
 class SourceGone(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """To the detokenizer: nothing that `source` signed is of interest any more."""
+    """To the detokenizer: ignore outputs marked with `source` from now on."""
 
     source: int
 
@@ -202,7 +202,7 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class ReadyInfo(msgspec.Struct, frozen=True):
-    """What a scheduler says of its model and memory when it is ready (the ready pipe; JSON). fingerprint: of the checkpoint's files.
+    """What a scheduler reports about its model and memory when it is ready (JSON on the ready pipe). fingerprint: of the checkpoint's files.
 
     lora_fingerprints: of the adapters of --lora-paths, in their order.
     """

@@ -1,4 +1,4 @@
-"""Calls the handler that was registered for a message's type. Owned by whoever receives; runs in the receiver's thread."""
+"""Calls the handler registered for a message's type. Runs in the receiver's thread."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ class TypeBasedDispatcher:
         self._handlers[kind] = handler
 
     def __call__(self, message: object) -> bool:
-        """Handle one message. False (and counted) when nobody registered for its type."""
+        """Handle one message. Returns False, and counts it, if no handler is registered for its type."""
         handler = self._handlers.get(type(message))
         if handler is None:
             self.num_unhandled += 1

@@ -1,4 +1,4 @@
-"""Recording which experts a mixture's routers choose: what is asked of every scheduler, and its answer."""
+"""Recording which experts a mixture's routers choose: the request to every scheduler, and its reply."""
 
 from typing import Literal, Protocol
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class ExpertCountsReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Start to record from zero, stop, or tell what there is and begin again at zero."""
+    """Start recording from zero, stop, or return the counts and start again from zero."""
 
     id: int
     action: Literal["start", "stop", "dump"]
 
 
 class ExpertCountsReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """message: why not. layers: by number, the tokens that each expert got (dump)."""
+    """message: why it failed. layers: layer number -> tokens per expert (dump only)."""
 
     id: int
     success: bool
@@ -25,4 +25,4 @@ class ExpertCounter(Protocol):
     """The worker's side."""
 
     def handle(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """Start, stop or tell, between two steps. Raises RequestError."""
+        """Start, stop or return the counts, between two steps. Raises RequestError."""

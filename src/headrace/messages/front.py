@@ -1,7 +1,7 @@
-"""What crosses between the main process and its HTTP workers (--tokenizer-worker-num): calls of the front end's methods, and their results.
+"""Messages between the main process and its HTTP workers (--tokenizer-worker-num): calls of the front end's methods, and their results.
 
 A call names a method of `RequestFrontend`; its arguments and results are msgpack of the types in that method's signature, which both
-sides read from there (`frontend.remote_methods`). `worker` numbers the sender, `id` its calls.
+sides derive from it (`frontend.remote_methods`). `worker` is the number of the sender, `id` that of its call.
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ from headrace.messages.control import ReadyInfo
 
 
 class FrontCall(Struct, frozen=True, tag=True, array_like=True):
-    """Call a method. arguments: a map of those that were given."""
+    """Call a method. arguments: a map of the given arguments."""
 
     worker: int
     id: int
@@ -21,7 +21,7 @@ class FrontCall(Struct, frozen=True, tag=True, array_like=True):
 
 
 class FrontTaken(Struct, frozen=True, tag=True, array_like=True):
-    """So many more outputs of a stream have been taken: as many may follow."""
+    """This many more outputs of a stream have been consumed, and as many more may be sent."""
 
     worker: int
     id: int
@@ -29,7 +29,7 @@ class FrontTaken(Struct, frozen=True, tag=True, array_like=True):
 
 
 class FrontCancel(Struct, frozen=True, tag=True, array_like=True):
-    """The caller has left: what is unfinished is aborted, and nothing more is sent."""
+    """The caller has left: abort what is unfinished, and send nothing more."""
 
     worker: int
     id: int
@@ -64,7 +64,7 @@ class FrontFault(Struct, frozen=True):
 
 
 class FrontEnd(Struct, frozen=True, tag=True, array_like=True):
-    """The last word on a call: its result (a stream has none), or why there is none."""
+    """The last message of a call: its result (a stream has none), or its error."""
 
     id: int
     value: bytes = b""
@@ -72,15 +72,15 @@ class FrontEnd(Struct, frozen=True, tag=True, array_like=True):
 
 
 class FrontReplies(Struct, frozen=True, tag=True, array_like=True):
-    """What one turn of the main process's loop has for a worker, in order."""
+    """All replies to a worker from one turn of the main process's loop, in order."""
 
     replies: list[FrontOutput | FrontEnd]
 
 
 class FrontNews(Struct, frozen=True, tag=True, array_like=True):
-    """What a worker answers without asking: sent when it begins and whenever it changes, before the reply of the call that changed it.
+    """State that a worker answers from without a call: sent at its start and at every change, before the reply to the call that changed it.
 
-    accepting: new requests are welcome. keys_generation: how often the file of keys was read anew.
+    accepting: new requests are accepted. keys_generation: number of times the key file has been reloaded.
     """
 
     adapters: list[str]
@@ -92,7 +92,7 @@ class FrontNews(Struct, frozen=True, tag=True, array_like=True):
 
 
 class HttpWorkerStart(Struct, frozen=True):
-    """What a worker is given. number: of this life of it. slot: which of the workers it is. listening_fd: the socket that they share."""
+    """What a worker gets at its start. number: of this incarnation. slot: which of the workers it is. listening_fd: the shared socket."""
 
     number: int
     slot: int

@@ -1,6 +1,6 @@
-"""What crosses when an adapter is loaded into the engine or taken out of it.
+"""Messages that load an adapter into the engine or unload it.
 
-An adapter is known to the engine by a number that is never used twice (`lora_id`, from 1; 0 = the base model). Names are the front end's.
+The engine knows an adapter by a number that is never reused (`lora_id`, from 1; 0 = the base model). Only the front end knows names.
 """
 
 from typing import Protocol
@@ -8,14 +8,14 @@ from typing import Protocol
 import msgspec
 
 RESTORED = 0
-"""Id of what is sent to a scheduler that begins another life: nobody waits for the reply."""
+"""Id of requests sent to a restarted scheduler; nobody waits for the reply."""
 
 
 class LoadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Read the adapter in the folder `path` and keep it as `lora_id`. Nothing changes when that fails.
+    """Read the adapter in the folder `path` and keep it as `lora_id`. If that fails, nothing changes.
 
-    at_once: before the next message is read, which may be a request that uses it; else beside the steps. fingerprint: which its files must
-    have, empty = any.
+    at_once: before the next message is read, which may be a request that uses it; otherwise beside the steps. fingerprint: the expected one of
+    its files, empty = any.
     """
 
     id: int
@@ -26,14 +26,14 @@ class LoadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
 
 
 class UnloadLoraReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Forget the adapter, once no request in the scheduler uses it. One that is not there is nothing."""
+    """Unload the adapter once no request in the scheduler uses it. Unknown ids are ignored."""
 
     id: int
     lora_id: int
 
 
 class LoraReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """What became of either. message: why it failed. status_code: 400 when the adapter is at fault, 500 when we are; 200 = done.
+    """Result of a load or unload. message: why it failed. status_code: 200 = done, 400 = the adapter is at fault, 500 = we are.
 
     fingerprint: of the files of an adapter that was loaded.
     """
@@ -52,10 +52,10 @@ class Adapters(Protocol):
         """Whether sequences may use it."""
 
     def load(self, lora_id: int, path: str, fingerprint: str) -> str:
-        """Read an adapter whose files have this fingerprint (empty = any); theirs. From a thread of its own, while steps run.
+        """Read an adapter whose files have this fingerprint (empty = any), and return theirs. Called in its own thread, while steps run.
 
-        Raises ModelError, and then nothing has changed.
+        Raises ModelError; then nothing has changed.
         """
 
     def unload(self, lora_id: int) -> None:
-        """Forget an adapter that no step in flight uses. Unknown ids are ignored."""
+        """Unload an adapter that no step in flight uses. Unknown ids are ignored."""

@@ -1,8 +1,8 @@
-"""Fields that ask for nothing: what clients of other servers spell out, and what may be left out of a body without a change.
+"""Fields that request nothing: those that clients of other servers spell out, and those that can be dropped without an effect.
 
-Owns the one table of other servers' fields (`NEUTRAL`) and the walk over a body that uses it. A field that nobody here knows is
-absent at `null`, `false`, `""`, `[]` and `{}`, and at the default that the API it comes from gives it; at any other value it
-asks for something, and stays in the body for the decoder to refuse by name. Pure functions; any process.
+Owns the one table of other servers' fields (`NEUTRAL`) and the walk over a body that uses it. An unknown field is
+ignored at `null`, `false`, `""`, `[]` and `{}`, and at the default of the API that it comes from. At any other value it requests
+something, so it stays in the body, where the decoder refuses it by name. Pure functions; any process.
 """
 
 import functools
@@ -103,7 +103,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "speculative.n_min": (0, 5),
     "speculative.p_min": (0.75, 0.9),
 }
-"""Fields of other APIs, each with the values besides the empty ones at which it asks for nothing.
+"""Fields of other APIs, each with the non-empty values at which it requests nothing.
 
 Where a route knows the field itself, the route decides and not this table.
 """
@@ -119,16 +119,16 @@ ASKS_WHEN_EMPTY = frozenset(
         "spaces_between_special_tokens",
     }
 )
-"""Fields whose `false` asks for something, because their own default is true."""
+"""Fields for which `false` requests something, because their default is true."""
 
 
 def is_empty(value: object) -> bool:
-    """`value` is null, false, "", [] or {}."""
+    """Whether `value` is null, false, "", [] or {}."""
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
 
 
 def asks_for_nothing(name: str, value: object) -> bool:
-    """A field called `name` that the receiver does not know is as good as absent at `value`."""
+    """Whether an unknown field called `name` can be ignored at `value`."""
     if is_empty(value):
         return value is None or name not in ASKS_WHEN_EMPTY
     if isinstance(value, dict):
@@ -137,17 +137,17 @@ def asks_for_nothing(name: str, value: object) -> bool:
 
 
 def without_neutral(body: object, kind: type[Any]) -> object:
-    """`body` (of JSON types) without the fields that `kind`, a Struct, need not know. What it can decode as it is, it keeps.
+    """`body` (of JSON types) without the fields that can be ignored when it is decoded as `kind`, a Struct.
 
-    Dropped are unknown fields that ask for nothing, and null, [], {} and (in a choice of words) "" where a known field that may be left
-    out does not take them. What is nested in fields that hold structs is treated alike. `body` itself is not changed.
+    Dropped are unknown fields that request nothing, and null, [], {} and (for a Literal) "" where an optional known field does not
+    accept them. Nested structs are treated in the same way. `body` itself is not changed.
     """
     return _pruned(body, _shape_of(cast(Hashable, kind)))
 
 
 @dataclass(slots=True)
 class _Field:
-    """What may stand in a field. takes_words: some words only. inner: of the struct it holds, alone or in a list; None = none."""
+    """What a field accepts. takes_words: only a few words (a Literal). inner: fields of the struct it holds, alone or in a list; None = no struct."""
 
     required: bool
     takes_null: bool
@@ -177,7 +177,7 @@ def _pruned(value: object, shape: _Shape) -> object:
 
 
 def _is_left_out(value: object, field: _Field) -> bool:
-    """`value` is an empty one that the field cannot hold."""
+    """Whether `value` is an empty value that the field does not accept."""
     if value is None:
         return not field.takes_null
     if value == "":
@@ -191,7 +191,7 @@ def _is_left_out(value: object, field: _Field) -> bool:
 
 @functools.cache
 def _shape_of(kind: Hashable) -> _Shape:
-    """The fields of a Struct, by the names that bodies give them."""
+    """The fields of a Struct by their names in bodies."""
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType), f"{kind} is no struct"
     return {field.encode_name: _field(field) for field in described.fields}
@@ -221,5 +221,5 @@ def _alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:
 
 
 def _same(value: object, neutral: object) -> bool:
-    """Equal, and true is not 1."""
+    """Whether both are equal; true does not equal 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,4 +1,4 @@
-"""Results on their way out: scheduler -> detokenizer -> tokenizer manager."""
+"""Outputs: scheduler -> detokenizer -> tokenizer manager."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -6,14 +6,14 @@ from typing import Literal
 import msgspec
 
 WAITED_TOO_LONG = "the request waited longer than the server lets it wait"
-"""Message of the aborts by --queue-timeout-s, which tells them from others with status 503."""
+"""Message of aborts by --queue-timeout-s; it distinguishes them from other aborts with status 503."""
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why a sample ended (`meta_info.finish_reason`).
 
-    stop: `matched` is the stop string, the regex's match, or the token id. length: `length` = tokens made.
-    abort: `message` for the client and the `status_code` an error before the first token is answered with.
+    stop: `matched` is the stop string, the regex's match, or the token id. length: `length` = output tokens.
+    abort: `message` is for the client; `status_code` is that of the reply if there is no output yet.
     """
 
     type: Literal["stop", "length", "abort"]
@@ -38,13 +38,13 @@ class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def joined(cls, blocks: Sequence["LogprobBlock"]) -> "LogprobBlock | None":
-        """Blocks of consecutive tokens as one; None when there are none."""
+        """Blocks of consecutive tokens joined into one; None if there are none."""
         if len(blocks) < 2:
             return blocks[0] if blocks else None
         return cls(*(b"".join(getattr(block, name) for block in blocks) for name in cls.__struct_fields__))
 
     def first(self, num_tokens: int) -> "LogprobBlock":
-        """Those of the first `num_tokens` tokens, 0 <= num_tokens <= n."""
+        """The block of the first `num_tokens` tokens, 0 <= num_tokens <= n."""
         total = len(self.token_ids) // 4
         if num_tokens == total:
             return self
@@ -55,7 +55,7 @@ class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How the detokenizer treats a sample. Sent with its first output.
 
-    context_ids: the last tokens of the prompt, int32 bytes: a leading space or a character's first bytes may hang on them.
+    context_ids: int32 bytes, the last tokens of the prompt, on which a leading space or an incomplete character may depend.
     output_ids, attempt: of `TokenizedGenerateReqInput`; the text of output_ids has been delivered.
     """
 
@@ -72,8 +72,8 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SampleEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Something that happened to a sample in the scheduler. at_s: time.monotonic().
 
-    admitted: num_tokens of its prompt were cached. chunk: so many tokens of its prompt (or of what a retraction lost) were planned.
-    retracted: it had so many output tokens.
+    num_tokens means, for admitted: prompt tokens found in the cache; chunk: tokens planned in one step, of the prompt or of what a
+    retraction lost; retracted: output tokens so far.
     """
 
     kind: Literal["admitted", "chunk", "retracted"]
@@ -99,7 +99,7 @@ class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sample. Exactly one of a rid's outputs has `finish`; it is the last.
 
-    ids: int32[n] little-endian, n >= 0. num_output_tokens: all tokens so far, these included.
+    ids: int32[n] little-endian, n >= 0. num_output_tokens: output tokens so far, including these.
     A matched stop token or EOS is part of `ids` and of the count; the detokenizer trims it from the text.
     prompt_logprobs: with the first output. hidden_states: float32[m, hidden_size], one row per token of `ids` (the first
     output also carries the prompt's rows before them).
@@ -117,7 +117,7 @@ class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Everything one step has to say, in one message. source: which life of which scheduler said it."""
+    """All outputs of one step, in one message. source: which scheduler, and which incarnation of it, sent this."""
 
     rows: tuple[TokenIDOut, ...]
     source: int = 0
@@ -131,7 +131,7 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Everything one step has to say, as text. source: of the `BatchTokenIDOut`."""
+    """All outputs of one step, with text. source: of the `BatchTokenIDOut`."""
 
     rows: tuple[StrOut, ...]
     source: int = 0

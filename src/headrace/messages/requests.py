@@ -1,4 +1,4 @@
-"""Requests on their way in: as the front end receives them and as they cross to the scheduler."""
+"""Requests: as the front end receives them, and as it sends them to the scheduler."""
 
 from typing import Annotated
 
@@ -7,15 +7,15 @@ import msgspec
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
 
 NotYet = Annotated[object | None, msgspec.Meta(extra_json_schema={"enum": [None, False, "", [], {}, [None]]})]
-"""A field that is known and not supported: refused by name when it asks for something."""
+"""A field that is known but not supported yet: refused by name if it requests something."""
 
 
 class SessionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where in an open session a request goes on.
+    """From where in an open session a request continues.
 
-    id: of the session. rid: the request it goes on from; None = the latest one, or the session's beginning with `replace`.
-    offset: go on after so many tokens of what there is (negative: from its end); None or 0 = after all of it.
-    replace: what came after that request is forgotten, and aborted if it runs. drop_previous_output: go on after its prompt.
+    id: of the session. rid: the request to continue from; None = the latest one, or with `replace` the beginning of the session.
+    offset: keep only this many tokens of what came before (negative: counted from the end); None or 0 = all.
+    replace: delete the requests after that one, and abort those that run. drop_previous_output: continue after its prompt, without its output.
     """
 
     id: str | None = None
@@ -30,8 +30,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
 
     Exactly one of `text`, `input_ids` and `input_embeds` is given; a list of prompts makes a batch.
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
-    Fields that may be one value or one per prompt are lists
-    when they differ. What this build cannot do (images, disaggregation) is refused by name.
+    Fields that take
+    one value or one per prompt are lists in the second case. What is not supported yet (images, disaggregation) is refused by name.
     """
 
     text: str | list[str] | None = None
@@ -74,9 +74,9 @@ class LogprobSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """What is asked of the engine: sample tokens after the prompt.
+    """The task of a request: sample tokens after the prompt.
 
-    stream: report outputs every few tokens, not only at the end. custom_logit_processor: its name, or empty.
+    stream: send outputs every few tokens, not only at the end. custom_logit_processor: its name, or empty.
     """
 
     params: ResolvedSamplingParams
@@ -87,18 +87,18 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
 
 
 class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """One sample: what the scheduler receives. `rid` is the sample's own (unique among the live ones).
+    """One sample, as sent to the scheduler. `rid` is that of the sample, unique among the live ones.
 
-    task: what is asked of the engine; the other fields say on which tokens, for whom and when.
+    task: what the engine shall do; the other fields say with which tokens, for whom and until when.
     input_ids: int32[num_prompt_tokens] little-endian. input_embeds: float32[num_prompt_tokens, hidden_size] or empty;
-    with embeds, input_ids are placeholders and nothing of it enters the prefix cache.
-    group: samples of one prompt share it, so that the prompt is prefilled once; empty = alone.
+    with embeddings, input_ids are placeholders and the KV does not enter the prefix cache.
+    group: the same for all samples of a prompt, so that it is prefilled once; empty = a single sample.
     namespace: requests of different namespaces never share KV. created_s: time.monotonic() at arrival (one clock for all processes of a machine).
     deadline_s: time.monotonic() after which it is aborted (0 = none). queue_deadline_s: the same while it has never run.
-    tenant, weight: whose it is and its share beside other tenants that wait; weight > 0.
-    lora_id: the adapter, which is loaded; 0 = the base model.
-    output_ids: int32[m], outputs of an earlier life of the scheduler that have reached the front end: this one goes on after them.
-    attempt: how often the sample was sent before (0 = never).
+    tenant, weight: the API key that sent it, and its share beside other waiting keys; weight > 0.
+    lora_id: a loaded adapter; 0 = the base model.
+    output_ids: int32[m], outputs that reached the front end before the scheduler was restarted; generation continues after them.
+    attempt: how many times the sample was sent before.
     """
 
     rid: str
@@ -119,6 +119,6 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
 
 
 class BatchTokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Samples that arrived together: one message."""
+    """Samples that arrived together, in one message."""
 
     requests: tuple[TokenizedGenerateReqInput, ...]

@@ -1,7 +1,7 @@
-"""Named tensors as the bytes of a safetensors file, without a copy: how they travel between processes.
+"""Named tensors as the bytes of a safetensors file, without a copy: the form in which they are sent between processes.
 
-Owns the writing of the format (https://github.com/huggingface/safetensors#format). Reading is `checkpoint.safetensors_file`. Takes
-torch tensors and numpy arrays by their shape; imports neither. Runs in whichever process sends tensors.
+Owns writing the format (https://github.com/huggingface/safetensors#format). Reading is `checkpoint.safetensors_file`. Accepts
+torch tensors and numpy arrays by duck typing and imports neither. Runs in any process that sends tensors.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ def safetensors_parts(
     named_tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The file's bytes, part by part: its header, then each tensor's own memory (a copy only where it is not contiguous or not on the
-    CPU). The tensors are looked at again as their part is asked for: keep them as they are until the parts have been used.
+    CPU). The tensors are read when their part is requested: do not change them until all parts have been used.
 
-    metadata: of the file. Raises RequestError for a name given twice and for what is no tensor of a known dtype.
+    metadata: of the file. Raises RequestError for a duplicate name, and for a value that is not a tensor of a known dtype.
     """
     tensors = list(named_tensors)
     header: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def _shape_and_dtype(name: str, tensor: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _memory(tensor: Any, num_bytes: int) -> memoryview:
-    """The tensor's bytes, which keep it alive."""
+    """The tensor's bytes; the view keeps the tensor alive."""
     if hasattr(tensor, "data_ptr"):
         tensor = tensor.detach().cpu().contiguous()
         address = tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""What crosses between the scheduler and a worker: one step's plan, its result, and the worker's protocol.
+"""The interface between the scheduler and a worker: the plan of a step, its result, and the worker's protocol.
 
 The worker keeps a table of sequences (`seq` = row). A sequence's known tokens live in the worker's token buffer: prompt tokens are
 written when it is added, and each sampled token is written at its position by the step that samples it. A plan therefore names
@@ -28,7 +28,7 @@ Int32Array = npt.NDArray[np.int32]
 class NewSequence:
     """A sequence that enters (or, after a retraction, re-enters) row `seq` of the worker's tables.
 
-    token_ids: int32[num_tokens], prompt then outputs made so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
+    token_ids: int32[num_tokens], the prompt and the outputs so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
     multiple of page_size and < num_tokens. end_token_ids: impossible before `min_new_tokens` outputs.
     input_embeds: float32[num_prompt_tokens, hidden_size] bytes, or empty. lora_id: its adapter, 0 = none.
     """
@@ -49,12 +49,12 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class ModelWorkerBatch:
-    """The plan of one step, host integers only. Row r computes positions starts[r] .. starts[r]+counts[r]-1 of sequence seqs[r].
+    """The plan of one step, in host integers. Row r computes positions starts[r] .. starts[r]+counts[r]-1 of sequence seqs[r].
 
     num_logits: int32[num_rows]. 0: the row only fills the KV cache. 1: the last position's logits are sampled, and the token is
     written at position starts[r]+counts[r].
-    out_slots: int32[sum(counts)], where the rows' KV goes, row after row.
-    new: added before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
+    out_slots: int32[sum(counts)], the KV slots to write, row after row.
+    new: sequences to add before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
     faults: test hook, see FaultReq.
     """
 
@@ -69,21 +69,21 @@ class ModelWorkerBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed by the step."""
+        """Number of tokens computed by the step."""
         return len(self.out_slots)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave. Arrays and maps are by row of the plan.
+    """The result of a step. Arrays and maps are by row of the plan.
 
-    ids: int32[num_ids], the sampled tokens of all rows. id_starts: int32[num_rows + 1]; row r gave ids[id_starts[r] : id_starts[r + 1]],
-    which is empty where the row does not sample or has an error. Consecutive: ids written after starts[r]+counts[r]-1.
-    errors: row -> message; that sample ends alone with a 500.
+    ids: int32[num_ids], the sampled tokens of all rows. id_starts: int32[num_rows + 1]; the ids of row r are ids[id_starts[r] : id_starts[r + 1]],
+    none if the row does not sample or has an error. Consecutive: ids written after starts[r]+counts[r]-1.
+    errors: row -> message; only that sample ends, with a 500.
     logprobs: row -> block of its ids. prompt_logprobs: row -> block of the prompt tokens whose logits this
     chunk computed: chunk positions p with prompt_start <= p + 1 < num_prompt_tokens give the entry of token p + 1.
     hidden_states: row -> float32[counts[r], hidden_size] bytes (last layer, after the final norm).
-    forward_s: time the step took on the worker.
+    forward_s: seconds the step took on the worker.
     """
 
     step: int
@@ -97,7 +97,7 @@ class StepResult:
 
 
 def one_id_a_row(token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """`StepResult.ids` and `id_starts` of rows that gave one id or none. token_ids: int32[num_rows], -1 = none."""
+    """`StepResult.ids` and `id_starts` for rows with one id or none. token_ids: int32[num_rows], -1 = none."""
     has_id = token_ids >= 0
     id_starts = np.zeros(len(token_ids) + 1, np.int32)
     np.cumsum(has_id, out=id_starts[1:])
@@ -107,8 +107,8 @@ def one_id_a_row(token_ids: Int32Array) -> tuple[Int32Array, Int32Array]:
 class Worker(Protocol):
     """The model as the scheduler sees it. Steps run in the order of `submit`; results come in that order.
 
-    weights: reads and changes them; what it prepared is installed with no step in flight. loras: the adapters that sequences may use.
-    profiler, experts: asked by the thread that submits, and answer for the steps submitted until then.
+    weights: prepares changes of the weights, which are installed with no step in flight. loras: the adapters that sequences may use.
+    profiler, experts: called by the thread that submits; they cover the steps submitted until then.
     """
 
     @property
@@ -127,7 +127,7 @@ class Worker(Protocol):
         """Start (or run) a step. With overlap it returns before the step has run."""
 
     def collect(self) -> StepResult:
-        """The oldest step's result; waits for it. Raises ExecutionError when that whole step failed (its rows gave nothing)."""
+        """The oldest step's result; waits for it. Raises ExecutionError when the whole step failed (its rows have no results)."""
 
     def close(self) -> None:
         """Release threads and memory."""

@@ -1,7 +1,7 @@
-"""Operations on the weights, on generation as a whole and on memory: what the front end asks, what the scheduler asks of the worker.
+"""Operations on weights, memory, and generation as a whole: requests of the front end, and of the scheduler to its worker.
 
-One request carries one operation and its reply the same `id`. Tensors never cross a channel: they lie in a file that only the two
-processes can name, in a checkpoint, or come over a process group. No torch.
+One request carries one operation, and its reply the same `id`. Tensors never cross a channel: they are in a file that only the two
+processes can access, in a checkpoint, or come over a process group. No torch.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["kv_cache", "weights"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
 FOREIGN_TAGS = ("cuda_graph",)
-"""Memory that other servers release apart, and this one has not: such tags are accepted, and nothing is done for them."""
+"""Tags of memory that other servers can release separately and this one does not have: accepted without effect."""
 
 
 class _Operation(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -22,13 +22,13 @@ class _Operation(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
 
 
 class PauseGeneration(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Plan no more steps. abort: end every request. retract: running requests go back to the queue. in_place: they keep their KV."""
+    """Stop planning steps. abort: end every request. retract: move running requests back to the queue. in_place: keep their KV."""
 
     mode: PauseMode = "abort"
 
 
 class ContinueGeneration(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Plan steps again."""
+    """Resume planning steps."""
 
 
 class UpdateFromDisk(_Operation, frozen=True, tag=True, array_like=True, gc=False):
@@ -41,7 +41,7 @@ class UpdateFromDisk(_Operation, frozen=True, tag=True, array_like=True, gc=Fals
 
 
 class UpdateFromTensors(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Some or all weights from `file`, a safetensors file; Hugging Face names. bucketed: it is a bucket (`weight_sync.bucket`)."""
+    """Some or all weights from `file`, a safetensors file with Hugging Face names. bucketed: in the form of `weight_sync.bucket`."""
 
     file: str
     abort_all_requests: bool = False
@@ -64,7 +64,7 @@ class UpdateFromDistributed(_Operation, frozen=True, tag=True, array_like=True, 
 class InitGroup(_Operation, frozen=True, tag=True, array_like=True, gc=False):
     """Join the process group `group_name` as rank `rank_offset` of `world_size`. The trainer is rank 0 and listens at the address.
 
-    timeout_s: for joining, and for every broadcast later.
+    timeout_s: for joining, and for each later broadcast.
     """
 
     master_address: str
@@ -90,26 +90,26 @@ class GetWeight(_Operation, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class SaveWeights(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Write all weights as they serve to a new folder called `path` below --save-dir."""
+    """Write all current weights to a new folder called `path` below --save-dir."""
 
     path: str
 
 
 class SetWeightVersion(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Name the weights that are served."""
+    """Set the version name of the current weights."""
 
     new_version: str
     abort_all_requests: bool = False
 
 
 class ReleaseMemory(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Give memory back to the system. Nothing runs until all of it has been resumed."""
+    """Return memory to the system. Nothing runs until all of it has been resumed."""
 
     tags: tuple[MemoryTag, ...]
 
 
 class ResumeMemory(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Take released memory again; weights are what they were."""
+    """Allocate released memory again; weights are restored."""
 
     tags: tuple[MemoryTag, ...]
 
@@ -118,9 +118,9 @@ Update = UpdateFromDisk | UpdateFromTensors | UpdateFromDistributed
 
 
 class PrepareUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Load and check an update beside the weights that serve, and keep it. Steps go on, and nothing has changed yet.
+    """Load and check an update beside the current weights, and keep it. Steps continue; nothing changes yet.
 
-    update_id: by which the three messages below name it. Preparing another one lets this one go.
+    update_id: names it in the three messages below. Preparing another update drops this one.
     """
 
     update_id: int
@@ -128,49 +128,48 @@ class PrepareUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False
 
 
 class HoldForUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """End what has begun, hold back what has not, and answer once no step runs. Then wait for the commit, or for a drop.
+    """Finish requests that have begun, hold back others, and reply once no step runs. Then wait for the commit or the drop.
 
-    The requests that `abort_all_requests` is to end are ended here: an update that cannot be prepared ends none.
+    Requests are aborted for `abort_all_requests` here, so that an update that cannot be prepared aborts none.
 
-    Asked again while it waits, it lets what has begun meanwhile (requests of a replica that died) go on to its end, and answers again.
+    Sent again while it waits, it first finishes requests that have begun meanwhile (those of a replica that died), and replies again.
     """
 
     update_id: int
 
 
 class CommitUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Switch to the prepared weights, and go on with them."""
+    """Switch to the prepared weights and resume."""
 
     update_id: int
 
 
 class DropUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Forget a prepared update, or one that is being prepared, and go on with the weights that serve. Unknown ids are ignored."""
+    """Drop an update that is prepared or being prepared, and resume with the current weights. Unknown ids are ignored."""
 
     update_id: int
 
 
 class CancelUpdate(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """Let every update, and every joining of a group, fail that has not been decided yet: one that is held, or goes on in one message
-    and is installed, is past that."""
+    """Fail every update and every joining of a group that can still be stopped: not one that is held or is being installed."""
 
 
 WorkerOperation = Update | InitGroup | DestroyGroup | GetWeight | SaveWeights | ReleaseMemory | ResumeMemory
-"""What the worker does; the rest is the scheduler's own."""
+"""Operations of the worker; the scheduler does the others itself."""
 WeightOperation = WorkerOperation | PauseGeneration | ContinueGeneration | SetWeightVersion | CancelUpdate
-"""What a client may ask for. An update is carried out in phases, so that all replicas have it or none."""
+"""Operations of clients. An update is carried out in phases, so that either all replicas have it or none."""
 SchedulerOperation = WeightOperation | PrepareUpdate | HoldForUpdate | CommitUpdate | DropUpdate
 
 
 class WeightOpReq(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Ask for an operation."""
+    """Request an operation."""
 
     id: int
     operation: SchedulerOperation
 
 
 class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """What became of it. weight_version: of now. num_paused_requests: running and waiting when it was done.
+    """Result of an operation. weight_version: the current one. num_paused_requests: running and waiting requests at that time.
 
     shape, values: float32[shape] little-endian, of `GetWeight`. fingerprint: see `Prepared`.
     """
@@ -187,9 +186,9 @@ class WeightOpReply(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=F
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The slow part of an operation is done, and has changed nothing. install: what is left, to be called between two steps; quick.
+    """An operation whose slow part is done and has changed nothing. install: the quick rest, to be called between two steps.
 
-    changes_weights: no KV computed before may be used after it. fingerprint: of the files that were read, empty when there are none.
+    changes_weights: KV computed before it must not be used after it. fingerprint: of the files that were read; empty if there are none.
     """
 
     message: str
@@ -201,26 +200,26 @@ class Prepared:
 
 
 class WeightJob(Protocol):
-    """An operation under way in a thread of its own."""
+    """An operation that is being prepared in a thread of its own."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `result` answers at once."""
+        """Whether `result` returns at once."""
 
     def result(self) -> Prepared:
-        """What is left to do. Raises HeadraceError, and then nothing has changed."""
+        """The prepared operation. Raises HeadraceError; then nothing has changed."""
 
     def abandon(self) -> None:
-        """Nobody will ask for `result`, or install it: whatever was made is let go, now or when the thread comes back."""
+        """Give up the operation: its memory is freed now, or when the thread returns."""
 
 
 class WeightExecutor(Protocol):
-    """The worker's side. One job at a time, beside those that were abandoned. It runs beside the steps.
+    """The worker's side. One job at a time, not counting abandoned ones; it runs beside the steps.
 
-    holds_steps: the preparation of an update from disk must not meet steps.
+    holds_steps: the preparation of an update from disk must not run beside steps.
     """
 
     holds_steps: bool
 
     def start(self, operation: WorkerOperation) -> WeightJob:
-        """Begin; returns at once."""
+        """Start the operation; returns at once."""
