@@ -1,21 +1,38 @@
-"""Every attention backend against float64 over one grid, and the bits of a row against its surroundings."""
+"""Every attention backend that there is, against float64 over one grid, and the bits of a row against its surroundings.
 
+A backend is left out of what it refuses here, with its reason. Triton's kernels are interpreted where there is no GPU; more of them is in
+tests/kernels.
+"""
+
+import contextlib
 import itertools
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 from headrace import kernels
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows
-from headrace.attention.select import PREFERENCE, make_backend, preferred_page_size, reasons_against
-from headrace.attention.torch_native import KEY_BLOCK, attend_whole
+from headrace.attention.select import BACKENDS, backend_named
+from headrace.attention.torch_native import KEY_BLOCK, TorchNativeAttention, attend_whole
+from headrace.attention.triton import TritonAttention
 from headrace.config.resolve import AttentionNeeds
+from headrace.config.server_args import ServerArgs
 from headrace.kernels.cpu import why_not
+from headrace.kernels.registry import prefer
 
 CPU = torch.device("cpu")
-BACKENDS = ["torch_native", *([] if why_not() else ["cpu"])]
+Backend = type[AttentionBackend]
+NEEDS = AttentionNeeds(
+    device="cpu",
+    native_kernels=not why_not(),
+    head_dim=64,
+    kv_cache_dtype="float32",
+    page_size=None,
+    deterministic=True,
+)
 # float32 sums over at most 300 keys, and exp by another routine.
 TOLERANCE = 2e-5
 
@@ -30,20 +47,43 @@ GRID = [
 ]
 
 
+def preferring(backend: Backend) -> contextlib.AbstractContextManager[None]:
+    """Within it a backend of interpreted kernels serves on a CPU, too."""
+    return prefer("triton") if backend is TritonAttention else contextlib.nullcontext()
+
+
+def reasons_here(backend: Backend, needs: AttentionNeeds) -> list[str]:
+    with preferring(backend):
+        return backend.reasons_against(needs)
+
+
+SERVING = [backend for backend in BACKENDS if not reasons_here(backend, NEEDS)]
+VERIFIED = [backend for backend in SERVING if "cpu" in backend.verified]
+over_serving = pytest.mark.parametrize("backend", SERVING, ids=lambda backend: backend.name)
+over_verified = pytest.mark.parametrize("backend", VERIFIED, ids=lambda backend: backend.name)
+"""Of an interpreter's bits nothing is said."""
+
+
+def skip_unless_it_serves(backend: Backend, head_dim: int, dtype: torch.dtype) -> None:
+    needs = replace(NEEDS, head_dim=head_dim, kv_cache_dtype=str(dtype).removeprefix("torch."))
+    if reasons := reasons_here(backend, needs):
+        pytest.skip(f"{backend.name}: {'; '.join(reasons)}")
+
+
 class Cache:
     """A backend with one layer and sequences in scattered pages."""
 
     def __init__(
         self,
-        name: str,
+        backend: Backend,
         shape: tuple[int, int, int, int, float],
         dtype: torch.dtype = torch.float32,
         page_size: int | None = None,
     ) -> None:
         num_q_heads, num_kv_heads, head_dim, window, soft_cap = shape
-        self.backend: AttentionBackend = make_backend(name)
+        self.backend = backend()
         self.layer = AttentionLayerSpec(0, num_q_heads, num_kv_heads, head_dim, head_dim**-0.5, window, soft_cap)
-        self.page_size = page_size or preferred_page_size(name)
+        self.page_size = page_size or backend.page_size
         self.pool: KvPool = self.backend.make_kv_pool(
             KvShape(1, num_kv_heads, head_dim, dtype), 2048, self.page_size, CPU
         )
@@ -100,10 +140,10 @@ def part(qkv: tuple[torch.Tensor, ...], start: int, end: int) -> tuple[torch.Ten
     return tuple(x[start:end] for x in qkv)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over_serving
 @pytest.mark.parametrize("shape", GRID, ids=str)
 @pytest.mark.parametrize("length", [1, 16, 130, 300])
-def test_a_prompt_gives_what_float64_gives(backend: str, shape: tuple[int, int, int, int, float], length: int):
+def test_a_prompt_gives_what_float64_gives(backend: Backend, shape: tuple[int, int, int, int, float], length: int):
     cache, qkv = Cache(backend, shape), random_qkv(length, shape)
 
     got = cache.step([(0, 0, qkv)])[0]
@@ -111,9 +151,12 @@ def test_a_prompt_gives_what_float64_gives(backend: str, shape: tuple[int, int, 
     torch.testing.assert_close(got, exact(qkv, cache.layer).float(), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over_serving
 @pytest.mark.parametrize("shape", GRID, ids=str)
-def test_an_int8_cache_gives_what_float64_gives_over_its_values(backend: str, shape: tuple[int, int, int, int, float]):
+def test_an_int8_cache_gives_what_float64_gives_over_its_values(
+    backend: Backend, shape: tuple[int, int, int, int, float]
+):
+    skip_unless_it_serves(backend, shape[2], torch.int8)
     cache, (q, k, v) = Cache(backend, shape, torch.int8), random_qkv(300, shape)
     stored = []
     for x in (k, v):
@@ -124,15 +167,15 @@ def test_an_int8_cache_gives_what_float64_gives_over_its_values(backend: str, sh
 
     error = (got - exact((q, *stored), cache.layer)).abs()
     # The native kernels round weights to 254ths of the largest: a step, or some, of values up to 4.
-    assert error.max() < (0.03 if backend == "cpu" else 1e-5)
-    assert error.square().mean().sqrt() < (3e-3 if backend == "cpu" else 1e-6)
+    assert error.max() < (0.03 if backend.name == "cpu" else 1e-5)
+    assert error.square().mean().sqrt() < (3e-3 if backend.name == "cpu" else 1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over_verified
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("shape", GRID[1:5], ids=str)
 def test_bits_depend_on_neither_chunks_nor_neighbours(
-    backend: str, dtype: torch.dtype, shape: tuple[int, int, int, int, float]
+    backend: Backend, dtype: torch.dtype, shape: tuple[int, int, int, int, float]
 ):
     length = KEY_BLOCK * 2 + 9
     qkv, other = random_qkv(length, shape), random_qkv(50, shape, seed=1)
@@ -149,10 +192,12 @@ def test_bits_depend_on_neither_chunks_nor_neighbours(
     assert torch.equal(torch.cat(chunks), whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@over_verified
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("shape", GRID, ids=str)
-def test_bits_do_not_depend_on_the_page_size(backend: str, dtype: torch.dtype, shape: tuple[int, int, int, int, float]):
+def test_bits_do_not_depend_on_the_page_size(
+    backend: Backend, dtype: torch.dtype, shape: tuple[int, int, int, int, float]
+):
     qkv, other = random_qkv(300, shape), random_qkv(21, shape, seed=1)
     want = Cache(backend, shape, dtype, page_size=16).step([(0, 0, qkv), (1, 0, other)])
 
@@ -167,7 +212,7 @@ def test_bits_do_not_depend_on_the_page_size(backend: str, dtype: torch.dtype, s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("shape", GRID, ids=str)
 def test_the_path_of_other_devices_gives_the_same(shape: tuple[int, int, int, int, float], dtype: torch.dtype):
-    cache, qkv = Cache("torch_native", shape, dtype), random_qkv(150, shape)
+    cache, qkv = Cache(TorchNativeAttention, shape, dtype), random_qkv(150, shape)
     want = cache.step([(0, 0, qkv)])[0][90:]
 
     got = attend_whole(qkv[0][90:], cache.pool.k[0], cache.pool.v[0], cache.slots(0)[:150], 90, cache.layer)
@@ -175,10 +220,11 @@ def test_the_path_of_other_devices_gives_the_same(shape: tuple[int, int, int, in
     torch.testing.assert_close(got.flatten(1), want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@over_serving
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_others_left_in_a_page_does_not_leak(backend: str, dtype: torch.dtype):
+def test_what_others_left_in_a_page_does_not_leak(backend: Backend, dtype: torch.dtype):
     shape = (4, 2, 32, 0, 0.0)
+    skip_unless_it_serves(backend, 32, dtype)
     qkv = random_qkv(21, shape)
     clean = Cache(backend, shape, dtype).step([(0, 0, qkv)])[0]
     dirty = Cache(backend, shape, dtype)
@@ -188,50 +234,63 @@ def test_what_others_left_in_a_page_does_not_leak(backend: str, dtype: torch.dty
     assert torch.equal(dirty.step([(0, 0, qkv)])[0], clean)
 
 
+@over_serving
 @pytest.mark.parametrize(("dtype", "head_bytes"), [(torch.bfloat16, 64), (torch.int8, 36)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_pool_starts_as_zeros_and_counts_its_bytes(backend: str, dtype: torch.dtype, head_bytes: int):
+def test_a_pool_starts_as_zeros_and_counts_its_bytes(backend: Backend, dtype: torch.dtype, head_bytes: int):
     shape = KvShape(2, 3, 32, dtype)
 
-    pool = make_backend(backend).make_kv_pool(shape, 64, preferred_page_size(backend), CPU)
+    skip_unless_it_serves(backend, 32, dtype)
+    pool = backend().make_kv_pool(shape, 64, backend.page_size, CPU)
 
     assert not any(tensor.any() for tensor in (*pool.k, *pool.v))
     assert pool.num_bytes == 64 * shape.bytes_per_token == 64 * 2 * 2 * 3 * head_bytes
 
 
-NEEDS = AttentionNeeds(device="cpu", native_kernels=True, head_dim=64, kv_cache_dtype="bfloat16", page_size=None)
+def test_the_backends_have_the_names_of_the_command_line_and_say_what_they_are():
+    hint = get_type_hints(ServerArgs)["attention_backend"]
+
+    assert {backend.name for backend in BACKENDS} == set(get_args(hint)) - {"auto"}
+    assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
+    for backend in BACKENDS:
+        assert backend.page_size in (1, 16)
+        assert backend.verified <= {"cpu", "cuda"}
+        assert backend_named(backend.name) is backend
 
 
-def test_the_reference_serves_everything_and_the_native_one_says_why_not():
-    odd = AttentionNeeds(device="cuda", native_kernels=False, head_dim=72, kv_cache_dtype="float16", page_size=1)
-
-    assert reasons_against("torch_native", odd) == []
-    assert reasons_against("cpu", NEEDS) == []
-    reasons = reasons_against("cpu", odd)
-    assert [any(word in reason for reason in reasons) for word in ("cuda", "float16", "head_dim")] == [True] * 3
-    for backend, head_dim in (("cpu", 528), ("torch_native", 70)):
-        needs = AttentionNeeds("cpu", True, head_dim, "int8", None)
-        assert any("int8" in reason for reason in reasons_against(backend, needs))
-    assert set(PREFERENCE) == {"cpu", "flashinfer", "triton", "torch_native"}
+GPU = replace(NEEDS, device="cuda", native_kernels=False, kv_cache_dtype="bfloat16", deterministic=False)
+ODD = replace(GPU, head_dim=72, kv_cache_dtype="float16", page_size=1)
+LAPTOP = replace(NEEDS, native_kernels=True)
 
 
-def test_gpu_backends_say_what_they_cannot():
-    gpu = replace(NEEDS, device="cuda", native_kernels=False)
-    refusals = [
-        # backend, what is asked, a word of the reason
-        ("triton", NEEDS, "for tests"),
-        ("triton", replace(gpu, head_dim=264), "head_dim"),
-        ("triton", replace(gpu, kv_cache_dtype="int8"), "int8"),
-        ("flashinfer", NEEDS, "CUDA only"),
-        ("flashinfer", replace(gpu, head_dim=80), "head_dim"),
-        ("flashinfer", replace(gpu, kv_cache_dtype="float32"), "float32"),
-        ("flashinfer", replace(gpu, deterministic=True), "depend on the batch"),
-        ("torch_native", replace(gpu, deterministic=True), "depend on the batch"),
-        ("torch_native", replace(gpu, kv_cache_dtype="float8_e4m3fn"), "fp8"),
-    ]
-    for backend, needs, word in refusals:
-        assert any(word in reason for reason in reasons_against(backend, needs)), (backend, needs)
-    if find_spec("flashinfer") is None:
-        assert any("not installed" in reason for reason in reasons_against("flashinfer", gpu))
+@pytest.mark.parametrize(
+    ("backend", "needs", "word"),
+    [
+        # a word of the reason
+        ("cpu", ODD, "cuda"),
+        ("cpu", ODD, "float16"),
+        ("cpu", ODD, "head_dim"),
+        ("cpu", replace(LAPTOP, head_dim=528, kv_cache_dtype="int8"), "int8"),
+        ("torch_native", replace(LAPTOP, head_dim=70, kv_cache_dtype="int8"), "int8"),
+        ("torch_native", replace(GPU, deterministic=True), "depend on the batch"),
+        ("torch_native", replace(GPU, kv_cache_dtype="float8_e4m3fn"), "fp8"),
+        ("triton", LAPTOP, "for tests"),
+        ("triton", replace(GPU, head_dim=264), "head_dim"),
+        ("triton", replace(GPU, kv_cache_dtype="int8"), "int8"),
+        ("flashinfer", LAPTOP, "CUDA only"),
+        ("flashinfer", replace(GPU, head_dim=80), "head_dim"),
+        ("flashinfer", replace(GPU, kv_cache_dtype="float32"), "float32"),
+        ("flashinfer", replace(GPU, deterministic=True), "depend on the batch"),
+    ],
+)
+def test_a_backend_says_what_it_cannot(backend: str, needs: AttentionNeeds, word: str):
+    assert any(word in reason for reason in backend_named(backend).reasons_against(needs))
+
+
+def test_a_backend_has_nothing_against_what_it_serves():
+    assert backend_named("torch_native").reasons_against(ODD) == []
+    assert backend_named("cpu").reasons_against(LAPTOP) == []
     if find_spec("triton") is not None:
-        assert reasons_against("triton", replace(gpu, deterministic=True, kv_cache_dtype="float16")) == []
+        needs = replace(GPU, deterministic=True, kv_cache_dtype="float16")
+        assert backend_named("triton").reasons_against(needs) == []
+    if find_spec("flashinfer") is None:
+        assert any("not installed" in reason for reason in backend_named("flashinfer").reasons_against(GPU))

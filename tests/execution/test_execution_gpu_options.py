@@ -5,12 +5,13 @@ import dataclasses
 import msgspec
 import pytest
 import torch
+from fake_backend import FakeBackend
 from runner_harness import CONTEXT, make_driver, prompt, save_llama
 from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.checkpoint.source import open_checkpoint
-from headrace.config.resolve import BackendChoices, DeviceFacts, resolve
+from headrace.config.resolve import DeviceFacts, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution.graphs import graph_bytes
@@ -28,8 +29,8 @@ LAPTOP = DeviceFacts(has_cuda=False, native_kernels=True, native_reason="", num_
 MODEL = {"model_type": "llama", "torch_dtype": "bfloat16"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-QUANTISED = BackendChoices(("graphs",), lambda name, needs: [], lambda name: 16, lambda name: True)
-SIMPLE = BackendChoices(("simple",), lambda name, needs: [], lambda name: 1)
+QUANTISED = (FakeBackend("graphs", 16, captures=True),)
+SIMPLE = (FakeBackend("simple"),)
 # Weights and activations of two layers with random weights, each rounded to 3 bits after the leading one.
 FP8_ERROR = 0.2
 

@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+from fake_backend import FakeBackend
 
 from headrace.checkpoint.model_config import parse_hf_config
 from headrace.config.resolve import (
+    AttentionFacts,
     AttentionNeeds,
-    BackendChoices,
     DeviceFacts,
     override_model,
     resolve,
@@ -24,17 +26,15 @@ NO_KERNELS = DeviceFacts(has_cuda=False, native_kernels=False, native_reason="it
 MODEL = parse_hf_config({"model_type": "llama", "torch_dtype": "float16", "eos_token_id": [2, 5]}, {"temperature": 0.6})
 
 
-def reasons_against(name: str, needs: AttentionNeeds) -> list[str]:
-    if name == "plain":
-        return []
-    return [] if needs.device == "cpu" and needs.native_kernels and needs.page_size in (None, 16) else ["not here"]
+def is_not_for_cpu(needs: AttentionNeeds) -> bool:
+    return needs.device != "cpu" or not needs.native_kernels or needs.page_size not in (None, 16)
 
 
-BACKENDS = BackendChoices(("cpu", "plain"), reasons_against, lambda name: 16 if name == "cpu" else 1)
+BACKENDS = (FakeBackend("cpu", 16, refuses=is_not_for_cpu), FakeBackend("plain"))
 
 
-def config(facts: DeviceFacts = LAPTOP, **options):
-    return resolve(ServerArgs(**options), MODEL, facts, BACKENDS)
+def config(facts: DeviceFacts = LAPTOP, backends: Sequence[AttentionFacts] = BACKENDS, **options):
+    return resolve(ServerArgs(**options), MODEL, facts, backends)
 
 
 def test_a_laptop_gets_native_kernels_bfloat16_and_pages_of_16():
@@ -55,6 +55,28 @@ def test_what_the_user_says_is_kept_and_not_reported_as_a_decision():
     assert (got.page_size, got.attention_backend, got.overlap, got.chunked_prefill_size) == (1, "plain", False, 2048)
     assert len(got.decisions) == 1
     assert got.decisions[0].startswith("attention_backend plain: cpu cannot: not here")
+
+
+def attention_of(facts: DeviceFacts, *backends: AttentionFacts) -> tuple[str, str]:
+    got = config(facts, backends)
+    (said,) = [decision for decision in got.decisions if decision.startswith("attention_backend")]
+    return got.attention_backend, said
+
+
+def test_a_backend_that_was_verified_on_such_a_device_goes_before_a_faster_one_that_was_not():
+    fast, slow = FakeBackend("fast", verified=frozenset({"cuda"})), FakeBackend("slow")
+
+    assert attention_of(LAPTOP, fast, slow) == ("slow", "attention_backend slow: fast is not verified on cpu")
+    assert attention_of(GPU, fast, slow) == ("fast", "attention_backend fast: the fastest for this device")
+
+
+def test_where_none_is_verified_the_fastest_is_taken_and_that_is_said():
+    fast = FakeBackend("fast", verified=frozenset())
+    said = "not verified on cuda yet, and no other that can serve is"
+
+    assert attention_of(GPU, fast, FakeBackend("slow")) == ("fast", f"attention_backend fast: {said}")
+    absent = FakeBackend("absent", refuses=lambda needs: True)
+    assert attention_of(GPU, absent, fast) == ("fast", f"attention_backend fast: absent cannot: not here; {said}")
 
 
 def test_dynamic_ntk_is_served_up_to_the_trained_length():

@@ -5,9 +5,10 @@ import torch
 
 from headrace import kernels
 from headrace.attention.base import StepRows
+from headrace.attention.select import BACKENDS
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.model_config import parse_hf_config
-from headrace.config.resolve import BackendChoices, DeviceFacts, resolve
+from headrace.config.resolve import DeviceFacts, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution.load_weights import fill_random
@@ -93,8 +94,7 @@ def test_experts_are_not_compiled():
 )
 def test_compiling_is_refused_where_it_makes_no_sense(device, options, message):
     facts = DeviceFacts(True, True, "", 2, cuda_bfloat16=True, cuda_capability=(9, 0))
-    backends = BackendChoices(("any",), lambda name, needs: [], lambda name: 1)
     config = parse_hf_config({"model_type": "llama", **SIZES})
 
     with pytest.raises(ConfigError, match=message):
-        resolve(ServerArgs(device=device, enable_torch_compile=True, **options), config, facts, backends)
+        resolve(ServerArgs(device=device, enable_torch_compile=True, **options), config, facts, BACKENDS)

@@ -1,16 +1,19 @@
 """The seam between models and attention: what a layer says, what a step says, what a backend must do.
 
-Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the protocols `AttentionBackend` and `RotatingBackend`. Does not own any kernel, and does not
-choose between backends (`select.py`). Used by the thread that runs the model.
+Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the bases `StepAttention`, `AttentionBackend` and `RotatingBackend`. Does not own any
+kernel, and does not choose between backends (`config.resolve` does, by the facts that they carry). Used by the thread that runs the model.
 """
 
 import contextlib
 import math
 import mmap
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import ClassVar
 
 import torch
+
+from headrace.config.resolve import AttentionNeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +110,16 @@ class PagedKv:
     page_table: torch.Tensor
 
 
-class AttentionBackend(Protocol):
-    """Writes K and V of a step into the pool and attends over it.
+class StepAttention(ABC):
+    """What a model sees of a backend: attention over the step that was prepared. name: for messages."""
 
-    On CPU the bits of an output row depend only on its position and on the sequence's own keys and values, never on the other
-    rows, the chunking, or whether it was computed as prefill or decode.
-    """
-
-    name: str
-
-    def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
-        """A zero-filled pool; the backend keeps it and uses it from now on. num_slots: a multiple of page_size."""
-
-    def prepare(self, rows: StepRows) -> None:
-        """Once per step, before any layer: build what all layers share."""
+    name: ClassVar[str]
 
     def paged_kv(self) -> PagedKv | None:
         """What a native call for all layers needs instead of `forward`; None when the pool has another layout."""
+        return None
 
+    @abstractmethod
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """Write k and v, then causal attention of q over each sequence's whole prefix.
 
@@ -133,9 +128,45 @@ class AttentionBackend(Protocol):
         """
 
 
-class RotatingBackend(AttentionBackend, Protocol):
-    """A backend that rotates q and k in the launch that writes K and V."""
+class AttentionBackend(StepAttention):
+    """Writes K and V of a step into the pool and attends over it.
 
+    On CPU the bits of an output row depend only on its position and on the sequence's own keys and values, never on the other
+    rows, the chunking, or whether it was computed as prefill or decode.
+
+    Facts of a class, by which one is chosen (`config.resolve.AttentionFacts`):
+    name: what --attention-backend calls it. page_size: in tokens, what suits it.
+    verified: types of devices on which what it computes has been compared with the reference; the others it has never been run on.
+    captures: `prepare` and `forward` of a decode step can be captured in a CUDA graph: they never wait for the device, take lengths
+    from tensors, and the host integers of `StepRows` only as bounds.
+    """
+
+    page_size: ClassVar[int] = 1
+    verified: ClassVar[frozenset[str]] = frozenset()
+    captures: ClassVar[bool] = False
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """A backend without a pool yet. deterministic: see `AttentionNeeds`; asked of a backend that has no reason against it."""
+        self.deterministic = deterministic
+
+    @classmethod
+    @abstractmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        """Why it cannot serve `needs`; empty when it can."""
+
+    @abstractmethod
+    def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
+        """A zero-filled pool; the backend keeps it and uses it from now on. num_slots: a multiple of page_size."""
+
+    @abstractmethod
+    def prepare(self, rows: StepRows) -> None:
+        """Once per step, before any layer: build what all layers share."""
+
+
+class RotatingBackend(AttentionBackend):
+    """A backend that rotates q and k in the launch that writes K and V; with the others the layer does."""
+
+    @abstractmethod
     def forward_rotating(
         self,
         q: torch.Tensor,
@@ -147,10 +178,5 @@ class RotatingBackend(AttentionBackend, Protocol):
     ) -> torch.Tensor:
         """`forward` of q and k rotated by the positions of the step, in the halves convention of `headrace.kernels.rotary`.
 
-        cos, sin: float32[max_positions, rotary_dim / 2]. What q and k hold afterwards is not said.
+        cos, sin: float32[max_positions, rotary_dim / 2]. q and k are clobbered.
         """
-
-
-def rotating(attention: AttentionBackend) -> RotatingBackend | None:
-    """The same backend where it rotates; None where the layer has to."""
-    return cast(RotatingBackend, attention) if hasattr(attention, "forward_rotating") else None

@@ -8,16 +8,46 @@ that runs the model.
 import torch
 
 from headrace import kernels
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
+from headrace.attention.base import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    KvPool,
+    KvShape,
+    PagedKv,
+    StepRows,
+    zero_filled,
+)
 from headrace.attention.cpu_slots import CollectedPages
+from headrace.config.resolve import AttentionNeeds
+from headrace.kernels.cpu import why_not
+from headrace.kernels.packing import MAX_INT8_HEAD_DIM
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """Native paged attention; one kernel for prefill and decode."""
 
     name = "cpu"
+    page_size = kernels.PAGE_SIZE
+    verified = frozenset({"cpu"})
 
-    def __init__(self) -> None:
+    @classmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        """See `AttentionBackend.reasons_against`."""
+        reasons = []
+        if needs.device != "cpu":
+            reasons.append(f"it runs on CPU only, not on {needs.device}")
+        elif not needs.native_kernels:
+            reasons.append(why_not() or "native kernels are disabled")
+        if needs.kv_cache_dtype not in ("bfloat16", "float32", "int8"):
+            reasons.append(f"its KV cache is bfloat16, float32 or int8, not {needs.kv_cache_dtype}")
+        if needs.head_dim % 16:
+            reasons.append(f"head_dim must be a multiple of 16, not {needs.head_dim}")
+        if needs.kv_cache_dtype == "int8" and needs.head_dim > MAX_INT8_HEAD_DIM:
+            reasons.append(f"head_dim must be at most {MAX_INT8_HEAD_DIM} for an int8 KV cache, not {needs.head_dim}")
+        return reasons
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
         self._kv: PagedKv
         self._collected: CollectedPages | None = None
 

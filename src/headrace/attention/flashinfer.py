@@ -9,25 +9,50 @@ thread that runs the model.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+from headrace.attention.fp8 import reasons_against_fp8
+from headrace.config.resolve import AttentionNeeds
+from headrace.kernels import PAGE_SIZE
 
 WORKSPACE_BYTES = 256 << 20
 """For the partial results of split sequences; all wrappers share it, as they run one after the other."""
 
+_HEAD_DIMS = (64, 128, 256)
 _Kind = tuple[bool, int, float, float]
 
 
-class FlashInferAttention:
+class FlashInferAttention(AttentionBackend):
     """FlashInfer's paged decode and prefill wrappers."""
 
     name = "flashinfer"
+    page_size = PAGE_SIZE
 
-    def __init__(self) -> None:
+    @classmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        """See `AttentionBackend.reasons_against`."""
+        reasons = []
+        if needs.device != "cuda":
+            reasons.append(f"it runs on CUDA only, not on {needs.device}")
+        if find_spec("flashinfer") is None:
+            reasons.append("the package flashinfer-python is not installed (pip install headrace[flashinfer])")
+        if needs.head_dim not in _HEAD_DIMS:
+            reasons.append(f"head_dim must be one of {_HEAD_DIMS}, not {needs.head_dim}")
+        if needs.kv_cache_dtype not in ("bfloat16", "float16", "float8_e4m3fn"):
+            reasons.append(f"its KV cache is bfloat16, float16 or fp8_e4m3, not {needs.kv_cache_dtype}")
+        if needs.kv_cache_dtype == "float8_e4m3fn":
+            reasons += reasons_against_fp8(needs.device)
+        if needs.deterministic:
+            reasons.append("its splits depend on the batch")
+        return reasons
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
         self._library: Any = import_module("flashinfer")
         self._pool: KvPool
         self._rows: StepRows
@@ -72,10 +97,6 @@ class FlashInferAttention:
             pages.to(torch.int32),
             torch.from_numpy((lengths - (num_pages - 1) * page_size).astype(np.int32)),
         )
-
-    def paged_kv(self) -> PagedKv | None:
-        """None: no call runs all layers at once."""
-        return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""

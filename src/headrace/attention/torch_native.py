@@ -11,7 +11,8 @@ position 0, with the softmax carried from block to block (M. Milakov and N. Gime
 import torch
 
 from headrace import kernels
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
+from headrace.config.resolve import AttentionNeeds
 
 QUERY_TILE = 16
 KEY_BLOCK = 128
@@ -23,12 +24,26 @@ _SCALE_BYTES = 4  # a float32 behind the bytes of a head in an int8 cache
 _LOWEST = -1e30
 
 
-class TorchNativeAttention:
+class TorchNativeAttention(AttentionBackend):
     """Plain torch; the backend that others are compared with."""
 
     name = "torch_native"
+    verified = frozenset({"cpu"})
 
-    def __init__(self) -> None:
+    @classmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        """See `AttentionBackend.reasons_against`."""
+        reasons = []
+        if needs.kv_cache_dtype == "int8" and needs.head_dim % 4:
+            reasons.append(f"head_dim must be a multiple of 4 for an int8 KV cache, not {needs.head_dim}")
+        if needs.kv_cache_dtype == "float8_e4m3fn":
+            reasons.append("it has no fp8 KV cache")
+        if needs.deterministic and needs.device != "cpu":
+            reasons.append(f"on {needs.device} its bits depend on the batch")
+        return reasons
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
         self._pool: KvPool
         self._rows: StepRows
 
@@ -46,10 +61,6 @@ class TorchNativeAttention:
     def prepare(self, rows: StepRows) -> None:
         """Remember the rows."""
         self._rows = rows
-
-    def paged_kv(self) -> PagedKv | None:
-        """None: slots are not in pages."""
-        return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""

@@ -3,27 +3,59 @@
 Owns the pool (one row of slots [num_slots, num_kv_heads, head_dim] per layer, for any page size) and what the layers of a step share. Does
 not own the kernels (`headrace.kernels.triton.attention`). Runs in the thread that runs the model. `forward` launches kernels and
 waits for none; everything that varies within a batch-size bucket is read on the device, so that a decode step can be captured.
+
+Never run on a GPU so far: compared with float64 under Triton's interpreter, and compiled for Hopper.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, PagedKv, StepRows, zero_filled
-from headrace.kernels.triton import attention as kernels
+from headrace.attention.base import AttentionLayerSpec, KvPool, KvShape, RotatingBackend, StepRows, zero_filled
+from headrace.attention.fp8 import reasons_against_fp8
+from headrace.config.resolve import AttentionNeeds
+from headrace.kernels.registry import triton_why_not
+
+if TYPE_CHECKING:
+    from headrace.kernels.triton.attention import Plan
 
 HOST_PROCESSORS = 4
 """What the interpreter on the CPU takes for the number of processors of a GPU."""
 
 
-class TritonAttention:
+_HEAD_DIMS = (16, 256)
+"""The least and the most."""
+
+
+class TritonAttention(RotatingBackend):
     """Split-key decode and tiled extend over a pool of slots."""
 
     name = "triton"
+    captures = True
 
-    def __init__(self, *, deterministic: bool) -> None:
-        """deterministic: bits of a row depend on its position and its own sequence alone, at some cost in speed."""
-        self._deterministic = deterministic
+    @classmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        """See `AttentionBackend.reasons_against`."""
+        reason = triton_why_not(needs.device)
+        reasons = [reason] if reason else []
+        least, most = _HEAD_DIMS
+        if not least <= needs.head_dim <= most or needs.head_dim % 8:
+            reasons.append(f"head_dim must be a multiple of 8 from {least} to {most}, not {needs.head_dim}")
+        if needs.kv_cache_dtype == "int8":
+            reasons.append("it has no int8 KV cache; fp8_e4m3 is as small")
+        if needs.kv_cache_dtype == "float8_e4m3fn":
+            reasons += reasons_against_fp8(needs.device)
+        if needs.device == "cpu" and needs.kv_cache_dtype == "bfloat16":
+            reasons.append("its interpreter computes wrong in bfloat16; use --kv-cache-dtype float32")
+        return reasons
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        # Now, not with this file: Triton may be missing where another backend serves.
+        self._kernels: Any = import_module("headrace.kernels.triton.attention")
         self._pool: KvPool
-        self._plan: kernels.Plan
+        self._plan: Plan
         self._out_slots: torch.Tensor
         self._positions: torch.Tensor
         self._num_processors: int
@@ -47,7 +79,7 @@ class TritonAttention:
         table, page_size = (rows.slots, 1) if rows.pages is None else (rows.pages, self._pool.page_size)
         self._out_slots = rows.out_slots
         self._positions = rows.positions
-        self._plan = kernels.Plan(
+        self._plan = self._kernels.Plan(
             table=table,
             page_size=page_size,
             seq_lens=rows.seq_lens,
@@ -56,18 +88,14 @@ class TritonAttention:
             max_keys=table.shape[1] * page_size,
             has_single=1 in rows.counts,
             has_longer=any(count > 1 for count in rows.counts),
-            deterministic=self._deterministic,
+            deterministic=self.deterministic,
             num_processors=self._num_processors,
         )
-
-    def paged_kv(self) -> PagedKv | None:
-        """None: no call runs all layers at once."""
-        return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         k_pool, v_pool = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
-        kernels.write_kv(k, v, k_pool, v_pool, self._out_slots)
+        self._kernels.write_kv(k, v, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)
 
     def forward_rotating(
@@ -81,13 +109,13 @@ class TritonAttention:
     ) -> torch.Tensor:
         """See `RotatingBackend.forward_rotating`."""
         k_pool, v_pool = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
-        kernels.rotate_write_kv(q, k, v, self._positions, cos, sin, k_pool, v_pool, self._out_slots)
+        self._kernels.rotate_write_kv(q, k, v, self._positions, cos, sin, k_pool, v_pool, self._out_slots)
         return self._attend(q, k_pool, v_pool, layer)
 
     def _attend(
         self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, layer: AttentionLayerSpec
     ) -> torch.Tensor:
-        out = kernels.attend(
+        out: torch.Tensor = self._kernels.attend(
             q, k_pool, v_pool, self._plan, layer.scale, window=layer.sliding_window, soft_cap=layer.soft_cap
         )
         return out.view(q.shape[0], -1)

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headrace.attention.base import AttentionBackend
+from headrace.attention.base import StepAttention
 from headrace.benchmark.results import write_json
 from headrace.benchmark.timing import Timing, timing, timing_document
 from headrace.checkpoint.weight_formats import FORMATS
@@ -336,7 +336,7 @@ class _TimedModel:
         """The model's."""
         return self._inner.expert_counts()
 
-    def fuse(self, attention: AttentionBackend) -> str:
+    def fuse(self, attention: StepAttention) -> str:
         """The model's."""
         return self._inner.fuse(attention)
 
@@ -348,7 +348,7 @@ class _TimedModel:
         return out
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
     ) -> torch.Tensor:
         """The model's, timed."""
         begin = time.perf_counter()

@@ -100,7 +100,7 @@ def _attention_backends() -> list[dict[str, Any]]:
     """Each backend on each device here, for a model with heads of the usual size and the default KV type."""
     import torch
 
-    from headrace.attention.select import PREFERENCE, reasons_against
+    from headrace.attention.select import BACKENDS
     from headrace.config.resolve import AttentionNeeds
     from headrace.kernels.cpu import why_not
 
@@ -113,5 +113,5 @@ def _attention_backends() -> list[dict[str, Any]]:
             kv_cache_dtype="bfloat16",
             page_size=None,
         )
-        rows += [{"name": n, "device": device, "reasons_against": reasons_against(n, needs)} for n in PREFERENCE]
+        rows += [{"name": b.name, "device": device, "reasons_against": b.reasons_against(needs)} for b in BACKENDS]
     return rows

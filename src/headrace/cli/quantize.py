@@ -12,7 +12,6 @@ from typing import Literal
 from rich.console import Console
 
 from headrace import kernels
-from headrace.attention import select
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import Checkpoint, open_checkpoint
 from headrace.checkpoint.weight_formats import Scheme, StoredScheme
@@ -59,7 +58,6 @@ def run_quantize(
     path = resolve_model(model)
     checkpoint, tokenizer = open_checkpoint(path), load_tokenizer(path)
     backend = "torch_native" if cpu.why_not() else "cpu"
-    assert backend in select.PREFERENCE, backend
     text = default_text("calibration") if calibration is None else calibration.read_text()
     windows = windows_of(tokenizer, text, calibration_tokens)
     if len(windows[0]) < 2:

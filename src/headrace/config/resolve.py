@@ -4,9 +4,9 @@ Pure: no torch, no files, no globals. Owns every automatic choice that does not 
 start-up log, and refuses what cannot work. Does not size the KV pool (that needs the loaded weights).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -58,18 +58,22 @@ class AttentionNeeds:
     deterministic: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BackendChoices:
-    """The attention backends, as `attention.select` knows them.
+class AttentionFacts(Protocol):
+    """What a choice asks of an attention backend; `attention.base.AttentionBackend` says what the facts are."""
 
-    preference: names, best first. reasons_against: why one cannot serve; empty when it can. page_size: what one likes.
-    captures: whether its decode can be captured in a CUDA graph.
-    """
+    @property
+    def name(self) -> str: ...
 
-    preference: Sequence[str]
-    reasons_against: Callable[[str, AttentionNeeds], list[str]]
-    page_size: Callable[[str], int]
-    captures: Callable[[str], bool] = lambda name: False
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def verified(self) -> frozenset[str]: ...
+
+    @property
+    def captures(self) -> bool: ...
+
+    def reasons_against(self, needs: AttentionNeeds) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ class Config:
     decisions: tuple[str, ...]
 
 
-def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: BackendChoices) -> Config:
-    """Decide every setting. Raises ConfigError, which says what does not fit and what to change."""
+def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: Sequence[AttentionFacts]) -> Config:
+    """Decide every setting. backends: the fastest first. Raises ConfigError, which says what does not fit and what to change."""
     decisions: list[str] = []
     device = _device(args, facts, decisions)
     native = device == "cpu" and facts.native_kernels and not args.disable_native_kernels
@@ -114,15 +118,13 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
     deterministic = _deterministic(args, device, quantization, decisions)
     _check_compile(args, device, quantization, deterministic)
     needs = AttentionNeeds(device, native, model.head_dim, kv_cache_dtype, args.page_size, deterministic)
-    attention_backend = _attention_backend(args, needs, backends, decisions)
+    backend = _attention_backend(args, needs, backends, decisions)
     page_size = args.page_size
     if page_size is None:
-        page_size = backends.page_size(attention_backend)
-        decisions.append(f"page_size {page_size}: preferred by attention backend {attention_backend}")
+        page_size = backend.page_size
+        decisions.append(f"page_size {page_size}: preferred by attention backend {backend.name}")
     context_length = _context_length(args, model, decisions)
-    cuda_graph_sizes = _cuda_graph_sizes(
-        args, device, backends.captures(attention_backend), attention_backend, decisions
-    )
+    cuda_graph_sizes = _cuda_graph_sizes(args, device, backend, decisions)
     num_threads = args.num_threads or facts.num_cpus
     if args.num_threads is None and device == "cpu":
         decisions.append(f"num_threads {num_threads}: the cores that this process may use")
@@ -130,7 +132,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         device=device,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
-        attention_backend=attention_backend,
+        attention_backend=backend.name,
         page_size=page_size,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
@@ -260,26 +262,41 @@ def _deterministic(args: ServerArgs, device: str, quantization: Scheme, decision
     return True
 
 
-def _attention_backend(args: ServerArgs, needs: AttentionNeeds, backends: BackendChoices, decisions: list[str]) -> str:
+def _attention_backend(
+    args: ServerArgs, needs: AttentionNeeds, backends: Sequence[AttentionFacts], decisions: list[str]
+) -> AttentionFacts:
+    """The one that was asked for; else the fastest of those verified on this type of device; else the fastest."""
     if args.attention_backend != "auto":
-        reasons = backends.reasons_against(args.attention_backend, needs)
-        if reasons:
-            raise ConfigError(f"--attention-backend {args.attention_backend}: {'; '.join(reasons)}")
-        return args.attention_backend
-    refused: list[str] = []
-    for name in backends.preference:
-        reasons = backends.reasons_against(name, needs)
-        if not reasons:
-            why = "; ".join(refused) or "the fastest for this device"
-            decisions.append(f"attention_backend {name}: {why}")
-            return name
-        refused.append(f"{name} cannot: {', '.join(reasons)}")
-    raise ConfigError(f"no attention backend can run this model on this machine: {'; '.join(refused)}")
+        (backend,) = [backend for backend in backends if backend.name == args.attention_backend]
+        if reasons := backend.reasons_against(needs):
+            raise ConfigError(f"--attention-backend {backend.name}: {'; '.join(reasons)}")
+        return backend
+    refusals = {backend.name: backend.reasons_against(needs) for backend in backends}
+    able = [backend for backend in backends if not refusals[backend.name]]
+    if not able:
+        refused = "; ".join(f"{name} cannot: {', '.join(reasons)}" for name, reasons in refusals.items())
+        raise ConfigError(f"no attention backend can run this model on this machine: {refused}")
+    chosen = next((backend for backend in able if needs.device in backend.verified), able[0])
+    why = _why(chosen, backends, refusals, needs.device)
+    decisions.append(f"attention_backend {chosen.name}: {'; '.join(why) or 'the fastest for this device'}")
+    return chosen
 
 
-def _cuda_graph_sizes(
-    args: ServerArgs, device: str, captures: bool, backend: str, decisions: list[str]
-) -> tuple[int, ...]:
+def _why(
+    chosen: AttentionFacts, backends: Sequence[AttentionFacts], refusals: Mapping[str, list[str]], device: str
+) -> list[str]:
+    """What speaks against each faster backend, and what is to be known of the chosen one."""
+    why = []
+    for backend in backends[: backends.index(chosen)]:
+        reasons = refusals[backend.name]
+        says = f"cannot: {', '.join(reasons)}" if reasons else f"is not verified on {device}"
+        why.append(f"{backend.name} {says}")
+    if device not in chosen.verified:
+        why.append(f"not verified on {device} yet, and no other that can serve is")
+    return why
+
+
+def _cuda_graph_sizes(args: ServerArgs, device: str, backend: AttentionFacts, decisions: list[str]) -> tuple[int, ...]:
     asked = args.cuda_graph_bs or args.cuda_graph_max_bs is not None
     if device != "cuda":
         if asked:
@@ -287,12 +304,12 @@ def _cuda_graph_sizes(
         return ()
     if args.disable_cuda_graph:
         return ()
-    if not captures:
+    if not backend.captures:
         if asked:
             raise ConfigError(
-                f"attention backend {backend} cannot be captured in a CUDA graph; leave --cuda-graph-* out"
+                f"attention backend {backend.name} cannot be captured in a CUDA graph; leave --cuda-graph-* out"
             )
-        decisions.append(f"cuda graphs: none, attention backend {backend} cannot be captured")
+        decisions.append(f"cuda graphs: none, attention backend {backend.name} cannot be captured")
         return ()
     if args.cuda_graph_bs:
         return _sizes(args.cuda_graph_bs, args.max_running_requests)

@@ -17,7 +17,7 @@ from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import identity
 from headrace.config.adapters import lora_paths
-from headrace.config.resolve import BackendChoices, Config, DeviceFacts, override_model, resolve
+from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.device import CudaDevice
@@ -52,8 +52,6 @@ _logger = get_logger(__name__)
 
 _NOT_IN_GRAPHS = "decode steps run as CUDA graphs, which do not tell what is chosen in them: start the server with --disable-cuda-graph"
 
-BACKENDS = BackendChoices(select.PREFERENCE, select.reasons_against, select.preferred_page_size, select.captures)
-
 
 @dataclass(frozen=True, slots=True)
 class _PoolPlan:
@@ -73,7 +71,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
     fingerprint = fingerprint_of(checkpoint)
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     spec = model_class_for(model_config, args.model_impl)
-    config = resolve(args, model_config, device_facts(), BACKENDS)
+    config = resolve(args, model_config, device_facts(), select.BACKENDS)
     processors = load_processors(args.custom_logit_processors)
     with ExitStack() as resources:
         if config.device == "cpu" and not config.native_kernels:

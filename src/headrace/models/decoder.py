@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec, PagedKv, rotating
+from headrace.attention.base import AttentionLayerSpec, PagedKv, RotatingBackend, StepAttention
 from headrace.checkpoint.model_config import ModelConfig, RopeConfig
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
@@ -84,7 +84,7 @@ class Attention:
             )
             self.head_norms = (q_norm, k_norm)
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
         spec = self.spec
         qkv = self.qkv(x)
@@ -94,9 +94,8 @@ class Attention:
         v = v.unflatten(1, (spec.num_kv_heads, spec.head_dim))
         if self.head_norms is not None:
             q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
-        rotates = rotating(attention)
-        if rotates is not None:
-            return self.out(rotates.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec))
+        if isinstance(attention, RotatingBackend):
+            return self.out(attention.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec))
         self.rotary(q, k, positions)
         return self.out(attention.forward(q, k, v, spec))
 
@@ -126,7 +125,7 @@ class Block:
         self._after: tuple[RMSNorm, RMSNorm] | None = (norm(), norm()) if options.sandwich_norms else None
 
     def __call__(
-        self, added: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self, added: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
         """added: what the layer before adds to `residual` [num_tokens, hidden_size] (None at the first). Returns what this one adds."""
         x = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
@@ -238,7 +237,7 @@ class DecoderLM:
         return self._embedding(token_ids)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         if self._fused is not None and not by_layer and attention.paged_kv() is self._fused[1]:
@@ -253,7 +252,7 @@ class DecoderLM:
         assert added is not None
         return self._norm(added, residual)
 
-    def fuse(self, attention: AttentionBackend) -> str:
+    def fuse(self, attention: StepAttention) -> str:
         """See `CausalLM.fuse`."""
         self._fused = None
         for block in self._blocks:

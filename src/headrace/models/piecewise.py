@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec
+from headrace.attention.base import AttentionLayerSpec, StepAttention
 from headrace.kernels import DecoderSpec
 
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -39,7 +39,7 @@ class PiecewiseDecoder:
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionBackend,
+        attention: StepAttention,
         attention_specs: Sequence[AttentionLayerSpec],
     ) -> torch.Tensor:
         """See `CausalLM.forward`. attention_specs: of each layer."""

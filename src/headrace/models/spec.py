@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from headrace.attention.base import AttentionBackend, KvShape
+from headrace.attention.base import KvShape, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.errors import ModelError
@@ -34,7 +34,7 @@ class CausalLM(Protocol):
         """token_ids int[num_tokens] -> what the first layer takes, [num_tokens, hidden_size], a fresh tensor."""
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
     ) -> torch.Tensor:
         """Run all layers over `hidden` [num_tokens, hidden_size], which it may overwrite.
 
@@ -42,7 +42,7 @@ class CausalLM(Protocol):
         way, with the same bits: adapters add to their outputs. Returns the hidden states after the final norm, same shape.
         """
 
-    def fuse(self, attention: AttentionBackend) -> str:
+    def fuse(self, attention: StepAttention) -> str:
         """Run all layers as one native call from now on when the attention is this backend, whose pool is made.
 
         Returns "" or the reason why that cannot be; `forward` gives the same bits either way. Again after weights were loaded anew.

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from headrace.attention.base import AttentionBackend, AttentionLayerSpec
+from headrace.attention.base import AttentionLayerSpec, StepAttention
 from headrace.checkpoint.foreign_config import transformers_config
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
@@ -57,7 +57,7 @@ class _Step:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.masks_slide = False
-        self.attention: AttentionBackend
+        self.attention: StepAttention
         self.layers_called: list[int] = []
 
 
@@ -178,7 +178,7 @@ class TransformersLM:
         return embedded
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, *, by_layer: bool = False
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         self._step.attention = attention
@@ -194,7 +194,7 @@ class TransformersLM:
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
 
-    def fuse(self, attention: AttentionBackend) -> str:
+    def fuse(self, attention: StepAttention) -> str:
         """See `CausalLM.fuse`."""
         return "transformers runs the layers"
 
@@ -266,20 +266,10 @@ class TransformersLM:
             )
 
 
-class _Recorder:
-    """An attention backend that stores nothing and attends to nothing."""
+class _Recorder(StepAttention):
+    """Stores nothing and attends to nothing."""
 
     name = "recorder"
-
-    def make_kv_pool(self, *unused: object) -> Any:
-        """Never called."""
-        raise AssertionError("a recorder has no pool")
-
-    def prepare(self, rows: object) -> None:
-        """Nothing to do."""
-
-    def paged_kv(self) -> None:
-        """None: it stores nothing."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """Zeros [num_tokens, num_q_heads * head_dim]."""

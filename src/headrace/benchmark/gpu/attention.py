@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from headrace.attention import select
-from headrace.attention.base import AttentionLayerSpec, KvShape, StepRows
+from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvShape, StepRows
+from headrace.attention.select import BACKENDS
+from headrace.attention.torch_native import TorchNativeAttention
 from headrace.benchmark.gpu.bench import Bench
 from headrace.benchmark.gpu.closeness import BF16_ERROR, Check, distance, random_tensor
 from headrace.config.resolve import AttentionNeeds
@@ -19,26 +20,32 @@ def attention_checks(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Ch
         spec = AttentionLayerSpec(0, heads, kv_heads, head_dim, head_dim**-0.5, window, cap)
         name_of_dtype = str(dtype).removeprefix("torch.")
         needs = AttentionNeeds(bench.options.device, True, head_dim, name_of_dtype, None)
-        for name in select.PREFERENCE:
-            if select.reasons_against(name, needs):
+        for backend in BACKENDS:
+            if backend.reasons_against(needs):
                 continue
 
-            def compare(name: str = name, spec: AttentionLayerSpec = spec) -> tuple[float, float]:
-                got = _attention_outputs(name, spec, bench.device, dtype, dtype)
-                want = _attention_outputs("torch_native", spec, torch.device("cpu"), torch.float32, dtype)
+            def compare(
+                backend: type[AttentionBackend] = backend, spec: AttentionLayerSpec = spec
+            ) -> tuple[float, float]:
+                got = _attention_outputs(backend, spec, bench.device, dtype, dtype)
+                want = _attention_outputs(TorchNativeAttention, spec, torch.device("cpu"), torch.float32, dtype)
                 return distance(got, want), BF16_ERROR
 
             window_text = f", window {window}" if window else ""
-            yield f"attention {name}: {heads}/{kv_heads} heads of {head_dim}{window_text}", compare
+            yield f"attention {backend.name}: {heads}/{kv_heads} heads of {head_dim}{window_text}", compare
 
 
 def _attention_outputs(
-    name: str, spec: AttentionLayerSpec, device: torch.device, dtype: torch.dtype, rounded: torch.dtype
+    chosen: type[AttentionBackend],
+    spec: AttentionLayerSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounded: torch.dtype,
 ) -> torch.Tensor:
     """What a backend gives in three steps of three sequences, [tokens, heads * head_dim]. Inputs are rounded to `rounded`."""
-    page = select.preferred_page_size(name)
+    page = chosen.page_size
     room = 400 // page * page + page
-    backend = select.make_backend(name)
+    backend = chosen()
     backend.make_kv_pool(KvShape(1, spec.num_kv_heads, spec.head_dim, dtype), 3 * room, page, device)
     pages = torch.randperm(3 * room // page, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     slots = (pages[:, None] * page + torch.arange(page, dtype=torch.int32)).reshape(3, room)
