@@ -85,6 +85,7 @@ def launch_engine(
             tokenizer = open_tokenizer(args)
             template = open_chat_template(args, tokenizer)
             model = read_model_config(args)
+            _import_front_end()
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
             manager = _tokenizer_manager(args, ready, tokenizer, model, parts, from_engine, spans)
@@ -103,6 +104,11 @@ def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
         return ThreadParts(args)
     resolve_model(args.model_path)  # once, before the children do: it may have to join the files of a model
     return ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir())))
+
+
+def _import_front_end() -> None:
+    """Import what the main process needs, while the children load."""
+    import headrace.frontend.tokenizer_manager  # noqa: F401
 
 
 def _tokenizer_manager(

@@ -76,7 +76,6 @@ def _import_server() -> None:
     """Import what serving needs, which takes a second, while the children load."""
     import uvloop  # noqa: F401
 
-    import headrace.frontend.tokenizer_manager
     import headrace.server.app
     import headrace.server.listener  # noqa: F401
 
