@@ -141,7 +141,7 @@ async def test_an_adapter_keeps_the_files_that_it_was_loaded_from(pair):
         pair.from_engine.send(LoraReply(asked.id, asked.lora_id, fingerprint=fingerprint))
     for undone in await pair.both_hear():
         pair.answer(undone)
-    with pytest.raises(RequestError, match="changed while it was loaded"):
+    with pytest.raises(RequestError, match="changed while it was being loaded"):
         await loading
 
     loading = pair.load("new")

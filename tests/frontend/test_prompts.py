@@ -100,8 +100,8 @@ BAD = {
         "33 stop patterns",
     ),
     "priority beyond 32 bits": ({"text": "a", "priority": 2**70}, "priority must be between"),
-    "empty bytes": ({"input_embeds": b""}, "0 bytes are no rows of 2"),
-    "half a row": ({"input_embeds": b"abcd"}, "4 bytes are no rows of 2"),
+    "empty bytes": ({"input_embeds": b""}, "0 bytes are not whole rows of 2"),
+    "half a row": ({"input_embeds": b"abcd"}, "4 bytes are not whole rows of 2"),
     "bytes of no numbers": ({"input_embeds": pack_float32([1.0, math.nan])}, "finite"),
     "a bad pattern": ({"text": "a", "sampling_params": {"stop_regex": "("}}, "not accepted"),
 }
@@ -128,13 +128,13 @@ def test_samples_together_are_bounded_in_bytes(fields):
 
     split_call(request(**fields, sampling_params={"n": 4}), limits)
 
-    with pytest.raises(RequestError, match="bytes together"):
+    with pytest.raises(RequestError, match="bytes together; the limit is"):
         split_call(request(**fields, sampling_params={"n": 5}), limits)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None])
 def test_only_integers_are_token_ids(value):
-    with pytest.raises(RequestError, match="token ids are integers"):
+    with pytest.raises(RequestError, match="token ids must be integers"):
         split_call(GenerateReqInput(input_ids=[1, value]), LIMITS)
 
 

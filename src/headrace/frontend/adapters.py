@@ -1,7 +1,7 @@
-"""The adapters by name: which there are, which of them are in memory, who uses them.
+"""LoRA adapters by name: which exist, which are in memory, and how many samples use them.
 
-Owns names, numbers and use counts, and the choice of who leaves memory when it is full: the unpinned, unused adapter that was not used for
-longest. It stays known and is read again when a request asks for it. Does not read files: the engine does, when it is asked to. Used by the
+Owns names, numbers and use counts, and the choice of the adapter to evict when memory is full: the least recently used one that is neither
+pinned nor in use. It stays known and is read again when a request names it. Does not read files: the engine does, on request. Used by the
 tokenizer manager, in its event loop only.
 """
 
@@ -20,15 +20,15 @@ logger = get_logger(__name__)
 MAX_NAME_LENGTH = 256
 
 CallEngine = Callable[[Callable[[int], LoadLoraReq | UnloadLoraReq]], Awaitable[list[LoraReply]]]
-"""Sends the request made for an id to every replica that lives, also to one that comes back meanwhile, and gives the replies of those that
-live then. Raises ExecutionError when they do not all come, CapacityError when nobody lives."""
+"""Sends the request made for an id to every live replica, including one that comes back meanwhile, and returns the replies of those that
+are still alive. Raises ExecutionError when not all replies come, CapacityError when no replica is alive."""
 
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """lora_id: the engine's number of it while it is in memory, else 0; each load gives it another. num_users: samples that use it.
+    """lora_id: the engine's number for it while it is in memory, else 0; each load gives a new one. num_users: samples that use it.
 
-    fingerprint: of the files that it was loaded from; empty = of none yet. It is never another adapter under the same name.
+    fingerprint: of the files that it was loaded from; empty = not loaded yet. Different files are never loaded under the same name.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Adapter:
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def release(self, num_users: int = 1) -> None:
-        """Samples that used it have ended."""
+        """Called when samples that used it have ended."""
         self.num_users -= num_users
         assert self.num_users >= 0, (self.name, self.num_users)
         if not self.num_users:
@@ -50,7 +50,7 @@ class Adapter:
 
 
 class Adapters:
-    """See the module's text. loaded: (name, path) of those that the engine has loaded at start, as its numbers 1, 2, ...
+    """See the module docstring. loaded: (name, path) of those that the engine loaded at start, with the numbers 1, 2, ...
 
     fingerprints: of their files.
     """
@@ -71,41 +71,43 @@ class Adapters:
             adapter.fingerprint = fingerprint
         self._ids = itertools.count(len(loaded) + 1)
         self._uses = itertools.count(1)
-        # What is in memory is changed by one operation at a time.
+        # One operation at a time changes what is in memory.
         self._lock = asyncio.Lock()
 
     @property
     def names(self) -> list[str]:
-        """Every adapter that requests may name, in the order of their coming."""
+        """Names of all adapters that requests may use, in the order in which they were added."""
         return [name for name, adapter in self._by_name.items() if not adapter.leaving]
 
     def check_number(self, names: Iterable[str]) -> None:
-        """Raises RequestError for more adapters in one call than memory holds: they could never be there together."""
+        """Raises RequestError if one call uses more adapters than fit in memory."""
         number = len(set(filter(None, names)))
         if number > self._max_loras:
             raise RequestError(
-                f"{number} adapters in one request; this server holds {self._max_loras} (--max-loras)", "lora_path"
+                f"{number} adapters in one request; this server holds at most {self._max_loras} (--max-loras)",
+                "lora_path",
             )
 
     async def load(self, name: str, path: str, pinned: bool) -> None:
-        """Read an adapter into memory and let requests name it. Raises RequestError when it is refused, CapacityError when none can leave.
+        """Read an adapter into memory and let requests name it.
 
-        pinned: it stays in memory until it is unloaded.
+        pinned: it stays in memory until it is unloaded. Raises RequestError when it is refused, CapacityError when memory is full and no
+        adapter can be evicted.
         """
         self._check_name(name)
         if not path:
             raise RequestError("lora_path is empty", "lora_path")
         if self._max_loras == 0:
-            raise RequestError("this server takes no adapters (--max-loras 0)", "lora_name")
+            raise RequestError("this server does not load adapters (--max-loras 0)", "lora_name")
         async with self._lock:
             if name in self._by_name:
-                raise RequestError(f"an adapter {name!r} is there already; unload it first", "lora_name")
+                raise RequestError(f"the adapter {name!r} is already loaded; unload it first", "lora_name")
             adapter = Adapter(name, path, pinned=pinned, last_used=next(self._uses))
             await self._bring_in(adapter)
             self._by_name[name] = adapter
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter. From now on requests for it are refused; those that use it are waited for. Raises NotFoundError, RequestError."""
+        """Unload an adapter. New requests for it are refused at once; running ones are waited for. Raises NotFoundError, RequestError."""
         adapter = self._find(name, "lora_name")
         adapter.leaving = True
         try:
@@ -116,14 +118,14 @@ class Adapters:
                 await self._take_out(adapter)
                 del self._by_name[name]
         finally:
-            # Should the caller have given up waiting, the adapter stays.
+            # If the caller has given up waiting, the adapter stays.
             adapter.leaving = False
 
     async def acquire(self, name: str, num_users: int = 1) -> Adapter:
-        """The adapter, in memory, kept there until its `release` was called `num_users` times.
+        """The adapter, loaded if needed, and kept in memory until `release` has been called `num_users` times.
 
-        Raises NotFoundError for a name that there is not, CapacityError when every adapter in memory is in use or pinned, RequestError when it
-        cannot be read any more.
+        Raises NotFoundError for an unknown name, CapacityError when every adapter in memory is in use or pinned, RequestError when it
+        can no longer be read.
         """
         adapter = self._find(name, "lora_path")
         adapter.num_users += num_users
@@ -139,15 +141,15 @@ class Adapters:
         return adapter
 
     def restore(self, sender: Sender) -> None:
-        """Send what is in memory to a scheduler that begins another life; before the requests that use it."""
+        """Send the adapters in memory to a restarted scheduler, before the requests that use them."""
         for adapter in self._by_name.values():
             if adapter.lora_id:
                 sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, True, adapter.fingerprint))
 
     def lost(self, reply: LoraReply) -> bool:
-        """Take the reply to what `restore` sent: whether the adapter could not be read and must leave the other replicas too.
+        """Handle a reply to `restore`. Returns whether the adapter could not be read, so that the other replicas must unload it too.
 
-        The requests that were to use it there fail, and the next one has it read again.
+        Requests that need it there fail; the next request loads it again.
         """
         if reply.status_code < 400:
             return False
@@ -161,7 +163,7 @@ class Adapters:
     def _find(self, name: str, param: str) -> Adapter:
         adapter = self._by_name.get(name)
         if adapter is None:
-            raise NotFoundError(f"there is no adapter {name!r:.100} here", param, "adapter_not_found")
+            raise NotFoundError(f"there is no adapter {name!r:.100}", param, "adapter_not_found")
         if adapter.leaving:
             raise RequestError(f"the adapter {name!r:.100} is being unloaded", param)
         return adapter
@@ -172,7 +174,7 @@ class Adapters:
             raise RequestError(f"lora_name must be 1 to {MAX_NAME_LENGTH} printable characters", "lora_name")
 
     async def _bring_in(self, adapter: Adapter) -> None:
-        """Under the lock: make room, and load it under a new number."""
+        """With the lock held: make room, and load it under a new number."""
         resident = [other for other in self._by_name.values() if other.lora_id]
         if len(resident) >= self._max_loras:
             idle = [other for other in resident if not (other.pinned or other.num_users)]
@@ -187,16 +189,16 @@ class Adapters:
             _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
             if len({reply.fingerprint for reply in replies}) > 1:
                 raise RequestError(
-                    f"the adapter {adapter.name!r} changed while it was loaded; load it again", "lora_path"
+                    f"the adapter {adapter.name!r} changed while it was being loaded; load it again", "lora_path"
                 )
         except BaseException:
-            # Nobody knows who has loaded it: it must not stay.
+            # Some replicas may have loaded it: it must not stay.
             await asyncio.shield(self._call(lambda i: UnloadLoraReq(i, lora_id)))
             raise
         adapter.lora_id, adapter.fingerprint = lora_id, replies[0].fingerprint
 
     async def _take_out(self, adapter: Adapter) -> None:
-        """Under the lock: no request will find its KV again, since the number is never used twice."""
+        """With the lock held. No later request finds its KV, since the number is never reused."""
         if adapter.lora_id:
             lora_id, adapter.lora_id = adapter.lora_id, 0
             _raise_failure(await self._call(lambda i: UnloadLoraReq(i, lora_id)), "")

@@ -1,7 +1,7 @@
-"""Control operations as awaitable calls: a request goes out to some replicas, and the replies come back.
+"""Control operations as awaitable calls: sends a request to some replicas and gathers the replies.
 
-Owns the ids and the waiters. Every replica is asked under an id of its own, so that a reply says who gave it, and what a dead one had
-still to say is dropped. Used by the tokenizer manager, in its event loop only.
+Owns the ids and the waiters. Each replica gets its own id, so that a reply identifies its sender, and late replies of a dead replica are
+dropped. Used by the tokenizer manager, in its event loop only.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from headrace.messages.channel import Message
 
 
 class Reply(Protocol):
-    """A reply names its request."""
+    """A reply, which has the id of its request."""
 
     @property
     def id(self) -> int:
-        """The request's id."""
+        """Id of the request."""
 
 
 R = TypeVar("R", bound=Reply)
@@ -28,20 +28,20 @@ R = TypeVar("R", bound=Reply)
 
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[R]):
-    """Replies to one request so far. missing: whose are still to come, by id."""
+    """Replies to one request so far. missing: replicas that have not replied, by id."""
 
     done: "asyncio.Future[None]"
     missing: dict[int, Replica] = field(default_factory=dict)
     replies: dict[Replica, R] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Wake the caller when there is nobody left to wait for."""
+        """Wake the caller when no reply is missing any more."""
         if not self.missing and not self.done.done():
             self.done.set_result(None)
 
 
 class Communicator(Generic[R]):
-    """Asks replicas and gathers their replies. Those that die meanwhile are not waited for."""
+    """Sends requests to replicas and gathers their replies. Does not wait for replicas that die meanwhile."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,9 +52,9 @@ class Communicator(Generic[R]):
     async def call(
         self, replicas: Sequence[Replica], make: Callable[[int], Message], timeout_s: float
     ) -> dict[Replica, R]:
-        """Send each of `replicas` what `make(id)` gives and wait for the replies of those that live on; at least one does.
+        """Send `make(id)` to each of `replicas` and return the replies of those that stay alive, at least one.
 
-        Raises CapacityError when none does, ExecutionError when the replies do not come within `timeout_s` seconds, or `fail_all`'s error.
+        Raises CapacityError if none stays alive, ExecutionError if the replies do not come within `timeout_s` seconds, or `fail_all`'s error.
         """
         if self._error is not None:
             raise self._error
@@ -63,7 +63,7 @@ class Communicator(Generic[R]):
         waiting.missing.update(asked)
         self._waiting.update(dict.fromkeys(asked, waiting))
         try:
-            # All at once: two calls reach every replica in the same order.
+            # Without an await in between: two calls reach every replica in the same order.
             for request_id, replica in asked.items():
                 replica.sender.send(make(request_id))
             waiting.check()
@@ -80,7 +80,7 @@ class Communicator(Generic[R]):
     async def call_every(
         self, living: Callable[[], Sequence[Replica]], make: Callable[[int], Message], timeout_s: float
     ) -> dict[Replica, R]:
-        """As `call`, of all replicas that live when it returns: one that comes back meanwhile is asked too."""
+        """Like `call`, for all replicas that are alive when it returns, including one that comes back meanwhile."""
         replies: dict[Replica, R] = {}
         while missing := [replica for replica in living() if replica not in replies]:
             replies |= await self.call(missing, make, timeout_s)
@@ -90,7 +90,7 @@ class Communicator(Generic[R]):
         return found
 
     def handle(self, reply: R) -> None:
-        """Take a reply. One that nobody waits for any more is dropped."""
+        """Take a reply. It is dropped if nobody waits for it."""
         waiting = self._waiting.get(reply.id)
         if waiting is None or reply.id not in waiting.missing:
             return
@@ -98,14 +98,14 @@ class Communicator(Generic[R]):
         waiting.check()
 
     def lost(self, replica: Replica) -> None:
-        """It has died: its replies are not waited for."""
+        """A replica has died: stop waiting for its replies."""
         for request_id, waiting in self._waiting.items():
             if waiting.missing.get(request_id) is replica:
                 del waiting.missing[request_id]
                 waiting.check()
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`, and so does everybody from now on: the engine is gone."""
+        """The engine is gone: fail all calls, and every later one, with `error`."""
         self._error = error
         for waiting in self._waiting.values():
             if not waiting.done.done():

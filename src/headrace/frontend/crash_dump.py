@@ -1,6 +1,6 @@
-"""What the last requests were, as a file for whoever looks into it: when a part of the engine died, and when an operator asks.
+"""Dumps of the most recent requests to a file, for debugging: when a process of the engine dies, or on an operator's request.
 
-Owns the files. Prompts are in them only when the operator asked for that at start. Called by the tokenizer manager.
+Owns the files. They contain prompts only with --crash-dump-prompts. Called by the tokenizer manager.
 """
 
 import json
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 
 def described(requests: Iterable[Timeline], prompts: bool) -> list[dict[str, Any]]:
-    """Each request as it is written. Live requests have the state "running"."""
+    """The requests in the form of the file. Live requests have the state "running"."""
     return [each.describe() | ({"prompt": each.prompt} if prompts else {}) for each in requests]
 
 
@@ -35,12 +35,12 @@ def write_dump(folder: str, kind: str, message: str, requests: list[dict[str, An
 
 
 def write_crash_dump(folder: str, message: str, requests: Iterable[Timeline], prompts: bool) -> Path | None:
-    """Write `crash-<time>-<pid>.json`. A folder that cannot be written is logged: None. message: what died."""
+    """Write `crash-<time>-<pid>.json`. If it cannot be written, that is logged: None. message: what died."""
     found = described(requests, prompts)
     try:
         path = write_dump(folder, "crash", message, found)
     except OSError as error:
-        logger.error("no crash dump could be written: %s", error.strerror)
+        logger.error("cannot write a crash dump: %s", error.strerror)
         return None
-    logger.error("the last %d requests are in %s", len(found), path)
+    logger.error("wrote a dump of the last requests (%d) to %s", len(found), path)
     return path

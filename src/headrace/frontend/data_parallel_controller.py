@@ -1,9 +1,9 @@
-"""Which of several replicas gets a request (--dp-size, --load-balance-method), and what several replicas are together.
+"""Load balancing: which of several replicas gets a request (--dp-size, --load-balance-method), and their combined properties.
 
-Owns the policies and what they know of each replica's load and cache. A thin layer within the main process, not a process of its own:
-every request and output passes the tokenizer manager anyway, which knows who is live and how long each is, so a process between would
-add two hops to every message and a second copy of that knowledge. With one replica none of this exists. Does not send: `replay`
-does, which also moves the samples of a replica that has died. Event loop only.
+Owns the policies and their view of each replica's load and cache. It is a layer within the main process, not a process of its own:
+every request and output passes through the tokenizer manager anyway, which knows all live samples and their lengths; a separate process
+would add two hops to every message and a second copy of that state. Not used with one replica. Does not send: `replay` does, which also
+moves the samples of a replica that has died. Event loop only.
 """
 
 import itertools
@@ -25,22 +25,22 @@ Method = Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
 
 BLOCK_TOKENS = 32
 MAX_BLOCKS = 65536
-"""Prefix blocks remembered of each replica: 2M tokens, some 10 MB."""
+"""Prefix blocks to remember per replica: 2M tokens, about 10 MB."""
 MIN_SHARED = 0.5
-"""A shared prefix of less than this part of the prompt does not bind a request to a replica."""
+"""A shared prefix that is shorter than this fraction of the prompt is ignored."""
 MAX_LEAD_REQUESTS = 32
 MAX_LEAD_FACTOR = 1.5
-"""A replica with so many requests more than the least loaded one, and so many times as many, gets no more for its cache's sake."""
+"""A replica gets no more requests for its cache when it has MAX_LEAD_REQUESTS more and MAX_LEAD_FACTOR times as many as the least loaded one."""
 
 
 class FanOutSender:
-    """Several writing ends as one."""
+    """Several senders as one."""
 
     def __init__(self, senders: Sequence[Sender]) -> None:
         self._senders = senders
 
     def send(self, message: Message) -> None:
-        """To all."""
+        """Send to all."""
         for sender in self._senders:
             sender.send(message)
 
@@ -51,7 +51,7 @@ class FanOutSender:
 
 
 class RoundRobin:
-    """Each in turn."""
+    """The replicas take turns."""
 
     def __init__(self) -> None:
         self._turn = itertools.count()
@@ -71,7 +71,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Who has the fewest live samples, or (by_tokens) the fewest tokens that these may come to hold. The first of equals in turn."""
+    """The replica with the fewest live samples, or (by_tokens) the fewest tokens that these may grow to. Equal ones take turns."""
 
     def __init__(self, num_replicas: int, by_tokens: bool) -> None:
         self.load = [0] * num_replicas
@@ -99,12 +99,12 @@ class LeastLoaded:
 
 
 class CacheAware:
-    """Who is likely to have the longest prefix of the prompt in its cache, unless that one has far more to do than others.
+    """The replica that probably has the longest prefix of the prompt in its cache, unless it has far more load than others.
 
     The idea is that of the SGLang router's cache-aware policy (Zheng et al., "SGLang: Efficient Execution of Structured Language
-    Model Programs", 2024, and its router's documentation): an approximate picture of each replica's cache, kept by who was sent what,
-    and a switch to the shortest queue when the loads are out of balance. Here the picture is a bounded set of hashes of the prompt's
-    first 1, 2, 3, ... blocks, the least recently used forgotten first. It ignores what the replica itself evicts.
+    Model Programs", 2024, and its router's documentation): an approximation of each replica's cache, derived from the requests it was sent,
+    and a switch to the shortest queue when the loads are unbalanced. Here the approximation is a bounded LRU set of hashes of the prompts'
+    first 1, 2, 3, ... blocks. Evictions in the replica itself are ignored.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -128,7 +128,7 @@ class CacheAware:
         self._shortest.sent(replica, request)
         blocks = self._blocks[replica]
         for value in reversed(_prefix_hashes(request)):
-            # The beginning last: it is what outlives.
+            # The first block last, so that it is dropped last.
             blocks[value] = None
             blocks.move_to_end(value)
         while len(blocks) > MAX_BLOCKS:
@@ -148,7 +148,7 @@ class CacheAware:
 
 
 def _prefix_hashes(request: TokenizedGenerateReqInput) -> list[int]:
-    """One hash for each whole block of the prompt: of it, all before it and the namespace. None for embeddings."""
+    """One hash per whole block of the prompt, over the namespace and all tokens up to its end. Empty for embeddings."""
     if request.input_embeds:
         return []
     size, value, hashes = BLOCK_TOKENS * 4, hash(request.namespace), []
@@ -172,16 +172,16 @@ def make_balancer(method: Method, num_replicas: int) -> "Balancer":
 
 
 def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
-    """What replicas are together: a prompt must fit into each, and all run requests at once.
+    """The properties of all replicas together: a prompt must fit into each, and all of them run requests.
 
-    Raises ConfigError when they are not alike.
+    Raises ConfigError if they differ.
     """
     first = infos[0]
     if len({info.device for info in infos}) > 1:
-        raise ConfigError("--dp-size: there is not a GPU for each replica; say --device cpu, or fewer replicas")
+        raise ConfigError("--dp-size: there are fewer GPUs than replicas; use --device cpu, or fewer replicas")
     if len({(info.fingerprint, info.lora_fingerprints) for info in infos}) > 1:
         raise ConfigError(
-            "the checkpoint (or an adapter) changed while the replicas read it, so that they would differ; start again"
+            "the checkpoint or an adapter changed while the replicas read it, so they would differ; start again"
         )
     return msgspec.structs.replace(
         first,

@@ -1,6 +1,6 @@
-"""Prompts given as embeddings, rows of numbers or bytes: to the float32 bytes that the scheduler gets.
+"""Converts prompts given as embeddings (rows of numbers, or bytes) to float32 bytes for the scheduler.
 
-Pure functions; for large inputs in a thread.
+Pure functions; run in a thread for large inputs.
 """
 
 import math
@@ -52,13 +52,13 @@ def pack_row(row: list[float], hidden_size: int) -> bytes:
 def _checked(data: bytes, hidden_size: int) -> bytes:
     if not data or len(data) % (4 * hidden_size):
         raise RequestError(
-            f"{_NAME}: {len(data)} bytes are no rows of {hidden_size} float32 values ({4 * hidden_size} bytes each)",
+            f"{_NAME}: {len(data)} bytes are not whole rows of {hidden_size} float32 values ({4 * hidden_size} bytes each)",
             _NAME,
         )
     for at in range(0, len(data), _CHECKED_BYTES):
         values = array("f")
         values.frombytes(data[at : at + _CHECKED_BYTES])
-        # Float32 numbers cannot overflow the sum, which is a double: it is finite when all of them are.
+        # The sum is a double, which float32 values cannot overflow: it is finite if all values are.
         if not math.isfinite(sum(values)):
             raise _not_finite()
     return data

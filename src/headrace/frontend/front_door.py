@@ -1,8 +1,8 @@
-"""Where the calls of HTTP workers (--tokenizer-worker-num) enter the main process.
+"""Receives the calls of HTTP workers (--tokenizer-worker-num) in the main process.
 
-Owns the calls under way: each is a task that calls a method of the front end and sends back what it gives. A stream's outputs wait here
-for a worker that does not take them, as they would for a slow client, so that the front end joins what comes meanwhile. Does not own
-requests, limits or the engine: the `TokenizerManager` does, for all workers. Runs in the main process's event loop, but where it says so.
+Owns the calls in progress: each is a task that calls a method of the front end and sends back its results. The outputs of a stream wait
+here for a slow worker, as they would for a slow client, so that the front end merges later ones. Does not own requests, limits or the
+engine: the `TokenizerManager` does, for all workers. Runs in the main process's event loop, except where noted.
 
     HTTP worker 0 ──FrontCall──┐                                  ┌─> TokenizerManager ── engine
     HTTP worker 1 ──FrontCall──┴─> FrontDoor ── a task for each ──┘
@@ -32,14 +32,14 @@ from headrace.messages.front import (
 )
 
 WINDOW = 8
-"""Outputs of a stream that may be on their way to a worker, or lie there untaken."""
+"""Most outputs of a stream that are sent to a worker and not yet consumed there."""
 
 NEWS_S = 0.5
-"""News that no call brought are looked for this often."""
+"""Seconds between checks for news that no call has caused."""
 
 
 class _Call:
-    """A call under way. room: how many outputs of a stream may still be sent."""
+    """A call in progress. room: how many outputs of a stream may still be sent."""
 
     __slots__ = ("room", "task", "wake")
 
@@ -49,25 +49,25 @@ class _Call:
         self.task: asyncio.Task[None] | None = None
 
     def taken(self, count: int) -> None:
-        """The worker has taken so many outputs."""
+        """The worker has consumed `count` outputs."""
         self.room += count
         self.wake.set()
 
     async def use_room(self) -> None:
-        """An output was sent; returns when one more may be."""
+        """Count one sent output; returns when the next one may be sent."""
         self.room -= 1
         while self.room <= 0:
             self.wake.clear()
             await self.wake.wait()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the call: nobody waits for it any more."""
         if self.task is not None:
             self.task.cancel()
 
 
 class _Worker:
-    """One life of a worker. waiting: replies of this turn of the loop. news: what it was told last."""
+    """One incarnation of a worker. waiting: replies of this turn of the loop. news: the last ones sent to it."""
 
     __slots__ = ("calls", "news", "sender", "waiting")
 
@@ -79,10 +79,10 @@ class _Worker:
 
 
 class FrontDoor:
-    """See the module's text.
+    """See the module docstring.
 
-    frontend: whose methods are called. methods: which, by name (`weights.operate` is one of what it holds). receiver: calls of all
-    workers. make_news: what workers are to know. find_tenant: by the name that a worker gives.
+    frontend: the object whose methods are called. methods: by name (`weights.operate` is one of an attribute). receiver: calls of all
+    workers. make_news: the current state for workers. find_tenant: by the name that a worker sends.
     """
 
     def __init__(
@@ -103,16 +103,16 @@ class FrontDoor:
 
     @property
     def num_calls(self) -> int:
-        """Calls under way."""
+        """Number of calls in progress."""
         return sum(len(worker.calls) for worker in self._workers.values())
 
     def add(self, number: int, sender: Sender) -> None:
-        """A worker begins. number: of this life of it, never used again."""
+        """Add a worker. number: of this incarnation, never reused."""
         self._workers[number] = _Worker(sender)
         self.tell_news()
 
     def remove(self, number: int) -> None:
-        """It has ended, or is to get no more: its calls are aborted. Unknown numbers are ignored."""
+        """Remove a worker and abort its calls. Unknown numbers are ignored."""
         worker = self._workers.pop(number, None)
         if worker is not None:
             for call in worker.calls.values():
@@ -120,7 +120,7 @@ class FrontDoor:
             worker.sender.close()
 
     def tell_news(self) -> None:
-        """Send each worker what has changed since it was last told."""
+        """Send each worker what has changed since the last news."""
         news = self._make_news()
         for worker in self._workers.values():
             if worker.news != news:
@@ -128,7 +128,7 @@ class FrontDoor:
                 worker.sender.send(news)
 
     async def run(self) -> None:
-        """Take calls until cancelled; then what is under way is aborted."""
+        """Take calls until cancelled; then abort those in progress."""
         news = asyncio.get_running_loop().create_task(self._look_for_news())
         try:
             while True:
@@ -137,7 +137,7 @@ class FrontDoor:
                     continue
                 worker = self._workers.get(message.worker)
                 if worker is None:
-                    continue  # said by a life that has ended
+                    continue  # from an incarnation that has ended
                 if isinstance(message, FrontCall):
                     self._begin(worker, message)
                 elif (call := worker.calls.get(message.id)) is None:
@@ -202,7 +202,7 @@ class FrontDoor:
         return Caller(tenant, caller.traceparent, caller.is_admin)
 
     def _reply(self, worker: _Worker, reply: FrontOutput | FrontEnd) -> None:
-        """Into the message that goes out when this turn of the loop is over: one for all streams of a step."""
+        """Add a reply to the message that is sent at the end of this turn of the loop, one for all streams of a step."""
         if not worker.waiting:
             asyncio.get_running_loop().call_soon(self._flush, worker)
         worker.waiting.append(reply)

@@ -1,6 +1,6 @@
-"""The tokenizer of a server that was told to have none (--skip-tokenizer-init): token ids in, token ids out.
+"""The tokenizer of a server without one (--skip-tokenizer-init): token ids in, token ids out.
 
-No token has a text, so every text that would be made of ids is empty. Used wherever a tokenizer is.
+Tokens have no text, so all text is empty. Used wherever a tokenizer is used.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from headrace.text.tokenizers import RenderedPrompt, Tokenizer
 
 
 class NoTokenizer(Tokenizer):
-    """Reads no file, and knows no token."""
+    """Reads no files and knows no tokens."""
 
     def __init__(self) -> None:
         super().__init__(tokenizers.Tokenizer(models.BPE({}, [])))

@@ -1,10 +1,10 @@
-"""What every replica must have been told, in order.
+"""The log of operations that every replica must have carried out, in order.
 
-Owns the one truth about orders that change a replica's state for good: which weights and what they are called, whether generation is
-paused, what memory was given back. Each order that holds is entered under the next id; the log keeps what still matters (the sum of the
-orders, `Standing`), and says what a replica has to be told to come from one such sum to another. An order is entered when it is decided,
-before replicas carry it out, so that one which begins a new life meanwhile has it from here. Does not send anything (`weight_control`).
-Adapters in memory are `adapters`' own, the level of the log is the tokenizer manager's. Event loop only.
+Owns the state that such operations leave for good: the weights and their version, whether generation is paused, and which memory is
+released. Each operation is entered under the next id. The log keeps only the resulting state (`Standing`), and computes the operations that
+bring a replica from one such state to another. An operation is entered when it is decided, before the replicas carry it out, so that a
+replica that is restarted meanwhile gets it from here. Does not send anything (`weight_control` does), and does not own the adapters in
+memory (`adapters`) or the log level (the tokenizer manager). Event loop only.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,9 +32,9 @@ FIRST_VERSION = "default"
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that came while serving. number: of the order. fingerprint: of the files they were read from.
+    """Weights that were loaded while serving. number: of the operation. fingerprint: of the files they were read from.
 
-    update: None when they were pushed (as tensors, or over a process group): whoever has them not cannot get them.
+    update: None when they were pushed (as tensors, or over a process group), so that no other replica can get them later.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The sum of the orders. weights: None = those of the start."""
+    """The state after all operations. weights: None = those of the start."""
 
     weights: Weights | None = None
     version: str = FIRST_VERSION
@@ -52,16 +52,16 @@ class Standing:
     released: frozenset[MemoryTag] = frozenset()
 
     def orders_after(self, told: "Standing") -> list[WeightOperation]:
-        """What brings a replica that has been told `told` to here. Raises ExecutionError when nothing can."""
+        """The operations that bring a replica from the state `told` to this one. Raises ExecutionError if that is impossible."""
         orders: list[WeightOperation] = []
         released = told.released
         if self.weights != told.weights:
             if self.weights is None or self.weights.update is None:
                 raise ExecutionError(
-                    "the weights that serve were pushed, and only the replicas that got them have them"
+                    "the current weights were pushed, so only the replicas that received them have them"
                 )
             if released:
-                # Weights that are given back cannot be replaced.
+                # Released weights cannot be replaced.
                 orders.append(ResumeMemory(tuple(sorted(released))))
                 released = frozenset()
             orders.append(replace_version(self.weights.update, None))
@@ -77,31 +77,31 @@ class Standing:
 
 
 def replace_version(update: UpdateFromDisk, version: str | None) -> UpdateFromDisk:
-    """The same weights under another name, and without a word to the requests that run."""
+    """The same update with another version name, without aborting requests."""
     return UpdateFromDisk(update.model_path, update.load_format, False, version)
 
 
 @dataclass(slots=True)
 class OperationLog:
-    """See the module's text. head: the id of the last order; 0 = none yet."""
+    """See the module docstring. head: id of the last operation; 0 = none yet."""
 
     head: int = 0
     standing: Standing = field(default_factory=Standing)
 
     @property
     def can_be_told(self) -> bool:
-        """False while a new life cannot get the weights that serve."""
+        """False while a restarted replica cannot get the current weights."""
         return self.standing.weights is None or self.standing.weights.update is not None
 
     def enter(self, operation: WeightOperation, fingerprint: str = "") -> int:
-        """An order holds from now on; its id."""
+        """Enter an operation, which is in force from now on. Returns its id."""
         self.head += 1
         self.standing = self._after(operation, fingerprint)
         logger.debug("operation %d: %s", self.head, type(operation).__name__)
         return self.head
 
     def take_back(self, before: Standing) -> None:
-        """The weights and their name are those of `before` again: nobody that lives has others."""
+        """Restore the weights and version of `before`: no live replica has newer ones."""
         self.head += 1
         self.standing = replace(self.standing, weights=before.weights, version=before.version)
 

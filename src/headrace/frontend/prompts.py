@@ -1,6 +1,6 @@
-"""A call as it came in (`GenerateReqInput`) to single prompts, every field a scalar.
+"""Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar.
 
-Owns the shape of a call: which fields may be lists, how they spread over the prompts, what this build refuses by name.
+Owns the shape of a call: which fields may be lists, how they are distributed over the prompts, which are refused by name.
 Does not tokenize and does not know the prompt's length. Pure functions, run in the tokenizer manager's event loop, or in a thread for large calls.
 """
 
@@ -23,10 +23,10 @@ MAX_RID_LENGTH = 512
 MAX_KEY_LENGTH = 4096
 MAX_TOKEN_IDS_LOGPROB = 1024
 LARGE_ITEMS = 8192
-"""Token ids or prompts: looking at more is left to a thread."""
+"""Calls with more token ids or prompts than this are split in a thread."""
 MAX_PRIORITY = 2**31 - 1
 MAX_CALL_BYTES = 64 << 20
-"""Of what the scheduler gets for one call: every sample carries its prompt and its parameters."""
+"""Most bytes to send to the scheduler for one call; every sample carries its prompt and parameters."""
 
 _NOT_YET: tuple[tuple[str, str], ...] = (
     ("image_data", "image input"),
@@ -40,9 +40,9 @@ _NOT_YET: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What a call is checked against.
+    """Limits for checking a call.
 
-    processors: names of the server's custom logit processors. uses_priority: whether the schedule policy looks at priorities.
+    processors: names of the server's custom logit processors. uses_priority: whether the schedule policy uses priorities.
     num_replicas: of --dp-size. has_tokenizer: False = token ids only. context_length: in tokens.
     """
 
@@ -63,8 +63,8 @@ class Prompt:
     """One prompt of a call. Exactly one of text, input_ids and input_embeds is set.
 
     input_embeds: float32[num_tokens, hidden_size], num_tokens > 0.
-    rid: the prompt's own. start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
-    session: the prompt goes on there. adapter: name; empty = the base model.
+    rid: of this prompt. start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
+    session: the one that the prompt continues. adapter: its name; empty = the base model.
     """
 
     rid: str
@@ -93,7 +93,7 @@ class Call:
 
 
 def is_large(obj: GenerateReqInput) -> bool:
-    """Whether `split_call` takes more time than waking a thread. By lengths alone."""
+    """Whether `split_call` takes longer than waking a thread; judged by lengths alone."""
     if isinstance(obj.text, list):
         return len(obj.text) > LARGE_ITEMS
     if obj.input_ids is not None:
@@ -102,9 +102,9 @@ def is_large(obj: GenerateReqInput) -> bool:
 
 
 def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
-    """Check the shape of a call and spread its fields over its prompts.
+    """Check the shape of a call and distribute its fields over its prompts.
 
-    Time does not depend on `n`. Raises RequestError naming the field.
+    The time does not depend on `n`. Raises RequestError naming the field.
     """
     for name, what in _NOT_YET:
         value = getattr(obj, name)
@@ -198,20 +198,20 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
 
 
 def _check_cost(prompts: Sequence[Prompt], context_length: int) -> None:
-    """Raises RequestError when the samples together take more than MAX_CALL_BYTES on their way to the scheduler."""
+    """Raises RequestError when the messages of all samples together exceed MAX_CALL_BYTES."""
     num_bytes = sum(prompt.sampling.n * _sample_bytes(prompt, context_length) for prompt in prompts)
     if num_bytes > MAX_CALL_BYTES:
         raise RequestError(
-            f"the samples of this request take {num_bytes} bytes together, at most {MAX_CALL_BYTES}: "
+            f"the samples of this request take {num_bytes} bytes together; the limit is {MAX_CALL_BYTES}: "
             "ask for fewer samples, or send the prompts one by one",
             "n",
         )
 
 
 def _sample_bytes(prompt: Prompt, context_length: int) -> int:
-    """About what one sample of `prompt` takes in a message, at most."""
+    """Approximate upper bound of the bytes that one sample of `prompt` takes in a message."""
     sampling = prompt.sampling
-    # A text has at most a token a byte; what is longer than the context is refused when it has been tokenized.
+    # A text has at most one token per byte; a prompt longer than the context is refused after tokenizing.
     num_tokens = (
         len(prompt.input_ids) if prompt.input_ids is not None else min(4 * len(prompt.text or ""), context_length)
     )
@@ -226,13 +226,13 @@ def _sample_bytes(prompt: Prompt, context_length: int) -> int:
 
 
 def check_text(param: str, text: str, max_length: int | None = None) -> None:
-    """Raises RequestError when `text` is no valid Unicode (lone surrogates) or longer than `max_length` characters."""
+    """Raises RequestError when `text` is not valid Unicode (lone surrogates) or is longer than `max_length` characters."""
     if max_length is not None and len(text) > max_length:
         raise RequestError(f"{param} is longer than {max_length} characters", param)
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"{param} is not valid Unicode: it has a lone surrogate", param) from None
+        raise RequestError(f"{param} is not valid Unicode: it contains a lone surrogate", param) from None
 
 
 def refuse_text(param: str) -> NoReturn:
@@ -242,7 +242,7 @@ def refuse_text(param: str) -> NoReturn:
 
 
 def _check_ids_only(obj: GenerateReqInput, samplings: Sequence[SamplingParams]) -> None:
-    """Raises RequestError for what needs a tokenizer."""
+    """Raises RequestError for fields that need a tokenizer."""
     if obj.text is not None:
         refuse_text("text")
     if obj.return_text_in_logprobs:
@@ -261,18 +261,18 @@ def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises RequestError unless every item is an int (no bool, no float) of the vocabulary."""
     if set(map(type, ids)) - {int}:
         wrong = next(token_id for token_id in ids if type(token_id) is not int)
-        raise RequestError(f"{param}: token ids are integers, got {wrong!r:.40}", param)
+        raise RequestError(f"{param}: token ids must be integers, got {wrong!r:.40}", param)
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
 
 
 def _check_num_prompts(obj: GenerateReqInput, limit: int) -> None:
-    """By the length of the list alone: nothing is looked at one by one before."""
+    """Check the number of prompts by the length of the list, before looking at any of them."""
     for name, value in (("text", obj.text), ("input_ids", obj.input_ids), ("input_embeds", obj.input_embeds)):
         if not isinstance(value, list) or not value or type(value[0]) is int:
             continue
-        # Rows of floats are one prompt.
+        # A list of rows of floats is one prompt.
         is_row = (
             name == "input_embeds" and isinstance(value[0], list) and value[0] and not isinstance(value[0][0], list)
         )
@@ -329,7 +329,7 @@ def _inputs(obj: GenerateReqInput, hidden_size: int) -> _Inputs:
 
 
 def _check_sampling(sampling: SamplingParams, limits: CallLimits) -> None:
-    """What must be known before anything is done per sample or per string; `resolve` checks the rest."""
+    """The checks needed before any work per sample or per string; `resolve` checks the rest."""
     if type(sampling.n) is not int or not 1 <= sampling.n <= limits.max_n:
         raise RequestError(f"n must be between 1 and {limits.max_n}, got {sampling.n}", "n")
     sampling.check_sizes(limits.vocab_size)
@@ -342,7 +342,7 @@ def _check_sampling(sampling: SamplingParams, limits: CallLimits) -> None:
 
 
 def _check_patterns(samplings: Sequence[SamplingParams]) -> None:
-    """The stop patterns of all prompts: each different one is compiled, here and in the scheduler."""
+    """Check the number of stop patterns of all prompts: each distinct one is compiled, here and in the scheduler."""
     different = dict.fromkeys(sampling.stop_patterns() for sampling in samplings)
     num_patterns = sum(map(len, different))
     if num_patterns > MAX_STOP_PATTERNS:
@@ -379,7 +379,7 @@ def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...],
 def _picked_ids(
     obj: GenerateReqInput, count: int, is_batch: bool, vocab_size: int
 ) -> tuple[list[tuple[int, ...]], bool]:
-    """`token_ids_logprob` of each prompt, and whether it was given per prompt."""
+    """`token_ids_logprob` for each prompt, and whether it was given per prompt."""
     name = "token_ids_logprob"
     value = obj.token_ids_logprob
     if not value:
@@ -427,7 +427,7 @@ def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> tuple[st
         for rid in given:
             _check_rid(rid)
         if len(set(given)) != len(given):
-            raise RequestError("rid: the same rid twice in one request", "rid")
+            raise RequestError("rid: the same rid appears twice in one request", "rid")
         return uuid.uuid4().hex, given
     if given is not None:
         _check_rid(given)
@@ -437,15 +437,15 @@ def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> tuple[st
 
 def _check_rid(rid: str) -> None:
     if not isinstance(rid, str) or not rid:
-        raise RequestError("rid must be a string that is not empty", "rid")
+        raise RequestError("rid must be a non-empty string", "rid")
     check_text("rid", rid, MAX_RID_LENGTH)
 
 
 def _namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """One string of both keys, different for every different pair; empty when neither is given."""
+    """Both keys as one string, unique for each pair; empty when neither is given."""
     return json.dumps([extra_key or "", cache_salt or ""]) if extra_key or cache_salt else ""
 
 
 def adapter_namespace(namespace: str, lora_id: int) -> str:
-    """`namespace` within an adapter's. Numbers of adapters are never used twice: what is loaded again finds no KV of before."""
+    """`namespace` within that of an adapter. Adapter numbers are never reused, so a reloaded adapter finds no old KV."""
     return json.dumps([namespace, lora_id]) if lora_id else namespace

@@ -1,7 +1,7 @@
-"""Brings a scheduler's new life into service: told all that the others know, and from then on asked with them.
+"""Brings a restarted scheduler into service: first it gets all operations that the others have carried out, then it gets requests.
 
-Owns which lives are on their way. Between the last word of the log and the first request nothing is awaited, so no order falls between.
-Called from the thread that started the process; works in the event loop of the tokenizer manager.
+Owns the schedulers that are on their way into service. Nothing is awaited between the last operation of the log and the first request, so
+no operation is missed. Called from the thread that started the process; works in the event loop of the tokenizer manager.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ LOOK_S = 0.2
 
 
 class Rejoin:
-    """See the module's text. put_into_service: see `TokenizerManager.part_up`."""
+    """See the module docstring. put_into_service: see `TokenizerManager.part_up`."""
 
     def __init__(
         self, weights: WeightControl, put_into_service: Callable[[str, int | None, int, Sender | None], None]
@@ -27,7 +27,7 @@ class Rejoin:
         self._on_the_way: dict[int, Replica] = {}
 
     def lost(self, index: int) -> None:
-        """The scheduler with this index has died: what is told to it is not waited for. In the event loop."""
+        """The scheduler with this index has died: stop waiting for its replies. Runs in the event loop."""
         if (replica := self._on_the_way.get(index)) is not None:
             replica.is_lost = True
             self._weights.lost(replica)
@@ -41,9 +41,9 @@ class Rejoin:
         sender: Sender,
         started_from: str,
     ) -> None:
-        """From any thread but the loop's; returns when it is in service.
+        """Bring the scheduler into service. From any thread but the loop's; returns when it is in service.
 
-        Raises ModelError when the weights that serve are not where they were, another HeadraceError when it cannot be done.
+        Raises ModelError when the files of the current weights are missing or have changed, another HeadraceError when it fails otherwise.
         """
         done = asyncio.run_coroutine_threadsafe(self._run(name, index, source, sender, started_from), loop)
         while True:

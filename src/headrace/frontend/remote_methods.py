@@ -1,6 +1,6 @@
-"""How the front end's methods cross between processes: the arguments and results of each, from the signatures of a Protocol.
+"""Remote calls of the front end's methods: types of their arguments and results, taken from the signatures of a Protocol.
 
-A method that is added to the Protocol crosses with it; what its annotations say is what is checked when a call arrives. Used by both
+A method that is added to the Protocol can be called remotely; arriving calls are checked against its annotations. Used by both
 sides (`front_door`, `remote_frontend`).
 """
 
@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 
 class WireCaller(msgspec.Struct, frozen=True):
-    """A `Caller`, whose tenant is known by name in the main process."""
+    """A `Caller` in a message: the main process finds its tenant by name."""
 
     tenant: str | None = None
     traceparent: str = ""
@@ -38,13 +38,13 @@ class WireCaller(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, caller: Caller) -> Self:
-        """The caller as it crosses."""
+        """The caller in the form for messages."""
         return cls(caller.tenant.name if caller.tenant is not None else None, caller.traceparent, caller.is_admin)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteMethod:
-    """How one method crosses. arguments: a struct of those that were given. result: its type; streams: it gives many of them."""
+    """One remote method. arguments: a struct of the given ones. result: its type. streams: the method yields many results."""
 
     arguments: type[msgspec.Struct]
     result: Any
@@ -66,7 +66,7 @@ def remote_methods(protocol: type) -> dict[str, RemoteMethod]:
 
 
 def _awaited(result: Any) -> Any:
-    """T of `T | Awaitable[T]`; anything else is itself."""
+    """T of `T | Awaitable[T]`; other types unchanged."""
     awaited = [kind for kind in get_args(result) if get_origin(kind) is Awaitable]
     return get_args(awaited[0])[0] if awaited else result
 
@@ -77,14 +77,14 @@ def _arguments(function: Callable[..., Any], hints: dict[str, Any]) -> type[msgs
         if name == "self":
             continue
         kind = WireCaller if hints[name] is Caller else hints[name]
-        # What was not given is left to the method itself: its own defaults count.
+        # Arguments that were not given are left to the method's own defaults.
         fields.append((name, kind | msgspec.UnsetType, msgspec.UNSET))
     title = "".join(word.capitalize() for word in function.__name__.split("_"))
     return msgspec.defstruct(f"{title}Arguments", fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def fault_of(error: BaseException) -> FrontFault:
-    """An error as it crosses. Anything but a HeadraceError is a fault of ours: it is logged here and not described."""
+    """An error in the form for messages. Anything but a HeadraceError is a bug: it is logged here and not described."""
     if not isinstance(error, HeadraceError):
         logger.error("a call of an HTTP worker failed", exc_info=error)
         return FrontFault("ExecutionError", "internal error; the server's log has the cause")
@@ -105,7 +105,7 @@ def fault_of(error: BaseException) -> FrontFault:
 
 
 def error_of_fault(fault: FrontFault) -> HeadraceError:
-    """The other way."""
+    """The error of a fault; the inverse of `fault_of`."""
     if fault.kind == "CapacityError":
         return CapacityError(fault.message, fault.retry_after_s, fault.status_code, fault.limited)
     if fault.kind == "ExecutionError":
