@@ -12,6 +12,7 @@ from engines import GREEDY, SEEDED, random_ids, running_engine
 from lora_harness import TinyAdapter, tiny_adapter
 
 from headrace.api.engine import Engine
+from headrace.checkpoint.weight_formats import names_on_cpu
 from headrace.errors import CapacityError, ConfigError, ModelError, NotFoundError, RequestError
 
 PROMPT = random_ids(20, seed=5)
@@ -62,8 +63,7 @@ def test_greedy_tokens_are_those_of_the_merged_model(engine: Engine, tiny_model:
         {"dtype": "float32", "chunked_prefill_size": 7},
         {"disable_overlap_schedule": True, "disable_radix_cache": True},
         {"max_total_tokens": 256, "schedule_conservativeness": 0.01},
-        {"quantization": "int8"},
-        {"quantization": "int4"},
+        *({"quantization": name} for name in names_on_cpu()),
         {"disable_native_kernels": True},
     ],
     ids=lambda options: ",".join(options) or "bfloat16",

@@ -7,6 +7,7 @@ from runner_harness import make_driver, prompt, save_llama
 
 from headrace.checkpoint import weight_cache
 from headrace.checkpoint.source import Checkpoint
+from headrace.checkpoint.weight_formats import names_on_cpu
 from headrace.execution import build
 from headrace.kernels import cpu as native_cpu
 
@@ -52,9 +53,7 @@ def loaded_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
-        {"dtype": "bfloat16", "quantization": "int8"},
-        {"dtype": "bfloat16", "quantization": "int8-fast"},
-        {"dtype": "bfloat16", "quantization": "int4"},
+        *({"dtype": "bfloat16", "quantization": name} for name in names_on_cpu()),
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])

@@ -5,12 +5,12 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import FORMATS
+from headrace.checkpoint.weight_formats import FORMATS, names_on_cpu
 from headrace.kernels import PackedExperts, cpu
 from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS
 from headrace.layers.quantization import integer_format
 
-KINDS = ["float32", "bfloat16", "int16", "int8", "int8-fast", "int4"]
+KINDS = ["float32", "bfloat16", *names_on_cpu()]
 # (num_experts, top_k, hidden_size, intermediate_size): sizes that fill neither blocks of 32 columns nor groups of 32 elements.
 SHAPES = [(1, 1, 32, 32), (5, 3, 40, 24), (9, 2, 97, 70), (130, 8, 16, 8)]
 

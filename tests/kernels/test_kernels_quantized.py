@@ -5,32 +5,35 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
-from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP
+from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP, codes_of
 from headrace.kernels import cpu
+from headrace.kernels.packing import QUANTIZED_LAYOUTS
 from headrace.kernels.quantized_packing import half_scales, pack_native_quantized, unpack_quantized
 from headrace.layers.quantization import integer_format
 
 SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030)]
 ROWS = [1, 2, 3, 5, 6, 7, 12, 13, 25, 61, 193, 257]
-KINDS = ["int16", "int8", "int8-fast", "int4", "int4-min"]
+KINDS = list(QUANTIZED_LAYOUTS)
 
 
 def random_matrix(kind: str, n: int, k: int, seed: int = 0) -> QuantizedMatrix:
     """Every code, signed scales of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
-    if kind == "int16":
-        return integer_format("int16").quantize(
-            torch.randn(n, k, generator=generator) * torch.logspace(-4, 2, n)[:, None]
-        )
-    bits = 4 if kind.startswith("int4") else 8
-    codes = torch.randint(0, 2**bits, (n, k), generator=generator, dtype=torch.uint8)
-    group = k if kind == "int8-fast" else KERNEL_GROUP
+    scheme = QUANTIZED_LAYOUTS[kind].scheme
+    grid = codes_of(scheme)
+    if grid.max_norm is not None:
+        weight = torch.randn(n, k, generator=generator) * torch.logspace(-4, 2, n)[:, None]
+        return integer_format(scheme).quantize(weight)
+    codes = torch.randint(0, 2**grid.bits, (n, k), generator=generator, dtype=getattr(torch, grid.dtype))
+    group = k if grid.scale_per_row else KERNEL_GROUP
     groups = -(-k // group)
     scales = (
         torch.randn(n, groups, generator=generator) * 0.01 * 4.0 ** torch.randint(-4, 5, (n, 1), generator=generator)
     )
-    minimums = torch.randn(n, groups, generator=generator) * scales.abs() * 8 if kind == "int4-min" else None
-    return QuantizedMatrix("int4" if bits == 4 else kind, codes, scales, minimums, group)
+    minimums = (
+        torch.randn(n, groups, generator=generator) * scales.abs() * 8 if QUANTIZED_LAYOUTS[kind].minimums else None
+    )
+    return QuantizedMatrix(scheme, codes, scales, minimums, group)
 
 
 def used_weights(matrix: QuantizedMatrix) -> torch.Tensor:
@@ -212,14 +215,14 @@ def test_tiny_and_huge_scales_keep_eleven_bits():
 
 
 def test_large_groups_are_the_small_ones_repeated():
-    matrix = random_matrix("int4-min", 40, 256)
+    matrix = random_matrix("native_int4_min", 40, 256)
     wide = QuantizedMatrix("int4", matrix.codes, matrix.scales[:, ::4], matrix.minimums[:, ::4], 128)
     assert torch.equal(wide.regrouped(32).dequantize(), wide.dequantize())
     assert torch.equal(used_weights(wide), used_weights(wide.regrouped(32)))
 
 
 def test_stacked_parts_keep_their_weights():
-    symmetric, other = random_matrix("int4", 20, 128), random_matrix("int4-min", 13, 128, seed=1)
+    symmetric, other = random_matrix("native_int4", 20, 128), random_matrix("native_int4_min", 13, 128, seed=1)
     wide = QuantizedMatrix("int4", symmetric.codes, symmetric.scales[:, ::2], None, 64)
     whole = stack([symmetric, wide, other])
     assert torch.allclose(
@@ -228,7 +231,7 @@ def test_stacked_parts_keep_their_weights():
 
 
 def test_matrices_that_do_not_fit_are_refused(implementation):
-    good = random_matrix("int8", 8, 64)
+    good = random_matrix("native_int8", 8, 64)
     with pytest.raises(ValueError, match="scales must be"):
         kernels.pack_linear(QuantizedMatrix("int8", good.codes, good.scales[:, :1], None, 32))
     with pytest.raises(ValueError, match="minimums"):

@@ -15,8 +15,8 @@ from headrace.layers.quantization import gptq, integer_format
 from headrace.layers.weight import Placement
 
 CPU = torch.device("cpu")
-# Step of the grid over the spread of normal weights, by scheme, and a margin: 254 and 15 steps over about four deviations.
-ERRORS = {"int16": 0.0005, "int8": 0.008, "int8-fast": 0.012, "int4": 0.1}
+# Step of the grid over the spread of normal weights, by format, and a margin: 254 and 15 steps over about four deviations.
+ERRORS = {name: facts.error for name, facts in FORMATS.items() if facts.codes is not None}
 
 
 def placement(scheme, dtype=torch.bfloat16):

@@ -11,6 +11,7 @@ import torch
 from model_harness import FAMILIES, Runner, open_runner, random_tokens, save_tiny, tiny_config
 
 from headrace import kernels
+from headrace.checkpoint.weight_formats import names_on_cpu
 from headrace.kernels import cpu
 
 if cpu.why_not():
@@ -102,7 +103,7 @@ def test_over_an_int8_cache_fused_layers_give_the_bits_of_the_ops(family: str, i
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("scheme", ["int16", "int8", "int8-fast", "int4"])
+@pytest.mark.parametrize("scheme", names_on_cpu())
 @torch.inference_mode()
 def test_quantised_layers_fused_give_the_bits_of_the_ops(scheme):
     folder = checkpoint("qwen2")[0]

@@ -3,13 +3,14 @@
 import pytest
 from weights_harness import engine_of, fresh, tensors_of, tokens
 
+from headrace.checkpoint.weight_formats import names_on_cpu
+
 KINDS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    **{name: {"dtype": "float32", "quantization": name} for name in names_on_cpu()},
+    # One of them with an embedding in bfloat16.
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int16": {"dtype": "float32", "quantization": "int16"},
-    "int8-fast": {"dtype": "float32", "quantization": "int8-fast"},
-    "int4": {"dtype": "float32", "quantization": "int4"},
 }
 
 

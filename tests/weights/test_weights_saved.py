@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from weights_harness import engine_of, fresh, tokens
 
+from headrace.checkpoint.weight_formats import names_on_cpu
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_saved_is_what_serves(dtype, old, new, tmp_path, monkeypatch):
@@ -34,6 +36,16 @@ def test_only_new_folders_below_the_operators(old, tmp_path):
         assert tokens(engine)
 
 
+@pytest.mark.parametrize("name", names_on_cpu())
+def test_weights_that_were_quantised_at_load_are_not_saved(name, old, tmp_path):
+    with engine_of(old, save_dir=str(tmp_path), quantization=name) as engine:
+        success, message = engine.save_sharded_state("x")
+    assert not success
+    assert f"quantised to {name}" in message
+    assert "headrace quantize" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_cannot_be_saved_is_refused(old, tmp_path):
     with engine_of(old) as engine:
         assert "--save-dir" in engine.save_sharded_state("x")[1]
@@ -42,6 +54,4 @@ def test_what_cannot_be_saved_is_refused(old, tmp_path):
         success, message = engine.save_sharded_state("x")
         assert not success
         assert "could not be written" in message
-    with engine_of(old, save_dir=str(tmp_path), quantization="int8") as engine:
-        assert "headrace quantize" in engine.save_sharded_state("x")[1]
     assert [path.name for path in Path(tmp_path).iterdir()] == ["file"]

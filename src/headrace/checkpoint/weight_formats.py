@@ -188,6 +188,11 @@ def codes_of(scheme: Scheme) -> Codes:
     return codes
 
 
+def names_on_cpu() -> list[Scheme]:
+    """The formats that quantise and that a CPU serves, in the order of the table."""
+    return [facts.name for facts in _FORMATS if facts.quantizes and facts.on_cpu]
+
+
 def names_on_gpus() -> list[Scheme]:
     """The formats that quantise and that a GPU serves, by name."""
     return sorted(facts.name for facts in _FORMATS if facts.quantizes and facts.gpu is not None)
@@ -195,11 +200,7 @@ def names_on_gpus() -> list[Scheme]:
 
 def help_text() -> str:
     """The formats that quantise, for the help of `--quantization`."""
-    on_cpu = [
-        f"{facts.name} ({facts.note})" if facts.note else facts.name
-        for facts in _FORMATS
-        if facts.quantizes and facts.on_cpu
-    ]
+    on_cpu = [f"{name} ({FORMATS[name].note})" if FORMATS[name].note else name for name in names_on_cpu()]
     return f"On CPU: {', '.join(on_cpu[:-1])} or {on_cpu[-1]}; on a GPU: {' or '.join(names_on_gpus())}."
 
 
