@@ -7,6 +7,7 @@ import threading
 import msgspec
 
 from headrace.config.server_args import ServerArgs
+from headrace.frontend.native_answer import NativeStream, whole_answer
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalChannels
 from headrace.messages.control import (
@@ -217,9 +218,9 @@ class Frontend:
         answers = []
 
         async def collect():
-            async with contextlib.aclosing(self.manager.generate_request(request(text, **fields))) as outputs:
-                async for output in outputs:
-                    answers.append(output)
+            async with contextlib.aclosing(answers_of(self.manager, request(text, **fields))) as given:
+                async for answer in given:
+                    answers.append(answer)
             return answers
 
         task = asyncio.create_task(collect())
@@ -241,6 +242,17 @@ class Frontend:
         """Nothing is left of any call."""
         table = self.manager.table
         return table.is_empty and not (table.queue.num_queued or table.queue.num_running)
+
+
+async def answers_of(manager, asked, **options):
+    """The native answers of a call: one, or with `stream` as they come. options: of `generate_request`."""
+    stream = NativeStream(manager.args.incremental_streaming_output)
+    async with contextlib.aclosing(manager.generate_request(asked, **options)) as updates:
+        if not asked.stream:
+            yield whole_answer([update async for update in updates])
+            return
+        async for update in updates:
+            yield stream.answer(update)
 
 
 def request(text=None, **fields):

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from frontend_fakes import READY, ByteTokenizer, request, turns
+from frontend_fakes import READY, ByteTokenizer, answers_of, request, turns
 
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -179,7 +179,7 @@ class Replicas:
         asked = request(text, **{"sampling_params": {"max_new_tokens": 8, "temperature": 0.0}} | fields)
 
         async def collect() -> list[object]:
-            return [output async for output in self.manager.generate_request(asked)]
+            return [answer async for answer in answers_of(self.manager, asked)]
 
         return asyncio.create_task(collect())
 

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from frontend_fakes import READY, ByteTokenizer, request, turns
+from frontend_fakes import READY, ByteTokenizer, answers_of, request, turns
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, NotFoundError, RequestError
@@ -56,7 +56,7 @@ class Pair:
         asked = request("p", rid=rid, lora_path=lora_path, routed_dp_rank=replica, sampling_params=sampling)
 
         async def collect() -> list[object]:
-            return [output async for output in self.manager.generate_request(asked)]
+            return [answer async for answer in answers_of(self.manager, asked)]
 
         return asyncio.create_task(collect())
 

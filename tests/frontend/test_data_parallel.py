@@ -5,7 +5,7 @@ import itertools
 
 import msgspec
 import pytest
-from frontend_fakes import READY, STATE, ByteTokenizer, request, turns
+from frontend_fakes import READY, STATE, ByteTokenizer, answers_of, request, turns
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError, RequestError
@@ -126,7 +126,7 @@ class House:
         fields = {"sampling_params": {"max_new_tokens": 4, "temperature": 0.0}} | fields
 
         async def collect():
-            return [output async for output in self.manager.generate_request(request(text, **fields))]
+            return [answer async for answer in answers_of(self.manager, request(text, **fields))]
 
         return asyncio.create_task(collect())
 

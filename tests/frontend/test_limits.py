@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from frontend_fakes import READY, turns
+from frontend_fakes import READY, answers_of, request, turns
 
 from headrace.errors import CapacityError
 from headrace.frontend.tenants import Bucket, Caller, QueuePace, Tenant, TenantLimits
@@ -25,13 +25,11 @@ class Clock:
 
 def call(frontend, tenant, rid, **fields):
     """A call in a task, by a tenant."""
-    from frontend_fakes import request
 
     async def run():
         caller = Caller(tenant) if tenant else NOBODY
         return [
-            output
-            async for output in frontend.manager.generate_request(request("pp", rid=rid, **fields), caller=caller)
+            answer async for answer in answers_of(frontend.manager, request("pp", rid=rid, **fields), caller=caller)
         ]
 
     return asyncio.create_task(run())
@@ -180,28 +178,26 @@ async def test_the_servers_own_requests_have_no_time_limits(make_frontend):
 
 @pytest.mark.parametrize("reads", [False, True])
 async def test_a_stream_that_nobody_reads_is_aborted_at_its_limit_and_no_other(make_frontend, reads):
-    from frontend_fakes import request
-
     frontend = make_frontend(max_stream_buffer_bytes=1000)
     engine = frontend.engine
-    outputs = frontend.manager.generate_request(request("p", rid="r", stream=True), incremental=True)
+    outputs = frontend.manager.generate_request(request("p", rid="r", stream=True))
     first = asyncio.create_task(anext(outputs))
     await engine.until(lambda: engine.requests)
     engine.emit("r", "x" * 10)
-    got = (await first)["text"]
+    got = (await first).text
     for _ in range(6):
         if "r" in engine.num_tokens:
             engine.emit("r", "y" * 50)
         await turns()
         engine.pump()
         if reads:
-            got += (await anext(outputs))["text"]
+            got += (await anext(outputs)).text
     assert [abort.rids for abort in engine.aborts] == ([] if reads else [("r",)])
     if reads:
         engine.emit("r", "z", STOP)
-    rest = [output async for output in outputs]
+    rest = [update async for update in outputs]
 
     # What was made before is there for a client that reads after all.
-    got += "".join(output["text"] for output in rest)
+    got += "".join(update.text for update in rest)
     assert got.startswith("x" * 10 + "y" * 200)
-    assert rest[-1]["meta_info"]["finish_reason"]["type"] == ("stop" if reads else "abort")
+    assert rest[-1].finish.type == ("stop" if reads else "abort")

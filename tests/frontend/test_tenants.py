@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from frontend_fakes import request, turns
+from frontend_fakes import answers_of, request, turns
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.sessions import Sessions
@@ -24,9 +24,9 @@ def start(frontend, who, rid=None, text="pp", **fields):
     """A call in a task, by a caller; all its answers."""
 
     async def run():
-        call = frontend.manager.generate_request(request(text, rid=rid, **fields), caller=who)
-        async with contextlib.aclosing(call) as outputs:
-            return [output async for output in outputs]
+        asked = request(text, rid=rid, **fields)
+        async with contextlib.aclosing(answers_of(frontend.manager, asked, caller=who)) as answers:
+            return [answer async for answer in answers]
 
     return asyncio.create_task(run())
 

@@ -100,13 +100,13 @@ async def test_a_reader_that_is_slow_gets_one_chunk_for_all_it_missed(make_front
     first = asyncio.create_task(anext(outputs))
     await engine.until(lambda: engine.requests)
     engine.emit("r", "0")
-    assert (await first)["text"] == "0"
+    assert (await first).text == "0"
     for _ in range(1000):
         engine.emit("r", "x")
     await turns()
     engine.emit("r", "y", FinishReason("length", length=1002))
 
-    rest = [chunk["text"] async for chunk in outputs]
+    rest = [update.text async for update in outputs]
 
     assert "".join(rest) == "x" * 1000 + "y"
     assert len(rest) <= 2

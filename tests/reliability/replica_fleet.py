@@ -19,6 +19,7 @@ from frontend_fakes import ByteTokenizer, request
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
+from headrace.frontend.native_answer import NativeStream
 from headrace.frontend.replay import GIVEN_UP
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -180,18 +181,13 @@ class Fleet:
         )
 
         async def collect() -> Any:
+            answers = NativeStream(incremental=False)
             last: dict[int, Any] = {}
             try:
-                async for output in self.manager.generate_request(asked):
-                    if not stream:
-                        return output if isinstance(output, list) else [output]
-                    assert (
-                        last.get(output.get("index", 0), {"meta_info": {"finish_reason": None}})["meta_info"][
-                            "finish_reason"
-                        ]
-                        is None
-                    ), "it spoke after its end"
-                    last[output.get("index", 0)] = output
+                async for update in self.manager.generate_request(asked):
+                    before = last.get(update.index)
+                    assert before is None or before["meta_info"]["finish_reason"] is None, "it spoke after its end"
+                    last[update.index] = answers.answer(update)
             finally:
                 one.end_s = time.monotonic()
             return list(last.values())

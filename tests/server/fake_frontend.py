@@ -20,7 +20,17 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import HeadraceError, NotFoundError, RequestError
 from headrace.frontend.prompts import CallLimits, split_call
 from headrace.frontend.runtime_settings import LimitChanges, Limits
+from headrace.frontend.sample_update import (
+    LogprobItem,
+    LogprobRow,
+    SampleLogprobs,
+    SampleTimes,
+    SampleUpdate,
+    SampleUsage,
+    TokenLogprobs,
+)
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
+from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
@@ -57,14 +67,14 @@ class Script:
 
     text: of every sample, one token per byte. hold_at: stop for ever after so many tokens. fail_at: raise `error` after so
     many tokens. ends: finish reasons by index, default length or stop. tokens_per_chunk: as a stream_interval.
-    padding_bytes: makes every output so much larger.
+    padding_bytes: makes every update so much larger.
     """
 
     text: str = "Hello, wörld 🙂!"
     hold_at: int | None = None
     fail_at: int | None = None
     error: Exception | None = None
-    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ends: dict[int, FinishReason] = field(default_factory=dict)
     tokens_per_chunk: int = 1
     cached_tokens: int = 2
     padding_bytes: int = 0
@@ -108,9 +118,8 @@ class FakeExperts:
 class FakeFrontend:
     """Answers as the TokenizerManager does, and as some of its parts."""
 
-    def __init__(self, incremental: bool = False) -> None:
+    def __init__(self) -> None:
         self.tokenizer = byte_tokenizer()
-        self.incremental = incremental
         self.reset()
 
     def reset(self) -> None:
@@ -146,10 +155,8 @@ class FakeFrontend:
         is_disconnected: Any = None,
         *,
         default_max_new_tokens: int = 128,
-        incremental: bool | None = None,
         caller: Any = None,
-    ) -> AsyncGenerator[Any, None]:
-        incremental = self.incremental if incremental is None else incremental
+    ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
             self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=CONTEXT_LENGTH
         )
@@ -179,35 +186,22 @@ class FakeFrontend:
                 lengths = [min(len(whole), sampling.max_new_tokens) for _, _, sampling in samples]
                 done = [0] * len(samples)
                 ended = [False] * len(samples)
-                sent_text = [""] * len(samples)
                 while not all(ended):
                     for i, (prompt, ids, _) in enumerate(samples):
                         if ended[i]:
                             continue
                         before, done[i] = done[i], min(lengths[i], done[i] + script.tokens_per_chunk)
                         ended[i] = done[i] == lengths[i]
-                        output = self._output(i, prompt, ids, whole[: done[i]], ended[i], len(whole), call.is_list)
-                        if incremental:
-                            output["text"], sent_text[i] = output["text"][len(sent_text[i]) :], output["text"]
-                            output["output_ids"] = output["output_ids"][before:]
-                            for name in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
-                                if name in output["meta_info"]:
-                                    output["meta_info"][name] = output["meta_info"][name][before:]
-                            for name in ("input_token_logprobs", "input_top_logprobs"):
-                                if before and name in output["meta_info"]:
-                                    output["meta_info"][name] = []
-                        yield output
+                        yield self._update(i, prompt, ids, whole[: done[i]], before, ended[i], call.is_list)
                         self.started.set()
                         await self._pause(done[i])
             else:
                 self.started.set()
                 await self._pause(script.hold_at or 0)
-                outputs = []
+                finished = True
                 for i, (prompt, ids, sampling) in enumerate(samples):
                     made = whole[: sampling.max_new_tokens]
-                    outputs.append(self._output(i, prompt, ids, made, True, len(whole), call.is_list))
-                finished = True
-                yield outputs if call.is_list else outputs[0]
+                    yield self._update(i, prompt, ids, made, 0, True, call.is_list)
             finished = True
         finally:
             self.num_active -= 1
@@ -222,43 +216,49 @@ class FakeFrontend:
             raise script.error
         await asyncio.sleep(0)
 
-    def _output(
-        self, index: int, prompt: Any, ids: list[int], made: list[int], ended: bool, length: int, is_list: bool
-    ) -> dict[str, Any]:
-        text = self.tokenizer.decode(made)
-        if not ended:
-            text = text.rstrip("\ufffd")
-        reason = None
+    def _update(
+        self, index: int, prompt: Any, ids: list[int], made: list[int], before: int, ended: bool, is_list: bool
+    ) -> SampleUpdate:
+        """Says what is new of the tokens `made`: those after the first `before`."""
+        finish = None
         if ended:
-            normal = {"type": "stop", "matched": 2} if len(made) == length else {"type": "length", "length": len(made)}
-            reason = self.script.ends.get(index, normal)
-        meta: dict[str, Any] = {
-            "id": prompt.rid,
-            "finish_reason": reason,
-            "prompt_tokens": len(ids),
-            "completion_tokens": len(made),
-            "cached_tokens": self.script.cached_tokens,
-        }
-        if self.script.padding_bytes:
-            meta["padding"] = "x" * self.script.padding_bytes
-        if prompt.return_logprob:
-            meta["output_token_logprobs"] = [(-0.5, i, self.tokenizer.decode([i])) for i in made]
-            meta["input_token_logprobs"] = []
-            if prompt.logprob_start_len == 0:
-                entries = [(-0.25, i, self.tokenizer.decode([i])) for i in ids]
-                meta["input_token_logprobs"] = [(None, ids[0], self.tokenizer.decode(ids[:1])), *entries[1:]]
-            if k := prompt.top_logprobs_num:
-                tops = [[(-0.5 - j, j + 40, self.tokenizer.decode([j + 40])) for j in range(k)] for _ in made]
-                meta["output_top_logprobs"] = tops
-                meta["input_top_logprobs"] = [None, *([(-0.25, i, self.tokenizer.decode([i]))] for i in ids[1:])]
-            if picked := prompt.token_ids_logprob:
-                meta["output_token_ids_logprobs"] = [
-                    [(-3.0, i, self.tokenizer.decode([i])) for i in picked] for _ in made
-                ]
-        output: dict[str, Any] = {"text": text, "output_ids": made, "meta_info": meta}
-        if is_list:
-            output["index"] = index
-        return output
+            all_said = len(made) == len(self.tokenizer.encode(self.script.text))
+            normal = FinishReason("stop", matched=2) if all_said else FinishReason("length", length=len(made))
+            finish = self.script.ends.get(index, normal)
+        return SampleUpdate(
+            rid=prompt.rid,
+            index=index,
+            is_listed=is_list,
+            text=self._text(made, ended)[len(self._text(made[:before], False)) :],
+            ids=made[before:],
+            finish=finish,
+            usage=SampleUsage(len(ids), len(made), self.script.cached_tokens),
+            times=SampleTimes(0.5),
+            weight_version="default" + "x" * self.script.padding_bytes,
+            num_retractions=0,
+            logprobs=self._logprobs(prompt, ids, made[before:], before == 0) if prompt.return_logprob else None,
+        )
+
+    def _text(self, made: list[int], ended: bool) -> str:
+        text = self.tokenizer.decode(made)
+        return text if ended else text.rstrip("\ufffd")
+
+    def _logprobs(self, prompt: Any, ids: list[int], new: list[int], is_first: bool) -> SampleLogprobs:
+        def item(value: float, token_id: int) -> LogprobItem:
+            return value, token_id, self.tokenizer.decode([token_id])
+
+        k, picked = prompt.top_logprobs_num, prompt.token_ids_logprob
+        output = TokenLogprobs(
+            [item(-0.5, i) for i in new],
+            [[item(-0.5 - j, j + 40) for j in range(k)] for _ in new] if k else None,
+            [[item(-3.0, i) for i in picked] for _ in new] if picked else None,
+        )
+        shown = ids if is_first and prompt.logprob_start_len == 0 else []
+        entries = [item(-0.25, i) for i in shown]
+        if shown:
+            entries[0] = (None, *entries[0][1:])
+        rows: list[LogprobRow] = [None if n == 0 else [item(-0.25, i)] for n, i in enumerate(shown)]
+        return SampleLogprobs(TokenLogprobs(entries, rows if k else None, rows if picked else None), output)
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Any = None) -> None:
         self.aborted.append("*" if abort_all else rid)
@@ -395,7 +395,7 @@ def make_app(frontend: Any, status: ServerStatus | None = None, template: str | 
 @contextmanager
 def running_server(template: str | None = TEMPLATE, **options: Any) -> Iterator[Running]:
     """A real server on a free port, in a thread."""
-    frontend = FakeFrontend(bool(options.get("incremental_streaming_output")))
+    frontend = FakeFrontend()
     status = ServerStatus()
     app, args = make_app(frontend, status, template, **options)
     server = Server(app, args)

@@ -64,10 +64,10 @@ async def house():
     await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
-async def outputs_of(frontend, **fields):
+async def updates_of(frontend, **fields):
     call = GenerateReqInput(text="hi", rid="r", sampling_params=SamplingParams(max_new_tokens=9), **fields)
-    async with aclosing(frontend.generate_request(call)) as outputs:
-        return [output async for output in outputs]
+    async with aclosing(frontend.generate_request(call)) as updates:
+        return [update async for update in updates]
 
 
 async def until(condition):
@@ -92,11 +92,11 @@ def test_every_method_of_the_front_end_crosses():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_outputs_are_those_of_the_front_end(stream):
+async def test_updates_are_those_of_the_front_end(stream):
     async with house() as home:
         remote = await home.worker(0)
 
-        assert await outputs_of(remote, stream=stream) == await outputs_of(home.frontend, stream=stream)
+        assert await updates_of(remote, stream=stream) == await updates_of(home.frontend, stream=stream)
         assert home.frontend.calls[0] == home.frontend.calls[1]
         await until(lambda: home.door.num_calls == 0)
 
@@ -123,7 +123,7 @@ async def test_errors_are_answered_the_same(error, at):
         home.frontend.script = Script(fail_at=at, error=error)
 
         with pytest.raises(Exception) as raised:
-            await outputs_of(remote, stream=True)
+            await updates_of(remote, stream=True)
 
         assert describe_error(raised.value) == describe_error(error)
         assert isinstance(raised.value, type(error)) or isinstance(error, ContextLengthError)
@@ -135,7 +135,7 @@ async def test_a_fault_of_ours_is_not_described(caplog):
         home.frontend.script = Script(fail_at=0, error=ZeroDivisionError("secret"))
 
         with pytest.raises(ExecutionError, match=r"internal error; the server's log has the cause"):
-            await outputs_of(remote)
+            await updates_of(remote)
 
 
 async def test_a_client_that_leaves_ends_the_call():
@@ -144,14 +144,14 @@ async def test_a_client_that_leaves_ends_the_call():
         home.frontend.script = Script(hold_at=2)
         call = GenerateReqInput(text="hi", stream=True, sampling_params=SamplingParams(max_new_tokens=9))
 
-        async with aclosing(remote.generate_request(call)) as outputs:
-            await anext(outputs)
+        async with aclosing(remote.generate_request(call)) as updates:
+            await anext(updates)
         await until(home.frontend.closed_early.is_set)
 
         await until(lambda: home.door.num_calls == 0)
 
 
-async def test_a_slow_client_holds_only_its_own_outputs_back():
+async def test_a_slow_client_holds_only_its_own_updates_back():
     async with house() as home:
         remote = await home.worker(0)
         home.frontend.script = Script(text="x" * 100)
@@ -159,19 +159,19 @@ async def test_a_slow_client_holds_only_its_own_outputs_back():
 
         async with aclosing(remote.generate_request(call)) as slow:
             first = await anext(slow)
-            await outputs_of(remote, stream=True)
+            await updates_of(remote, stream=True)
             [results] = remote._calls.values()
             assert len(results.outputs) < WINDOW
-            rest = [output async for output in slow]
+            rest = [update async for update in slow]
 
-    assert [len(output["output_ids"]) for output in (first, *rest)] == list(range(1, 101))
+    assert [len(update.ids) for update in (first, *rest)] == [1] * 100
 
 
 async def test_a_worker_that_ends_takes_its_own_calls_with_it_and_is_not_heard_again():
     async with house() as home:
         one, other = await home.worker(0), await home.worker(1)
         home.frontend.script = Script(hold_at=1)
-        calls = [asyncio.create_task(outputs_of(remote, stream=True)) for remote in (one, other)]
+        calls = [asyncio.create_task(updates_of(remote, stream=True)) for remote in (one, other)]
         await until(lambda: home.frontend.num_active == 2)
 
         home.door.remove(0)

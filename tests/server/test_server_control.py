@@ -21,6 +21,7 @@ from headrace.frontend.tenants import SERVER
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import WeightControl
 from headrace.messages.control import FlushCacheReply
+from headrace.messages.outputs import FinishReason
 from headrace.server.address import bind
 from headrace.server.context import RequestFrontend
 from headrace.server.listener import Server
@@ -197,7 +198,7 @@ def test_native_streams_are_deltas_when_the_server_says_so():
 
 
 def test_a_native_sample_that_fails_midway_is_reported_once(client: httpx.Client, server: Running):
-    server.frontend.script.ends = {0: {"type": "abort", "message": "broke", "status_code": 500}}
+    server.frontend.script.ends = {0: FinishReason("abort", message="broke", status_code=500)}
     frames = events(client.post("/generate", json={"text": "hi", "stream": True}))
     assert frames[-1]["error"]["message"] == "broke"
     assert frames[-2]["meta_info"]["finish_reason"]["type"] == "abort"

@@ -11,6 +11,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from headrace.errors import CapacityError, ExecutionError
+from headrace.messages.outputs import FinishReason
 from headrace.server.openai.protocol import NO_EFFECT, ChatCompletionRequest, CompletionRequest
 from headrace.text.chat_templates import ChatTemplate
 
@@ -148,11 +149,11 @@ def test_default_limits_of_each_route(client: httpx.Client, server: Running):
 
 
 ENDS = {
-    "stop string": ({"type": "stop", "matched": "END"}, "stop", "END", "END"),
-    "asked token": ({"type": "stop", "matched": 7}, "stop", 7, 7),
-    "end of text": ({"type": "stop", "matched": 2}, "stop", 2, None),
-    "length": ({"type": "length", "length": 3}, "length", None, None),
-    "abort": ({"type": "abort", "message": "aborted", "status_code": 0}, "abort", None, None),
+    "stop string": (FinishReason("stop", matched="END"), "stop", "END", "END"),
+    "asked token": (FinishReason("stop", matched=7), "stop", 7, 7),
+    "end of text": (FinishReason("stop", matched=2), "stop", 2, None),
+    "length": (FinishReason("length", length=3), "length", None, None),
+    "abort": (FinishReason("abort", message="aborted", status_code=0), "abort", None, None),
 }
 
 
@@ -188,7 +189,7 @@ def test_a_message_has_a_place_for_reasoning(client: httpx.Client):
 
 
 def test_a_choice_ends_as_soon_as_it_has_finished(client: httpx.Client, server: Running):
-    server.frontend.script.ends = {0: {"type": "length", "length": 3}}
+    server.frontend.script.ends = {0: FinishReason("length", length=3)}
     chunks = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2, "max_tokens": 3}))
     order = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
     assert order.index((0, "length")) < max(i for i, (index, _) in enumerate(order) if index == 1)
@@ -231,7 +232,7 @@ def test_an_unexpected_error_in_a_stream_tells_nothing(client: httpx.Client, ser
 
 
 def test_a_sample_that_fails_midway_ends_alone(client: httpx.Client, server: Running):
-    server.frontend.script.ends = {1: {"type": "abort", "message": "broke", "status_code": 500}}
+    server.frontend.script.ends = {1: FinishReason("abort", message="broke", status_code=500)}
     frames = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 3, "max_tokens": 3}))
     reasons = {
         index: [c["finish_reason"] for c in own if c["finish_reason"]] for index, own in by_index(frames).items()
@@ -256,14 +257,14 @@ def test_a_sample_that_fails_midway_ends_alone(client: httpx.Client, server: Run
 def test_an_error_frame_says_what_a_status_would(
     client: httpx.Client, server: Running, route: str, status: int, kind: str, code: str | None
 ):
-    server.frontend.script.ends = {0: {"type": "abort", "message": "broke", "status_code": status}}
+    server.frontend.script.ends = {0: FinishReason("abort", message="broke", status_code=status)}
     body = {"text": "hi"} if route == "/generate" else CHAT
     error = events(client.post(route, json=body | {"stream": True}))[-1]["error"]
     assert error == {"message": "broke", "type": kind, "param": None, "code": code}
 
 
 def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Running):
-    server.frontend.script.ends = {0: {"type": "abort", "message": "aborted", "status_code": 0}}
+    server.frontend.script.ends = {0: FinishReason("abort", message="aborted", status_code=0)}
     frames = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
     assert by_index(frames)[0][-1]["finish_reason"] == "abort"
     assert not any("error" in frame for frame in frames)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
@@ -19,8 +20,10 @@ import msgspec
 from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
+from headrace.frontend.native_answer import NativeAnswer, NativeStream, whole_answer
 from headrace.frontend.prompts import check_token_ids, refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, LogLevel
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.server_info import describe_load, describe_server
 from headrace.frontend.tenants import Caller
 from headrace.frontend.weight_control import TensorFile
@@ -33,11 +36,6 @@ from headrace.messages.weights import UpdateFromTensors, WeightOperation, Weight
 from headrace.metrics.export import render
 
 T = TypeVar("T")
-
-Output = dict[str, Any]
-"""One answer: {text, output_ids, meta_info}, see docs/http-api.md."""
-
-_END = object()
 
 
 @runtime_checkable
@@ -97,8 +95,8 @@ class Engine(WeightOperations):
         Closing the iterator early aborts the rest. Raises RequestError, CapacityError, ExecutionError.
         """
         request = _request(prompt, sampling_params, input_ids, stream, fields_of_h1)
-        outputs = self._manager.generate_request(request)
-        return self._iterate(outputs) if stream else self._wait(self._submit(_only(outputs)))
+        updates = self._manager.generate_request(request)
+        return self._iterate(updates) if stream else whole_answer(self._wait(self._submit(_all(updates))))
 
     async def async_generate(
         self,
@@ -110,8 +108,10 @@ class Engine(WeightOperations):
     ) -> Any:
         """As `generate`, awaited in any event loop; with `stream` the result is an async iterator."""
         request = _request(prompt, sampling_params, input_ids, stream, fields_of_h1)
-        outputs = self._manager.generate_request(request)
-        return self._aiterate(outputs) if stream else await asyncio.wrap_future(self._submit(_only(outputs)))
+        updates = self._manager.generate_request(request)
+        if stream:
+            return self._aiterate(updates)
+        return whole_answer(await asyncio.wrap_future(self._submit(_all(updates))))
 
     def encode(self, *_args: object, **_kwargs: object) -> Any:
         """Embeddings. Raises RequestError."""
@@ -345,24 +345,29 @@ class Engine(WeightOperations):
             future.cancel()
             raise
 
-    def _iterate(self, outputs: AsyncGenerator[Any, None]) -> Generator[Output, None, None]:
+    def _iterate(self, updates: AsyncGenerator[SampleUpdate, None]) -> Generator[NativeAnswer, None, None]:
+        answers = self._native_stream()
         try:
-            while (output := self._wait(self._submit(_next(outputs)))) is not _END:
-                yield output
+            while (update := self._wait(self._submit(_next(updates)))) is not None:
+                yield answers.answer(update)
         finally:
-            self._abandon(outputs)
+            self._abandon(updates)
 
-    async def _aiterate(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Output, None]:
+    async def _aiterate(self, updates: AsyncGenerator[SampleUpdate, None]) -> AsyncGenerator[NativeAnswer, None]:
+        answers = self._native_stream()
         try:
-            while (output := await asyncio.wrap_future(self._submit(_next(outputs)))) is not _END:
-                yield output
+            while (update := await asyncio.wrap_future(self._submit(_next(updates)))) is not None:
+                yield answers.answer(update)
         finally:
-            self._abandon(outputs)
+            self._abandon(updates)
 
-    def _abandon(self, outputs: AsyncGenerator[Any, None]) -> None:
+    def _native_stream(self) -> NativeStream:
+        return NativeStream(self._manager.args.incremental_streaming_output)
+
+    def _abandon(self, updates: AsyncGenerator[SampleUpdate, None]) -> None:
         """Close a generator in its loop without waiting: this may run in any thread, also by garbage collection."""
         if not self._is_shut_down and os.getpid() == self._pid:
-            asyncio.run_coroutine_threadsafe(_close(outputs), self._loop)
+            asyncio.run_coroutine_threadsafe(_close(updates), self._loop)
 
 
 def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], bool]:
@@ -375,19 +380,17 @@ def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], b
     return rows, True
 
 
-async def _next(outputs: AsyncGenerator[Any, None]) -> Any:
-    return await anext(outputs, _END)
+async def _next(updates: AsyncGenerator[SampleUpdate, None]) -> SampleUpdate | None:
+    return await anext(updates, None)
 
 
-async def _only(outputs: AsyncGenerator[Any, None]) -> Any:
-    try:
-        return await anext(outputs)
-    finally:
-        await outputs.aclose()
+async def _all(updates: AsyncGenerator[SampleUpdate, None]) -> list[SampleUpdate]:
+    async with aclosing(updates):
+        return [update async for update in updates]
 
 
-async def _close(outputs: AsyncGenerator[Any, None]) -> None:
-    await outputs.aclose()
+async def _close(updates: AsyncGenerator[SampleUpdate, None]) -> None:
+    await updates.aclose()
 
 
 def _request(

@@ -14,16 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.errors import (
-    CapacityError,
-    ExecutionError,
-    HeadraceError,
-    LateError,
-    NotFoundError,
-    RequestError,
-    TooLargeError,
-)
+from headrace.errors import HeadraceError
 from headrace.frontend.adapters import Adapter
+from headrace.frontend.failures import failure_of
 from headrace.frontend.sample_update import (
     LogprobItem,
     LogprobRow,
@@ -166,10 +159,8 @@ class ReqState:
 
     @property
     def failed(self) -> HeadraceError | None:
-        """The error an abort of the engine's stands for; None for other ends, and for aborts that were asked for."""
-        if self.finish is None or self.finish.type != "abort" or self.finish.status_code < 400:
-            return None
-        return error_of(self.finish, self.retry_after_s)
+        """See `failure_of`; None while it lives."""
+        return failure_of(self.finish, self.retry_after_s) if self.finish is not None else None
 
     def apply(self, text: str, row: TokenIDOut, now_s: float, hidden_size: int) -> None:
         """Accumulate an output and its text; its finish reason is for `end`. Raises ValueError for arrays that do not fit together."""
@@ -363,23 +354,6 @@ class CallState:
         if not self._news:
             return None
         return self._news.pop(next(iter(self._news)))
-
-
-def error_of(finish: FinishReason, retry_after_s: float = 1.0) -> HeadraceError:
-    """The error of an abort that carries a status code."""
-    match finish.status_code:
-        case 404:
-            return NotFoundError(finish.message)
-        case 408:
-            return LateError(finish.message)
-        case 413:
-            return TooLargeError(finish.message)
-        case 429 | 503:
-            return CapacityError(finish.message, retry_after_s, status_code=finish.status_code)
-        case code if code < 500:
-            return RequestError(finish.message)
-        case _:
-            return ExecutionError(finish.message)
 
 
 def _finite(value: float) -> float | None:

@@ -32,7 +32,6 @@ from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.heartbeats import Heartbeats
-from headrace.frontend.native_answer import NativeStream, whole_answer
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import (
     Call,
@@ -45,6 +44,7 @@ from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.shared_probe import SharedProbe
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
@@ -226,17 +226,14 @@ class TokenizerManager:
         is_disconnected: IsDisconnected | None = None,
         *,
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        incremental: bool | None = None,
         caller: Caller = NOBODY,
-    ) -> AsyncGenerator[Any, None]:
-        """The answers of one call.
+    ) -> AsyncGenerator[SampleUpdate, None]:
+        """What is new of the samples of one call.
 
-        Without `stream` exactly one item: a dict, or a list of dicts in prompt-major order when the input was a list or n > 1.
-        With `stream` dicts as they come; those of lists carry `index`, and the last of each index its finish reason.
-        Closing the generator early, or `is_disconnected` becoming true, aborts what is unfinished.
+        With `stream` as it comes, the last of each sample with its finish reason. Without: one update of each sample in prompt-major order,
+        once all have ended. Closing the generator early, or `is_disconnected` becoming true, aborts what is unfinished.
 
         default_max_new_tokens: for prompts that do not say; never more than the context has room for.
-        incremental: text, ids and logprobs of a chunk are what is new since the last one; None = as the server was told.
         caller: whose limits count.
         Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
@@ -247,13 +244,14 @@ class TokenizerManager:
         # A large call is split beside others: the server may have stopped meanwhile.
         self._check_accepting()
         state = self._register(call, obj, caller)
-        answers = NativeStream(self.args.incremental_streaming_output if incremental is None else incremental)
         try:
             self._begin_timelines(state, caller.traceparent)
             requests = await self.encoder.encode(call, obj, state, default_max_new_tokens)
             self._send(state, requests)
             if not obj.stream:
-                yield await self._gather(state, is_disconnected)
+                await self._wait_for_all(state, is_disconnected)
+                for sample in state.samples:
+                    yield sample.update()
                 return
             left = len(state.samples)
             while left:
@@ -261,7 +259,7 @@ class TokenizerManager:
                 if not state.is_list and sample.failed is not None and not sample.output_ids:
                     raise sample.failed
                 left -= sample.finish is not None
-                yield answers.answer(sample.update())
+                yield sample.update()
         finally:
             self._release(state)
 
@@ -344,9 +342,8 @@ class TokenizerManager:
             if sample.replica == NOWHERE:
                 sample.request, sample.sent_s = None, 0.0
 
-    async def _gather(
-        self, state: CallState, is_disconnected: IsDisconnected | None
-    ) -> dict[str, Any] | list[dict[str, Any]]:
+    async def _wait_for_all(self, state: CallState, is_disconnected: IsDisconnected | None) -> None:
+        """Until every sample has ended. Raises the first failure when there is nothing else to answer."""
         for _ in state.samples:
             await self._next(state, is_disconnected)
         # A list with nothing but failures is answered as one: there is nothing to tell apart. A fault of ours is a failure even
@@ -358,7 +355,6 @@ class TokenizerManager:
         ]
         if len(failures) == len(state.samples):
             raise failures[0]
-        return whole_answer([sample.update() for sample in state.samples])
 
     async def _next(self, state: CallState, is_disconnected: IsDisconnected | None) -> ReqState:
         """The next sample with something new. Raises RequestError when the client has gone away."""
@@ -505,8 +501,8 @@ class TokenizerManager:
             rid=f"{HEALTH_RID_PREFIX}{uuid.uuid4().hex}",
             sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         )
-        async for answer in self.generate_request(probe, caller=SERVER):
-            return bool(answer["meta_info"]["finish_reason"]["type"] != "abort")
+        async for update in self.generate_request(probe, caller=SERVER):
+            return update.finish is not None and update.finish.type != "abort"
         return False
 
     def _note_operation(self, operation: WeightOperation) -> None:

@@ -220,8 +220,8 @@ async def _warm_chat(context: ServingContext) -> None:
 
 
 async def _one_token(context: ServingContext, request: GenerateReqInput) -> None:
-    async with aclosing(context.frontend.generate_request(request, caller=SERVER)) as outputs:
-        await anext(outputs)
+    async with aclosing(context.frontend.generate_request(request, caller=SERVER)) as updates:
+        await anext(updates)
 
 
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)

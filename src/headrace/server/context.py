@@ -15,6 +15,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ReadyInfo
 from headrace.messages.requests import GenerateReqInput
@@ -25,9 +26,6 @@ from headrace.text.tokenizers import Tokenizer
 T = TypeVar("T")
 Soon: TypeAlias = T | Awaitable[T]
 """An answer that is there at once when the front end is in this process, and is awaited when it is not (`remote_frontend`)."""
-
-Output = dict[str, Any]
-"""One output of `generate_request`: {text, output_ids, meta_info[, index]}, see docs/http-api.md."""
 
 TEXT_WORK_LIMIT_S = 10.0
 """Rendering and tokenizing one request may take so long, from when a thread begins; then the request is refused."""
@@ -144,13 +142,11 @@ class RequestFrontend(Protocol):
         obj: GenerateReqInput,
         *,
         default_max_new_tokens: int = ...,
-        incremental: bool | None = None,
         caller: Caller = ...,
-    ) -> AsyncGenerator[Any, None]:
-        """Outputs of one call. Without `stream` exactly one item: an Output, or a list of them in prompt-major order.
+    ) -> AsyncGenerator[SampleUpdate, None]:
+        """What is new of the samples of one call. Without `stream` one update of each, in prompt-major order, once all have ended.
 
         default_max_new_tokens: where the request does not say; never more than the context has room for.
-        incremental: outputs of a stream hold what is new since the last one; None = as the server was told.
         caller: whose limits count. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """

@@ -8,13 +8,13 @@ from contextlib import aclosing
 
 import msgspec
 
-from headrace.frontend.request_state import error_of
-from headrace.messages.outputs import FinishReason
+from headrace.frontend.native_answer import NativeStream, whole_answer
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import Output, ServingContext
+from headrace.server.context import ServingContext
 from headrace.server.embeds_body import embeds_to_base64
-from headrace.server.http import ApiError, Exchange, describe_error, encode_json
-from headrace.server.sse import error_frame, frame, stream_reply
+from headrace.server.http import Exchange, encode_json
+from headrace.server.sse import failure_frames, frame, stream_reply
 
 _DECODER = msgspec.json.Decoder(GenerateReqInput)
 
@@ -34,36 +34,26 @@ class NativeAPI:
             exchange.name_request(request.rid)
         param = "text" if request.text is not None else "input_ids"
         self.context.check_prompt_size(param, request.text, request.input_ids)
-        outputs = self.context.frontend.generate_request(request, caller=exchange.caller)
+        updates = self.context.frontend.generate_request(request, caller=exchange.caller)
         if request.stream:
-            await stream_reply(exchange, outputs, render_output, lambda: b"")
+            stream = NativeStream(self.context.args.incremental_streaming_output)
+            await stream_reply(exchange, updates, lambda update: render_update(stream, update), lambda: b"")
             return
-        async with exchange.until_client_leaves(), aclosing(outputs):
-            result = await anext(outputs)
-        await exchange.reply_json(result)
+        async with exchange.until_client_leaves(), aclosing(updates):
+            answer = whole_answer([update async for update in updates])
+        await exchange.reply_json(answer)
 
     def _shorten(self, body: bytes) -> bytes:
         """Embeddings as rows of numbers may be millions of them."""
         return embeds_to_base64(body, self.context.model.ready.hidden_size)
 
 
-def render_output(output: Output) -> bytes:
-    """The frames of one output: itself, and an error frame when the only sample has failed.
+def render_update(stream: NativeStream, update: SampleUpdate) -> bytes:
+    """The frames of one update: its answer, and an error frame when the only sample has failed.
 
-    In a batch (outputs with an index) one failing sample is reported by its finish_reason alone: the others go on.
+    In a list one failing sample is reported by its finish_reason alone: the others go on.
     """
-    frames = frame(encode_json(output))
-    if "index" not in output and (error := failure(output)) is not None:
-        frames += error_frame(error)
+    frames = frame(encode_json(stream.answer(update)))
+    if update.finish is not None and not update.is_listed:
+        frames += failure_frames(update.finish)
     return frames
-
-
-def failure(output: Output) -> ApiError | None:
-    """The error of an output that ended by a fault, not by a client's abort; else None."""
-    reason = output["meta_info"]["finish_reason"]
-    if reason is None or reason["type"] != "abort" or reason.get("status_code", 0) < 400:
-        return None
-    finish = FinishReason(
-        "abort", message=reason.get("message", "the request was aborted"), status_code=reason["status_code"]
-    )
-    return describe_error(error_of(finish))[2]

@@ -15,6 +15,7 @@ import msgspec
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.frontend.remote_methods import WireCaller, error_of_fault, remote_methods
 from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import NOBODY, Caller
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, ShutdownReq
@@ -43,6 +44,8 @@ METHODS = remote_methods(RequestFrontend) | {
     f"{part}.{name}": method for part, protocol in PARTS.items() for name, method in remote_methods(protocol).items()
 }
 """What crosses, by the name that a call gives."""
+
+_UPDATES = msgspec.msgpack.Decoder(SampleUpdate)
 
 TAKEN_AT_ONCE = 4
 """The main process is told of outputs that were taken when there are so many: half of its window."""
@@ -118,11 +121,10 @@ class RemoteFrontend:
         obj: GenerateReqInput,
         *,
         default_max_new_tokens: int = -1,
-        incremental: bool | None = None,
         caller: Caller | None = None,
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[SampleUpdate, None]:
         """See `RequestFrontend`. default_max_new_tokens: -1 = the main process's."""
-        arguments: dict[str, Any] = {"obj": obj, "incremental": incremental}
+        arguments: dict[str, Any] = {"obj": obj}
         if default_max_new_tokens >= 0:
             arguments["default_max_new_tokens"] = default_max_new_tokens
         if caller is not None:
@@ -132,7 +134,7 @@ class RemoteFrontend:
         try:
             while True:
                 while results.outputs:
-                    yield msgspec.msgpack.decode(results.outputs.popleft())
+                    yield _UPDATES.decode(results.outputs.popleft())
                     num_untold += 1
                     if num_untold == TAKEN_AT_ONCE:
                         self._sender.send(FrontTaken(self._worker, call_id, num_untold))

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
+from headrace.frontend.failures import failure_of
+from headrace.messages.outputs import FinishReason
 from headrace.server.http import ApiError, Exchange, Headers, describe_error, error_body
 
 T = TypeVar("T")
@@ -27,6 +29,12 @@ def frame(payload: bytes) -> bytes:
 def error_frame(error: ApiError) -> bytes:
     """The event that reports a failure after the reply has begun."""
     return frame(error_body(error))
+
+
+def failure_frames(finish: FinishReason) -> bytes:
+    """The event that reports why a sample failed; nothing when it did not."""
+    failure = failure_of(finish)
+    return b"" if failure is None else error_frame(describe_error(failure)[2])
 
 
 async def stream_reply(

@@ -1,6 +1,6 @@
 """What the OpenAI generation routes share: validate, convert, stream or not, count tokens, name errors.
 
-Owns `OpenAIServingBase` and the walk from outputs of the TokenizerManager to choices. The shapes of the replies are the
+Owns `OpenAIServingBase` and the walk from updates of samples to choices. The shapes of the replies are the
 subclasses'. Runs in the event loop of the main process.
 """
 
@@ -16,18 +16,16 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.frontend.sample_update import LogprobItem, SampleUpdate
+from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import Output, ServingContext
-from headrace.server.http import ApiError, Exchange, encode_json
-from headrace.server.native import failure
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange, encode_json
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
 from headrace.server.openai.token_details import check_token_details
-from headrace.server.sse import error_frame, stream_reply
+from headrace.server.sse import failure_frames, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
-
-LogprobEntry = tuple[float | None, int, str | None]
-"""(logprob, token id, text) as in meta_info."""
 
 _OUR_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -55,7 +53,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class UsageCount:
-    """Adds up the last output of every choice. `num_samples` choices share a prompt."""
+    """Adds up the last update of every choice. `num_samples` choices share a prompt."""
 
     num_samples: int
     report_cached: bool
@@ -63,13 +61,13 @@ class UsageCount:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, output: Output) -> None:
+    def add(self, update: SampleUpdate) -> None:
         """Count a finished choice."""
-        meta = output["meta_info"]
-        self.completion_tokens += meta["completion_tokens"]
-        if output.get("index", 0) % self.num_samples == 0:
-            self.prompt_tokens += meta["prompt_tokens"]
-            self.cached_tokens += meta["cached_tokens"]
+        usage = update.usage
+        self.completion_tokens += usage.completion_tokens
+        if update.index % self.num_samples == 0:
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
 
     def total(self) -> Usage:
         """The counts so far."""
@@ -90,11 +88,11 @@ class Ending:
     stop_reason: str | int | None
 
     @classmethod
-    def of(cls, reason: dict[str, Any], request: GenerationRequest) -> "Ending":
-        """From `meta_info.finish_reason`."""
-        matched = reason.get("matched")
+    def of(cls, finish: FinishReason, request: GenerationRequest) -> "Ending":
+        """As the engine says it."""
+        matched = finish.matched
         was_asked_for = isinstance(matched, str) or matched in (request.stop_token_ids or ())
-        return cls(reason["type"], matched, matched if was_asked_for else None)
+        return cls(finish.type, matched, matched if was_asked_for else None)
 
     def fields(self) -> dict[str, str | int | None]:
         """As the fields of a choice."""
@@ -117,18 +115,19 @@ NOT_ENDED = b'"finish_reason":null'
 class NewLogprobs:
     """Logprobs of output tokens, and for each the most likely alternatives (empty when none were asked for)."""
 
-    tokens: list[LogprobEntry]
-    alternatives: list[list[LogprobEntry]]
+    tokens: list[LogprobItem]
+    alternatives: list[list[LogprobItem]]
 
     @classmethod
-    def of(cls, meta: dict[str, Any], request: GenerationRequest) -> "NewLogprobs":
-        """Those that an output adds: outputs of streams hold what is new. Ids that were asked for stand for the most likely."""
-        tokens = meta.get("output_token_logprobs") or []
+    def of(cls, update: SampleUpdate, request: GenerationRequest) -> "NewLogprobs":
+        """Those that an update adds. Ids that were asked for stand for the most likely."""
+        assert update.logprobs is not None, "they were asked for"
+        output = update.logprobs.output
         if request.logprob_token_ids:
-            return cls(tokens, meta.get("output_token_ids_logprobs") or [])
+            return cls(output.tokens, [row or [] for row in output.picked or ()])
         # There may be more, which belong to the prompt's logprobs.
         count = request.num_top_logprobs
-        return cls(tokens, [top[:count] for top in meta.get("output_top_logprobs") or []])
+        return cls(output.tokens, [(row or [])[:count] for row in output.top or ()])
 
 
 @dataclass(slots=True)
@@ -192,8 +191,8 @@ class OpenAIServingBase(ABC, Generic[R]):
         """The request as a call of the engine."""
 
     @abstractmethod
-    def response(self, generation: Generation[R], outputs: list[Output], usage: Usage) -> object:
-        """The whole reply of a request that does not stream; `outputs` in prompt-major order."""
+    def response(self, generation: Generation[R], updates: list[SampleUpdate], usage: Usage) -> object:
+        """The whole reply of a request that does not stream; `updates` of all its samples, in prompt-major order."""
 
     @abstractmethod
     def chunk_writer(self, generation: Generation[R]) -> "ChunkWriter":
@@ -203,47 +202,41 @@ class OpenAIServingBase(ABC, Generic[R]):
         """The completion's id, which is also the rid of the call."""
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
-    def _outputs(self, exchange: Exchange, generation: Generation[R]) -> AsyncGenerator[Any, None]:
+    def _updates(self, exchange: Exchange, generation: Generation[R]) -> AsyncGenerator[SampleUpdate, None]:
         unbounded = generation.request.output_limit == AS_MANY_AS_FIT
         limit = self.context.model.context_length if unbounded else self.default_max_tokens
         return self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=limit, incremental=True, caller=exchange.caller
+            generation.call, default_max_new_tokens=limit, caller=exchange.caller
         )
 
     def _usage_count(self, generation: Generation[R]) -> UsageCount:
         return UsageCount(generation.request.num_samples, self.context.args.enable_cache_report)
 
     async def _reply(self, exchange: Exchange, generation: Generation[R]) -> None:
-        async with (
-            exchange.until_client_leaves(),
-            aclosing(self._outputs(exchange, generation)) as results,
-        ):
-            result = await anext(results)
-        outputs: list[Output] = result if isinstance(result, list) else [result]
+        async with exchange.until_client_leaves(), aclosing(self._updates(exchange, generation)) as news:
+            updates = [update async for update in news]
         count = self._usage_count(generation)
-        for output in outputs:
-            count.add(output)
-        await exchange.reply_json(self.response(generation, outputs, count.total()))
+        for update in updates:
+            count.add(update)
+        await exchange.reply_json(self.response(generation, updates, count.total()))
 
     async def _stream(self, exchange: Exchange, generation: Generation[R]) -> None:
         writer = self.chunk_writer(generation)
         count = self._usage_count(generation)
-        failed: list[ApiError] = []
+        failures: list[bytes] = []
 
-        def render(output: Output) -> bytes:
-            reason = output["meta_info"]["finish_reason"]
-            if reason is None:
-                return writer.delta(output.get("index", 0), output, None)
-            count.add(output)
-            if error := failure(output):
-                failed.append(error)
-            return writer.delta(output.get("index", 0), output, Ending.of(reason, generation.request))
+        def render(update: SampleUpdate) -> bytes:
+            if update.finish is None:
+                return writer.delta(update, None)
+            count.add(update)
+            failures.append(failure_frames(update.finish))
+            return writer.delta(update, Ending.of(update.finish, generation.request))
 
         def tail() -> bytes:
             usage = writer.usage(count.total()) if generation.request.wants_usage else b""
-            return usage + (error_frame(failed[0]) if failed else b"")
+            return usage + next(filter(None, failures), b"")
 
-        await stream_reply(exchange, self._outputs(exchange, generation), render, tail)
+        await stream_reply(exchange, self._updates(exchange, generation), render, tail)
 
     def _renamed(self, exc: RequestError, request: R) -> RequestError:
         """The error with our own parameter names replaced by this API's."""
@@ -277,26 +270,25 @@ class ChunkWriter(ABC):
         self.wants_ids = bool(generation.request.return_token_ids)
         self.counts_everywhere = generation.request.wants_usage_everywhere
 
-    def tail(self, output: Output, with_ids: bool = True, in_choice: bytes = b"", beside: bytes = b"") -> bytes:
-        """What ends a chunk made from `output`: its token ids and the counts so far, as asked for.
+    def tail(self, update: SampleUpdate, with_ids: bool = True, in_choice: bytes = b"", beside: bytes = b"") -> bytes:
+        """What ends a chunk made from `update`: its token ids and the counts so far, as asked for.
 
         in_choice, beside: more fields of the choice and of the chunk, each after a comma.
         """
         if not (self.wants_ids or self.counts_everywhere):
             return self.choice_tail
-        ids = b',"token_ids":' + encode_json(output["output_ids"]) if self.wants_ids and with_ids else b""
+        ids = b',"token_ids":' + encode_json(update.ids) if self.wants_ids and with_ids else b""
         usage = self.no_usage
         if self.counts_everywhere:
-            meta = output["meta_info"]
-            made, given = meta["completion_tokens"], meta["prompt_tokens"]
+            made, given = update.usage.completion_tokens, update.usage.prompt_tokens
             usage = b',"usage":' + encode_json(Usage(given, made, given + made))
         return b"%b%b}]%b%b}\n\n" % (ids, in_choice, beside, usage)
 
     @abstractmethod
-    def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:
-        """Frames for what `output` adds to a choice; may be empty.
+    def delta(self, update: SampleUpdate, ending: Ending | None) -> bytes:
+        """Frames for what `update` adds to a choice; may be empty.
 
-        ending: of the choice's last output. Its text and its finish reason are one chunk.
+        ending: of the choice's last update. Its text and its finish reason are one chunk.
         """
 
     def usage(self, usage: Usage) -> bytes:

@@ -9,16 +9,16 @@ import re
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
+from headrace.frontend.sample_update import LogprobItem, SampleUpdate
 from headrace.messages.neutral import is_empty
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import Output, ServingContext
+from headrace.server.context import ServingContext
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
     Ending,
     Generation,
-    LogprobEntry,
     NewLogprobs,
     OpenAIServingBase,
     Usage,
@@ -94,35 +94,36 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
         )
         return Generation(request, call, generation_id)
 
-    def response(self, generation: Generation[ChatCompletionRequest], outputs: list[Output], usage: Usage) -> object:
+    def response(
+        self, generation: Generation[ChatCompletionRequest], updates: list[SampleUpdate], usage: Usage
+    ) -> object:
         """A `chat.completion` object."""
         request = generation.request
         details: dict[str, object] = {}
         if request.return_token_ids:
             details["prompt_token_ids"] = generation.call.input_ids
         if request.prompt_logprobs is not None:
-            tokenizer = self.context.model.tokenizer
-            details["prompt_logprobs"] = prompt_logprobs(tokenizer, request, outputs[0]["meta_info"])
+            details["prompt_logprobs"] = prompt_logprobs(self.context.model.tokenizer, request, updates[0])
         return {
             "id": generation.id,
             "object": "chat.completion",
             "created": generation.created,
             "model": generation.request.model,
             "system_fingerprint": self.fingerprint,
-            "choices": [self._choice(generation, index, output) for index, output in enumerate(outputs)],
+            "choices": [self._choice(generation, update) for update in updates],
             "usage": usage,
             **details,
         }
 
-    def _choice(self, generation: Generation[ChatCompletionRequest], index: int, output: Output) -> object:
-        meta = output["meta_info"]
+    def _choice(self, generation: Generation[ChatCompletionRequest], update: SampleUpdate) -> object:
+        assert update.finish is not None, "it has ended"
         logprobs = None
         if generation.request.logprobs:
-            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(meta, generation.request))
-        message = {"role": "assistant", "content": output["text"], "reasoning_content": None, "refusal": None}
-        ending = Ending.of(meta["finish_reason"], generation.request)
-        choice = {"index": index, "message": message, "logprobs": logprobs, **ending.fields()}
-        return choice | {"token_ids": output["output_ids"]} if generation.request.return_token_ids else choice
+            logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, generation.request))
+        message = {"role": "assistant", "content": update.text, "reasoning_content": None, "refusal": None}
+        ending = Ending.of(update.finish, generation.request)
+        choice = {"index": update.index, "message": message, "logprobs": logprobs, **ending.fields()}
+        return choice | {"token_ids": update.ids} if generation.request.return_token_ids else choice
 
     def chunk_writer(self, generation: Generation[ChatCompletionRequest]) -> "ChatChunks":
         """See `ChatChunks`."""
@@ -142,26 +143,26 @@ class ChatChunks(ChunkWriter):
         self.prompt_ids = generation.call.input_ids
         self.started: set[int] = set()
 
-    def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:
+    def delta(self, update: SampleUpdate, ending: Ending | None) -> bytes:
         """The role before the first delta, then the new text. A choice that ends without any more text has an empty delta."""
-        frames = b""
+        frames, index = b"", update.index
         if index not in self.started:
             self.started.add(index)
             prompt = b',"prompt_token_ids":' + encode_json(self.prompt_ids) if self.wants_ids else b""
-            tail = self.tail(output, with_ids=False, beside=prompt)
+            tail = self.tail(update, with_ids=False, beside=prompt)
             frames = self._chunk(index, _FIRST_DELTA, b"null", NOT_ENDED, tail)
-        text = output["text"]
+        text = update.text
         logprobs = b"null"
         if self.request.wants_logprobs:
-            new = NewLogprobs.of(output["meta_info"], self.request)
+            new = NewLogprobs.of(update, self.request)
             if new.tokens:
                 logprobs = encode_json(chat_logprobs(self.tokenizer, new))
-        has_news = bool(text) or logprobs != b"null" or (self.wants_ids and bool(output["output_ids"]))
+        has_news = bool(text) or logprobs != b"null" or (self.wants_ids and bool(update.ids))
         if not has_news and ending is None:
             return frames
         delta = b'{"content":%b,"reasoning_content":null}' % encode_json(text) if has_news else b"{}"
         end = NOT_ENDED if ending is None else ending.json()
-        return frames + self._chunk(index, delta, logprobs, end, self.tail(output))
+        return frames + self._chunk(index, delta, logprobs, end, self.tail(update))
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, ending: bytes, tail: bytes) -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,%b%b' % (
@@ -185,7 +186,7 @@ def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs) -> dict[str, object]:
     return {"content": content, "refusal": None}
 
 
-def _token(tokenizer: Tokenizer, entry: LogprobEntry) -> dict[str, object]:
+def _token(tokenizer: Tokenizer, entry: LogprobItem) -> dict[str, object]:
     value, token_id, text = entry
     shown = text if text is not None else tokenizer.decode([token_id], False)
     raw = tokenizer.token_bytes(token_id) if tokenizer.fixed_bytes else shown.encode(errors="replace")

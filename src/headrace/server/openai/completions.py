@@ -6,18 +6,18 @@ to a thread.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from headrace.errors import RequestError
+from headrace.frontend.sample_update import LogprobItem, SampleUpdate
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import Output, ServingContext
+from headrace.server.context import ServingContext
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
     Ending,
     Generation,
-    LogprobEntry,
     NewLogprobs,
     OpenAIServingBase,
     Usage,
@@ -118,7 +118,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         skip = generation.request.skip_special_tokens is not False
         return LegacyLogprobs(self.context.model.tokenizer, skip, length)
 
-    def response(self, generation: Generation[CompletionRequest], outputs: list[Output], usage: Usage) -> object:
+    def response(self, generation: Generation[CompletionRequest], updates: list[SampleUpdate], usage: Usage) -> object:
         """A `text_completion` object."""
         return {
             "id": generation.id,
@@ -126,27 +126,33 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
             "created": generation.created,
             "model": generation.request.model,
             "system_fingerprint": self.fingerprint,
-            "choices": [self._choice(generation, index, output) for index, output in enumerate(outputs)],
+            "choices": [self._choice(generation, update) for update in updates],
             "usage": usage,
         }
 
-    def _choice(self, generation: Generation[CompletionRequest], index: int, output: Output) -> object:
-        request, meta = generation.request, output["meta_info"]
+    def _choice(self, generation: Generation[CompletionRequest], update: SampleUpdate) -> object:
+        assert update.finish is not None, "it has ended"
+        request, index = generation.request, update.index
         prompt = self.prompt_text(generation, index) if request.echo else ""
         logprobs = None
         if request.logprobs is not None:
             shape = self.choice_logprobs(generation)
             if request.echo:
-                shape.add_prompt(meta, len(prompt), request.num_top_logprobs)
-            new = NewLogprobs.of(meta, request)
+                shape.add_prompt(update, len(prompt), request.num_top_logprobs)
+            new = NewLogprobs.of(update, request)
             shape.add(new.tokens, new.alternatives)
-            logprobs = shape.take(len(prompt) + len(output["text"]))
-        ending = Ending.of(meta["finish_reason"], request)
-        choice = {"index": index, "text": prompt + output["text"], "logprobs": logprobs, **ending.fields()}
+            logprobs = shape.take(len(prompt) + len(update.text))
+        ending = Ending.of(update.finish, request)
+        choice: dict[str, object] = {
+            "index": index,
+            "text": prompt + update.text,
+            "logprobs": logprobs,
+            **ending.fields(),
+        }
         if request.return_token_ids:
-            choice |= {"prompt_token_ids": self.prompt_ids(generation, index), "token_ids": output["output_ids"]}
+            choice |= {"prompt_token_ids": self.prompt_ids(generation, index), "token_ids": update.ids}
         if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self.context.model.tokenizer, request, meta)
+            choice["prompt_logprobs"] = prompt_logprobs(self.context.model.tokenizer, request, update)
         return choice
 
     def chunk_writer(self, generation: Generation[CompletionRequest]) -> "CompletionChunks":
@@ -171,10 +177,9 @@ class CompletionChunks(ChunkWriter):
         self.generation = generation
         self.choices: dict[int, _ChoiceStream] = {}
 
-    def delta(self, index: int, output: Output, ending: Ending | None) -> bytes:
+    def delta(self, update: SampleUpdate, ending: Ending | None) -> bytes:
         """The new text, with echo before the first."""
-        request, meta = self.generation.request, output["meta_info"]
-        text = output["text"]
+        request, index, text = self.generation.request, update.index, update.text
         prompt_ids = b""
         choice = self.choices.get(index)
         if choice is None:
@@ -184,18 +189,18 @@ class CompletionChunks(ChunkWriter):
                 prompt = self.serving.prompt_text(self.generation, index)
                 text = prompt + text
                 if shape is not None:
-                    shape.add_prompt(meta, len(prompt), request.num_top_logprobs)
+                    shape.add_prompt(update, len(prompt), request.num_top_logprobs)
             if self.wants_ids:
                 prompt_ids = b',"prompt_token_ids":' + encode_json(self.serving.prompt_ids(self.generation, index))
         choice.length += len(text)
         logprobs = b"null"
         has_logprobs = False
         if choice.logprobs is not None:
-            new = NewLogprobs.of(meta, request)
+            new = NewLogprobs.of(update, request)
             choice.logprobs.add(new.tokens, new.alternatives)
             has_logprobs = bool(choice.logprobs.tokens)
             logprobs = encode_json(choice.logprobs.take(None if ending is None else choice.length))
-        has_ids = self.wants_ids and bool(output["output_ids"] or prompt_ids)
+        has_ids = self.wants_ids and bool(update.ids or prompt_ids)
         if not text and not has_logprobs and not has_ids and ending is None:
             return b""
         return b'%b%d,"text":%b,"logprobs":%b,%b%b' % (
@@ -204,7 +209,7 @@ class CompletionChunks(ChunkWriter):
             encode_json(text),
             logprobs if has_logprobs else b"null",
             NOT_ENDED if ending is None else ending.json(),
-            self.tail(output, in_choice=prompt_ids),
+            self.tail(update, in_choice=prompt_ids),
         )
 
 
@@ -226,10 +231,11 @@ class LegacyLogprobs:
         self._tops: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
 
-    def add_prompt(self, meta: dict[str, Any], length: int, num_top: int) -> None:
+    def add_prompt(self, update: SampleUpdate, length: int, num_top: int) -> None:
         """The prompt's tokens; `length` characters of the choice's text are the prompt. num_top: alternatives of each."""
-        entries = meta.get("input_token_logprobs") or []
-        tops = [None if top is None else top[:num_top] for top in meta.get("input_top_logprobs") or []]
+        assert update.logprobs is not None, "they were asked for"
+        entries = update.logprobs.prompt.tokens
+        tops = [None if top is None else top[:num_top] for top in update.logprobs.prompt.top or ()]
         self.add(entries, tops, first_is_unknown=True)
         self._offsets = [min(offset, length) for offset in self._offsets]
         ids = [token_id for _, token_id, _ in entries]
@@ -238,8 +244,8 @@ class LegacyLogprobs:
 
     def add(
         self,
-        entries: Iterable[LogprobEntry],
-        alternatives: Sequence[Sequence[LogprobEntry] | None] | None,
+        entries: Iterable[LogprobItem],
+        alternatives: Sequence[Sequence[LogprobItem] | None] | None,
         first_is_unknown: bool = False,
     ) -> None:
         """Tokens in order."""

@@ -3,10 +3,10 @@
 Owns the checks of those fields and their shapes in replies. Pure functions, run in the event loop of the main process.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import RequestError
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, MAX_LOGPROBS, GenerationRequest
 from headrace.text.tokenizers import Tokenizer
 
@@ -56,16 +56,17 @@ def logprob_options(request: GenerationRequest, whole_prompt: bool = False) -> d
     }
 
 
-def prompt_logprobs(tokenizer: Tokenizer, request: GenerationRequest, meta: dict[str, Any]) -> list[object]:
+def prompt_logprobs(tokenizer: Tokenizer, request: GenerationRequest, update: SampleUpdate) -> list[object]:
     """For each prompt token null (the first) or an object: token id -> {logprob, rank, decoded_token}.
 
     The token itself is always there, beside the `prompt_logprobs` most likely ones. rank: 1 = the most likely; null for a token that
     is not among them.
     """
-    tokens: Sequence[tuple[float | None, int, str | None]] = meta.get("input_token_logprobs") or []
-    tops: Sequence[Sequence[tuple[float | None, int, str | None]] | None] = meta.get("input_top_logprobs") or []
+    assert update.logprobs is not None, "they were asked for"
+    prompt = update.logprobs.prompt
+    tops = prompt.top or []
     rows: list[object] = []
-    for position, (value, token_id, text) in enumerate(tokens):
+    for position, (value, token_id, text) in enumerate(prompt.tokens):
         if value is None:
             rows.append(None)
             continue
