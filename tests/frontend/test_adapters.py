@@ -21,6 +21,9 @@ class CountingEngine:
         self.gate = asyncio.Event()
         self.gate.set()
 
+    def check(self) -> None:
+        """It can always be asked."""
+
     async def call(self, make) -> list[LoraReply]:
         request = make(7)
         await self.gate.wait()
@@ -45,7 +48,7 @@ def engine() -> CountingEngine:
 
 @pytest.fixture
 def adapters(engine: CountingEngine) -> Adapters:
-    return Adapters(2, [], engine.call)
+    return Adapters(2, [], engine)
 
 
 async def use(adapters: Adapters, name: str) -> int:
@@ -148,7 +151,7 @@ async def test_requests_for_an_adapter_that_is_on_its_way_share_one_load(adapter
 
 async def test_adapters_of_the_start_have_their_numbers_in_order(engine):
     engine.ever = {1, 2}
-    adapters = Adapters(3, [("a", "/a"), ("b", "/b")], engine.call)
+    adapters = Adapters(3, [("a", "/a"), ("b", "/b")], engine)
     assert [await use(adapters, "a"), await use(adapters, "b")] == [1, 2]
     await adapters.load("c", "/c", pinned=False)
     assert await use(adapters, "c") == 3
@@ -156,7 +159,7 @@ async def test_adapters_of_the_start_have_their_numbers_in_order(engine):
 
 async def test_a_server_without_room_for_any_says_so(engine):
     with pytest.raises(RequestError, match="max-loras 0"):
-        await Adapters(0, [], engine.call).load("a", "/a", pinned=False)
+        await Adapters(0, [], engine).load("a", "/a", pinned=False)
 
 
 def sent(queue: LocalQueue) -> list[object]:
@@ -168,7 +171,7 @@ def sent(queue: LocalQueue) -> list[object]:
 
 async def test_a_scheduler_that_begins_again_is_sent_what_is_in_memory_now(engine):
     engine.ever = {1, 2}
-    adapters = Adapters(2, [("a", "/a"), ("b", "/b")], engine.call)
+    adapters = Adapters(2, [("a", "/a"), ("b", "/b")], engine)
     await adapters.unload("b")
     await adapters.load("c", "/c", pinned=False)
     await adapters.load("d", "/d", pinned=True)  # a leaves memory and stays known

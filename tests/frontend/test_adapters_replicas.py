@@ -49,7 +49,7 @@ class Pair:
         self.from_engine.send(LoraReply(asked.id, asked.lora_id, status_code, "no good" if status_code >= 400 else ""))
 
     def load(self, name: str) -> "asyncio.Task[None]":
-        return asyncio.create_task(self.manager.load_lora_adapter(name, f"/{name}"))
+        return asyncio.create_task(self.manager.adapters.load(name, f"/{name}"))
 
     def call(self, rid: str, lora_path: str | None, replica: int | None = None) -> "asyncio.Task[list[object]]":
         sampling = {"max_new_tokens": 4, "temperature": 0.0}
@@ -78,10 +78,10 @@ async def test_a_load_is_done_when_both_have_done_it(pair):
     pair.answer(first)
     await turns()
     assert not loading.done()
-    assert pair.manager.lora_adapters() == ["old"]
+    assert pair.manager.adapters.names == ["old"]
     pair.answer(second)
     await loading
-    assert pair.manager.lora_adapters() == ["old", "new"]
+    assert pair.manager.adapters.names == ["old", "new"]
 
 
 async def test_a_load_that_one_refuses_is_taken_back_from_both(pair):
@@ -96,7 +96,7 @@ async def test_a_load_that_one_refuses_is_taken_back_from_both(pair):
         pair.answer(asked)
     with pytest.raises(RequestError, match="no good"):
         await loading
-    assert pair.manager.lora_adapters() == ["old"]
+    assert pair.manager.adapters.names == ["old"]
 
 
 async def test_a_load_is_done_without_a_replica_that_dies_and_its_next_life_has_it(pair):
@@ -105,7 +105,7 @@ async def test_a_load_is_done_without_a_replica_that_dies_and_its_next_life_has_
     pair.manager.part_down("scheduler 1", 1)
     pair.answer(first)
     await loading
-    assert pair.manager.lora_adapters() == ["old", "new"]
+    assert pair.manager.adapters.names == ["old", "new"]
 
     inbox = pair.inboxes[1] = LocalQueue()
     pair.manager.part_up("scheduler 1", 1, 7, inbox)
@@ -121,7 +121,7 @@ async def test_a_replica_that_comes_back_joins_a_load_under_way(pair, is_late):
     inbox = pair.inboxes[1] = LocalQueue()
     if is_late:
         # The reply is taken in the same turn of the loop as the return: whoever waits for it has not run in between.
-        pair.manager._on_lora_reply(LoraReply(first.id, first.lora_id))
+        pair.manager.adapters.handle(LoraReply(first.id, first.lora_id))
     pair.manager.part_up("scheduler 1", 1, 7, inbox)
     if not is_late:
         pair.answer(first)
@@ -131,7 +131,7 @@ async def test_a_replica_that_comes_back_joins_a_load_under_way(pair, is_late):
     assert not loading.done()
     pair.answer(joined)
     await loading
-    assert pair.manager.lora_adapters() == ["old", "new"]
+    assert pair.manager.adapters.names == ["old", "new"]
 
 
 async def test_an_adapter_keeps_the_files_that_it_was_loaded_from(pair):
@@ -161,7 +161,7 @@ async def test_a_load_under_which_all_die_has_not_been(pair):
         pair.manager.part_down(f"scheduler {replica}", replica)
     with pytest.raises(CapacityError):
         await loading
-    assert pair.manager.lora_adapters() == ["old"]
+    assert pair.manager.adapters.names == ["old"]
 
 
 async def test_requests_follow_their_adapter_into_a_new_life(pair):
@@ -216,6 +216,6 @@ async def test_nobody_is_asked_while_nobody_lives(pair):
     for replica in (0, 1):
         pair.manager.part_down(f"scheduler {replica}", replica)
     with pytest.raises(CapacityError):
-        await pair.manager.load_lora_adapter("new", "/new")
+        await pair.manager.adapters.load("new", "/new")
     with pytest.raises(NotFoundError):
         await pair.call("r", "new")

@@ -12,7 +12,7 @@ from headrace.messages.channel import MessageCodec
 from headrace.messages.control import ProfileReq
 
 POINTS = {
-    "timelines": ("headrace.frontend.tokenizer_manager.Timeline", None),
+    "timelines": ("headrace.frontend.records.Timeline", None),
     "number of adapters": ("headrace.frontend.adapters.Adapters.check_number", None),
     "tokenizing": ("headrace.text.batch_tokenizer.AsyncDynamicBatchTokenizer.encode", None),
     "bad words": ("headrace.text.batch_tokenizer.AsyncDynamicBatchTokenizer.encode_words", None),
@@ -59,7 +59,7 @@ async def test_a_fault_before_a_call_is_sent_leaves_nothing_of_it(make_frontend,
     assert frontend.is_clean
     assert (who.tenant.num_live, who.tenant.num_queued) == (0, 0)
     await asyncio.wait_for(manager.table.wait_until_empty(), 1.0)
-    assert not manager._timelines._live
+    assert not manager.records._timelines._live
     fields.pop("lora_path", None)
     assert (await frontend.call(**fields))[0]
 

@@ -183,7 +183,7 @@ async def test_the_story_tells_of_the_death_and_a_dump_is_left(make_frontend, tm
     await lives.settle()
     await call
 
-    [told] = lives.manager.timelines("a")
+    [told] = lives.manager.records.timelines("a")
     events = [(event["event"], event.get("completion_tokens")) for event in told["events"]]
     assert [e for e in events if e[0] in ("lost", "replayed")] == [("lost", 2), ("replayed", 2)]
     assert (told["num_replays"], told["state"]) == (1, "finished")

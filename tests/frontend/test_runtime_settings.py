@@ -124,8 +124,8 @@ async def test_requests_are_dumped_when_asked_with_prompts_only_if_told(make_fro
     task = frontend.start("secret too", rid="live")
     await frontend.engine.until(lambda: "live" in frontend.engine.requests)
 
-    first, count = await frontend.manager.dump_requests()
-    await frontend.manager.dump_requests()
+    first, count = await frontend.manager.records.dump()
+    await frontend.manager.records.dump()
 
     assert count == 2
     assert len(list(folder.iterdir())) == 2
@@ -142,11 +142,11 @@ async def test_requests_are_dumped_when_asked_with_prompts_only_if_told(make_fro
 
 async def test_without_a_folder_nothing_is_dumped_and_one_that_cannot_be_written_is_said(make_frontend, tmp_path):
     with pytest.raises(RequestError, match="--dump-requests-dir"):
-        await make_frontend().manager.dump_requests()
+        await make_frontend().manager.records.dump()
     (tmp_path / "file").write_text("")
     frontend = make_frontend(dump_requests_dir=str(tmp_path / "file" / "below"))
     with pytest.raises(ExecutionError, match="could not be written") as caught:
-        await frontend.manager.dump_requests()
+        await frontend.manager.records.dump()
     assert str(tmp_path) not in caught.value.message
 
 

@@ -49,7 +49,7 @@ async def test_keys_may_use_the_same_rids_and_see_their_own(make_frontend):
     for who, n in zip(callers, n_of, strict=True):
         with pytest.raises(RequestError, match="Duplicate request ID 'r'"):
             await start(frontend, who, "r")
-        told = frontend.manager.timelines("r", who)
+        told = frontend.manager.records.timelines("r", who)
         assert [each["rid"] for each in told] == (["r"] if n == 1 else [f"r/{j}" for j in range(n)])
     for rid in rids:
         frontend.engine.emit(rid, "x", STOP)
@@ -121,14 +121,14 @@ async def test_a_timeline_is_told_to_its_key_and_to_an_admin(make_frontend):
             for rid in rids:
                 frontend.engine.emit(rid, "x", STOP)
             await asyncio.gather(*tasks)
-        assert len(frontend.manager.timelines("r", a)) == len(frontend.manager.timelines("r", b)) == 1
-        assert [each["rid"] for each in frontend.manager.timelines("only-a", a)] == ["only-a/0", "only-a/1"]
-        assert [each["rid"] for each in frontend.manager.timelines("r", ADMIN)] == ["r", "r"]
-        assert [each["rid"] for each in frontend.manager.timelines("only-a/1", ADMIN)] == ["only-a/1"]
+        assert len(frontend.manager.records.timelines("r", a)) == len(frontend.manager.records.timelines("r", b)) == 1
+        assert [each["rid"] for each in frontend.manager.records.timelines("only-a", a)] == ["only-a/0", "only-a/1"]
+        assert [each["rid"] for each in frontend.manager.records.timelines("r", ADMIN)] == ["r", "r"]
+        assert [each["rid"] for each in frontend.manager.records.timelines("only-a/1", ADMIN)] == ["only-a/1"]
         for who in (b, NOBODY):
             for rid in ("only-a", "only-a/0", *rids):
                 with pytest.raises(NotFoundError):
-                    frontend.manager.timelines(rid, who)
+                    frontend.manager.records.timelines(rid, who)
 
 
 async def test_prompts_of_a_key_are_found_in_the_cache_by_nobody_else(make_frontend):

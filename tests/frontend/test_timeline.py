@@ -53,7 +53,7 @@ async def test_the_story_of_a_request_is_in_order_and_holds_no_text(make_fronten
     events = (SampleEvent("admitted", 0.0, 2), SampleEvent("chunk", 0.0, 4), SampleEvent("retracted", 0.0, 1))
     await run(frontend, "r", stats=SampleStats(6, 2, 1, 0.5, events))
 
-    [told] = frontend.manager.timelines("r")
+    [told] = frontend.manager.records.timelines("r")
 
     assert (told["state"], told["finish_reason"], told["matched"]) == ("finished", "stop", 256)
     assert (told["prompt_tokens"], told["cached_tokens"], told["completion_tokens"]) == (6, 2, 3)
@@ -74,7 +74,7 @@ async def test_live_requests_and_all_samples_of_a_call_are_found_and_old_ones_fo
     frontend.engine.emit("many/0", "x")
     await turns()
 
-    told = frontend.manager.timelines("many")
+    told = frontend.manager.records.timelines("many")
     assert [(each["rid"], each["state"]) for each in told] == [("many/0", "running"), ("many/1", "running")]
     assert [event["event"] for event in told[0]["events"]] == ["received", "tokenized", "first_token"]
 
@@ -82,11 +82,11 @@ async def test_live_requests_and_all_samples_of_a_call_are_found_and_old_ones_fo
         frontend.engine.emit(f"many/{j}", "y", STOP)
     await task
     await run(frontend, "later")
-    assert [each["rid"] for each in frontend.manager.timelines("many")] == ["many/1"]
+    assert [each["rid"] for each in frontend.manager.records.timelines("many")] == ["many/1"]
     with pytest.raises(NotFoundError):
-        frontend.manager.timelines("many/0")
+        frontend.manager.records.timelines("many/0")
     with pytest.raises(NotFoundError):
-        frontend.manager.timelines("later", Caller(Tenant(TenantLimits(name="somebody"))))
+        frontend.manager.records.timelines("later", Caller(Tenant(TenantLimits(name="somebody"))))
 
 
 @pytest.mark.parametrize("prompts", [False, True])

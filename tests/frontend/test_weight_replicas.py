@@ -455,9 +455,9 @@ async def test_a_death_and_a_return_between_any_two_orders_leave_both_alike(repl
         "update": lambda: replicas.operate(NEW),
         "pause": lambda: replicas.operate(PauseGeneration("retract")),
         "release": lambda: replicas.operate(ReleaseMemory(("kv_cache",))),
-        "load": lambda: asyncio.create_task(replicas.manager.load_lora_adapter("a", "/a")),
+        "load": lambda: asyncio.create_task(replicas.manager.adapters.load("a", "/a")),
     }
-    replicas.manager._adapters._max_loras = 4
+    replicas.manager.adapters._max_loras = 4
     tasks = [orders[first](), orders[second]()]
     for _ in range(num_heard):
         await turns()

@@ -242,7 +242,7 @@ class Fleet:
         history.held.append([time.monotonic(), float("inf")])
 
     async def load(self, name: str) -> None:
-        await self.manager.load_lora_adapter(name, str(self.folder / name))
+        await self.manager.adapters.load(name, str(self.folder / name))
 
     # -- the end of it
 
@@ -275,7 +275,7 @@ class Fleet:
             self._check_request(history, one)
         assert not self.manager.table.samples, "a request is left over"
         probes = History()
-        for replica, lora in itertools.product((0, 1), (None, *self.manager.lora_adapters())):
+        for replica, lora in itertools.product((0, 1), (None, *self.manager.adapters.names)):
             self.ask(probes, [0, 1, 1], 24, replica=replica, lora=lora)
         await asyncio.gather(*(one.task for one in probes.asked))
         for one in probes.asked:
@@ -334,7 +334,7 @@ async def play(fleet: Fleet, seed: int) -> History:
                         rng.randint(1, 90),
                         num_samples=rng.choice([1, 1, 1, 3]),
                         replica=rng.choice([None, None, None, 0, 1]),
-                        lora=rng.choice([None, *fleet.manager.lora_adapters()]),
+                        lora=rng.choice([None, *fleet.manager.adapters.names]),
                         stream=rng.random() < 0.5,
                     )
             case "update":
@@ -353,7 +353,7 @@ async def play(fleet: Fleet, seed: int) -> History:
                 fleet.order(history, f"load {name}", lambda name=name: fleet.load(name))
             case "unload":
                 name = rng.choice("ab")
-                fleet.order(history, f"unload {name}", lambda name=name: fleet.manager.unload_lora_adapter(name))
+                fleet.order(history, f"unload {name}", lambda name=name: fleet.manager.adapters.unload(name))
             case "flush":
                 fleet.order(history, "flush", lambda: _flush(fleet))
             case "kill" | "kill detokenizer":

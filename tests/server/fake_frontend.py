@@ -115,6 +115,27 @@ class FakeExperts:
         return {"is_recording": self.is_recording, "layers": {"0": [1, 2]}}
 
 
+class FakeAdapters:
+    """Names, and what was loaded."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.loads: list[tuple[str, str, bool]] = []
+
+    async def load(self, name: str, path: str, pinned: bool = False) -> None:
+        if name in self.names:
+            raise RequestError("there already", "lora_name")
+        if "broken" in path:
+            raise RequestError("broken", "lora_path")
+        self.loads.append((name, path, pinned))
+        self.names.append(name)
+
+    async def unload(self, name: str) -> None:
+        if name not in self.names:
+            raise NotFoundError("there is no such adapter", "lora_name")
+        self.names.remove(name)
+
+
 class FakeFrontend:
     """Answers as the TokenizerManager does, and as some of its parts."""
 
@@ -129,13 +150,12 @@ class FakeFrontend:
         self.callers: list[Any] = []
         self.asked_by: list[tuple[str, Any]] = []
         self.profiled: list[Any] = []
-        self.control = self.settings = self
+        self.control = self.records = self.settings = self
         self.experts = FakeExperts()
         self.aborted: list[str] = []
         self.opened: list[tuple[int, str | None, float | None]] = []
         self.closed: list[str] = []
-        self.adapters: list[str] = []
-        self.loads: list[tuple[str, str, bool]] = []
+        self.adapters = FakeAdapters()
         self.faults: list[FaultReq] = []
         self.started = threading.Event()
         self.closed_early = threading.Event()
@@ -281,22 +301,6 @@ class FakeFrontend:
             raise NotFoundError("there is no such session", "session_id")
         self.closed.append(session_id)
 
-    def lora_adapters(self) -> list[str]:
-        return list(self.adapters)
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        if lora_name in self.adapters:
-            raise RequestError("there already", "lora_name")
-        if "broken" in lora_path:
-            raise RequestError("broken", "lora_path")
-        self.loads.append((lora_name, lora_path, pinned))
-        self.adapters.append(lora_name)
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        if lora_name not in self.adapters:
-            raise NotFoundError("there is no such adapter", "lora_name")
-        self.adapters.remove(lora_name)
-
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
         self.flush_timeouts.append(timeout_s)
         return self.flush
@@ -332,7 +336,7 @@ class FakeFrontend:
             "log_requests_level": log_requests_level or 0,
         }
 
-    async def dump_requests(self):
+    async def dump(self):
         if self.dumps is None:
             raise RequestError("there is no folder to write to")
         return "requests-1.json", self.dumps

@@ -43,7 +43,7 @@ class House:
         self.tasks = [asyncio.create_task(self.door.run())]
 
     def _news(self) -> FrontNews:
-        return FrontNews(list(self.frontend.adapters), self.frontend.weights.version, self.accepting, "info")
+        return FrontNews(list(self.frontend.adapters.names), self.frontend.weights.version, self.accepting, "info")
 
     async def worker(self, number: int) -> RemoteFrontend:
         queue = LocalQueue()
@@ -82,7 +82,7 @@ def test_every_method_of_the_front_end_crosses():
     crossing = set()
     for protocol, side, prefix in sides:
         methods = {name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"}
-        assert methods - {"lora_adapters"} <= set(vars(type(side)))
+        assert methods <= set(vars(type(side)))
         crossing |= {prefix + name for name in methods}
         for name in methods:
             wanted, got = (inspect.signature(getattr(kind, name)).parameters for kind in (protocol, type(side)))
@@ -190,9 +190,9 @@ async def test_what_one_worker_changes_the_others_know():
     async with house() as home:
         one, other = await home.worker(0), await home.worker(1)
 
-        await one.load_lora_adapter("new", "path")
-        assert one.lora_adapters() == ["new"], "news come before the reply"
-        await until(lambda: other.lora_adapters() == ["new"])
+        await one.adapters.load("new", "path")
+        assert one.adapters.names == ["new"], "news come before the reply"
+        await until(lambda: other.adapters.names == ["new"])
         home.frontend.weights.version = "two"
         await one.weights.operate(ContinueGeneration())
         await until(lambda: (one.weights.version, other.weights.version) == ("two", "two"))
@@ -216,7 +216,7 @@ async def test_malformed_calls_are_refused_and_hurt_nobody():
 
         assert isinstance(results.error, RequestError)
         with pytest.raises(ExecutionError):
-            await remote.call("load_lora_adapter", lora_name=5, lora_path="p")
+            await remote.call("adapters.load", name=5, path="p")
         assert await remote.health() is True
 
 

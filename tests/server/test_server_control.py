@@ -14,8 +14,10 @@ from test_server_openai import events
 import headrace
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
+from headrace.frontend.adapters import Adapters
 from headrace.frontend.control import Control
 from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.records import Records
 from headrace.frontend.runtime_settings import RuntimeSettings
 from headrace.frontend.tenants import SERVER
 from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -82,7 +84,7 @@ def test_server_info_is_flat(client: httpx.Client):
 
 
 def test_model_cards_say_where_a_model_comes_from(client: httpx.Client, server: Running):
-    server.frontend.adapters = ["poet"]
+    server.frontend.adapters.names = ["poet"]
     cards = client.get("/v1/models").json()["data"]
     shown = [{name: card[name] for name in ("id", "root", "parent", "owned_by", "max_model_len")} for card in cards]
     same = {"owned_by": "headrace", "max_model_len": 512}
@@ -269,7 +271,14 @@ def test_the_front_process_imports_no_torch():
 
 
 def test_the_real_manager_is_what_the_server_needs():
-    parts = {"control": Control, "experts": ExpertRecording, "settings": RuntimeSettings, "weights": WeightControl}
+    parts = {
+        "adapters": Adapters,
+        "control": Control,
+        "experts": ExpertRecording,
+        "records": Records,
+        "settings": RuntimeSettings,
+        "weights": WeightControl,
+    }
     assert set(parts) == set(PARTS)
     for needs, has in [(RequestFrontend, TokenizerManager), *((PARTS[name], parts[name]) for name in parts)]:
         needed = {name for name in vars(needs) if not name.startswith("_")}

@@ -9,14 +9,14 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture
 def with_adapters(server: Running) -> Running:
-    server.frontend.adapters = ["poet", "org/pirate"]
+    server.frontend.adapters.names = ["poet", "org/pirate"]
     return server
 
 
 def test_load_and_unload_say_what_there_is(client: httpx.Client, server: Running):
     reply = client.post("/load_lora_adapter", json={"lora_name": "poet", "lora_path": "/srv/poet", "pinned": True})
     assert reply.json() == {"success": True, "message": "the adapter is loaded", "loaded_adapters": ["poet"]}
-    assert server.frontend.loads == [("poet", "/srv/poet", True)]
+    assert server.frontend.adapters.loads == [("poet", "/srv/poet", True)]
     reply = client.post("/unload_lora_adapter", json={"lora_name": "poet"})
     assert reply.json() == {"success": True, "message": "the adapter is unloaded", "loaded_adapters": []}
 
@@ -38,7 +38,7 @@ def test_refusals_have_the_shape_of_every_error(client: httpx.Client, with_adapt
         error = reply.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["param"] == param, (body, error)
-    assert with_adapters.frontend.adapters == ["poet", "org/pirate"]
+    assert with_adapters.frontend.adapters.names == ["poet", "org/pirate"]
 
 
 def test_models_lists_adapters_with_their_parent(client: httpx.Client, with_adapters: Running):

@@ -55,7 +55,7 @@ def routes(app: Any) -> list[tuple[str, str]]:
 
 def has_effects(frontend: FakeFrontend) -> bool:
     return bool(
-        frontend.calls or frontend.aborted or frontend.opened or frontend.closed or frontend.loads or frontend.profiled
+        frontend.calls or frontend.aborted or frontend.opened or frontend.closed or frontend.adapters.loads or frontend.profiled
         or frontend.faults or frontend.weights.operations
     )  # fmt: skip
 

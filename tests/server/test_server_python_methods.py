@@ -107,7 +107,7 @@ def runtime(fake_server: Running) -> Runtime:
 
 def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Running):
     frontend = fake_server.frontend
-    frontend.adapters = ["poet"]
+    frontend.adapters.names = ["poet"]
     assert runtime.lora_adapters() == ["poet"]
     assert runtime.get_model_info()["served_model_name"] == MODEL
     assert runtime.get_server_info()["max_total_num_tokens"] == 1024

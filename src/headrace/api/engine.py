@@ -143,15 +143,15 @@ class Engine(WeightOperations):
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
         """Load an adapter in peft's format; `generate(..., lora_path=lora_name)` uses it. Raises RequestError, CapacityError."""
-        self._wait(self._submit(self._manager.load_lora_adapter(lora_name, lora_path, pinned)))
+        self._wait(self._submit(self._manager.adapters.load(lora_name, lora_path, pinned)))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
         """Forget an adapter, once the requests that use it have ended. Raises NotFoundError."""
-        self._wait(self._submit(self._manager.unload_lora_adapter(lora_name)))
+        self._wait(self._submit(self._manager.adapters.unload(lora_name)))
 
     def lora_adapters(self) -> list[str]:
         """Names of the adapters that there are."""
-        return self._call(self._manager.lora_adapters)
+        return self._call(lambda: self._manager.adapters.names)
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False when some run still."""
@@ -184,7 +184,7 @@ class Engine(WeightOperations):
         """Options (keys masked), what the scheduler said of the model, and the state of each replica; see `describe_server`."""
         manager = self._manager
         states = self._wait(self._submit(manager.control.internal_states()))
-        info = describe_server(manager.args, self._running.ready, manager.lora_adapters(), states)
+        info = describe_server(manager.args, self._running.ready, manager.adapters.names, states)
         model = self.get_model_info()
         now = {name: model[name] for name in ("model_path", "weight_version")}
         return info | now | manager.settings.changed_options()
@@ -215,11 +215,11 @@ class Engine(WeightOperations):
 
     def explain_request(self, rid: str) -> list[dict[str, Any]]:
         """What happened to the samples of one of the last requests. Raises NotFoundError."""
-        return self._call(lambda: self._manager.timelines(rid, Caller(is_admin=True)))
+        return self._call(lambda: self._manager.records.timelines(rid, Caller(is_admin=True)))
 
     def dump_requests(self) -> str:
         """Write what the last requests were to `dump_requests_dir`; the file's name. Raises RequestError, ExecutionError."""
-        return self._wait(self._submit(self._manager.dump_requests()))[0]
+        return self._wait(self._submit(self._manager.records.dump()))[0]
 
     def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)

@@ -7,8 +7,9 @@ tokenizer manager, in its event loop only.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headrace.errors import CapacityError, ExecutionError, NotFoundError, RequestError
 from headrace.log import get_logger
@@ -19,9 +20,25 @@ logger = get_logger(__name__)
 
 MAX_NAME_LENGTH = 256
 
-CallEngine = Callable[[Callable[[int], LoadLoraReq | UnloadLoraReq]], Awaitable[list[LoraReply]]]
-"""Sends the request made for an id to every live replica, including one that comes back meanwhile, and returns the replies of those that
-are still alive. Raises ExecutionError when not all replies come, CapacityError when no replica is alive."""
+
+class AdapterEngine(Protocol):
+    """Whoever reads adapters: every live replica."""
+
+    def check(self) -> None:
+        """Raises ExecutionError or CapacityError when the engine cannot be asked now."""
+
+    async def call(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
+        """Send the request made for an id to every live replica, including one that comes back meanwhile.
+
+        Returns the replies of those that are still alive. Raises ExecutionError when not all replies come, CapacityError when no replica is
+        alive.
+        """
+
+    def handle(self, reply: LoraReply) -> None:
+        """Take a reply to `call`."""
+
+    def forget(self, lora_id: int) -> None:
+        """Unload an adapter in every live replica, without waiting for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +76,11 @@ class Adapters:
         self,
         max_loras: int,
         loaded: Sequence[tuple[str, str]],
-        call_engine: CallEngine,
+        engine: AdapterEngine,
         fingerprints: Sequence[str] = (),
     ) -> None:
         self._max_loras = max_loras
-        self._call = call_engine
+        self._engine = engine
         self._by_name = {
             name: Adapter(name, path, lora_id=number) for number, (name, path) in enumerate(loaded, start=1)
         }
@@ -88,12 +105,13 @@ class Adapters:
                 "lora_path",
             )
 
-    async def load(self, name: str, path: str, pinned: bool) -> None:
+    async def load(self, name: str, path: str, pinned: bool = False) -> None:
         """Read an adapter into memory and let requests name it.
 
         pinned: it stays in memory until it is unloaded. Raises RequestError when it is refused, CapacityError when memory is full and no
         adapter can be evicted.
         """
+        self._engine.check()
         self._check_name(name)
         if not path:
             raise RequestError("lora_path is empty", "lora_path")
@@ -108,6 +126,7 @@ class Adapters:
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. New requests for it are refused at once; running ones are waited for. Raises NotFoundError, RequestError."""
+        self._engine.check()
         adapter = self._find(name, "lora_name")
         adapter.leaving = True
         try:
@@ -145,6 +164,13 @@ class Adapters:
         for adapter in self._by_name.values():
             if adapter.lora_id:
                 sender.send(LoadLoraReq(RESTORED, adapter.lora_id, adapter.path, True, adapter.fingerprint))
+
+    def handle(self, reply: LoraReply) -> None:
+        """Take a reply of a scheduler."""
+        if reply.id != RESTORED:
+            self._engine.handle(reply)
+        elif self.lost(reply):
+            self._engine.forget(reply.lora_id)
 
     def lost(self, reply: LoraReply) -> bool:
         """Handle a reply to `restore`. Returns whether the adapter could not be read, so that the other replicas must unload it too.
@@ -185,7 +211,9 @@ class Adapters:
             await self._take_out(min(idle, key=lambda other: other.last_used))
         lora_id = next(self._ids)
         try:
-            replies = await self._call(lambda i: LoadLoraReq(i, lora_id, adapter.path, False, adapter.fingerprint))
+            replies = await self._engine.call(
+                lambda i: LoadLoraReq(i, lora_id, adapter.path, False, adapter.fingerprint)
+            )
             _raise_failure(replies, f"the adapter {adapter.name!r} cannot be loaded: ")
             if len({reply.fingerprint for reply in replies}) > 1:
                 raise RequestError(
@@ -193,7 +221,7 @@ class Adapters:
                 )
         except BaseException:
             # Some replicas may have loaded it: it must not stay.
-            await asyncio.shield(self._call(lambda i: UnloadLoraReq(i, lora_id)))
+            await asyncio.shield(self._engine.call(lambda i: UnloadLoraReq(i, lora_id)))
             raise
         adapter.lora_id, adapter.fingerprint = lora_id, replies[0].fingerprint
 
@@ -201,7 +229,7 @@ class Adapters:
         """With the lock held. No later request finds its KV, since the number is never reused."""
         if adapter.lora_id:
             lora_id, adapter.lora_id = adapter.lora_id, 0
-            _raise_failure(await self._call(lambda i: UnloadLoraReq(i, lora_id)), "")
+            _raise_failure(await self._engine.call(lambda i: UnloadLoraReq(i, lora_id)), "")
 
 
 def _raise_failure(replies: Sequence[LoraReply], prefix: str) -> None:

@@ -10,7 +10,6 @@ import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import Any
 
 from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
@@ -18,14 +17,12 @@ from headrace.errors import (
     CapacityError,
     ExecutionError,
     HeadraceError,
-    NotFoundError,
     RequestError,
 )
 from headrace.frontend.aborts import Aborts
+from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
-from headrace.frontend.communicator import Communicator
 from headrace.frontend.control import Control
-from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.data_parallel_controller import make_balancer
 from headrace.frontend.encode import Encoder
 from headrace.frontend.endings import Endings, SpanSink
@@ -37,6 +34,7 @@ from headrace.frontend.prompts import (
     Call,
     refuse_text,
 )
+from headrace.frontend.records import Records
 from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
 from headrace.frontend.request_log import RequestLog
@@ -48,7 +46,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.shared_probe import SharedProbe
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
-from headrace.frontend.timeline import Note, Timeline, Timelines
+from headrace.frontend.timeline import Timelines
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver, Sender
@@ -59,21 +57,13 @@ from headrace.messages.control import (
     SchedulerStats,
 )
 from headrace.messages.experts import ExpertCountsReply
-from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
+from headrace.messages.lora import LoraReply
 from headrace.messages.outputs import BatchStrOut, FinishReason
 from headrace.messages.requests import (
     GenerateReqInput,
     TokenizedGenerateReqInput,
 )
 from headrace.messages.weights import (
-    ContinueGeneration,
-    PauseGeneration,
-    ReleaseMemory,
-    ResumeMemory,
-    UpdateFromDisk,
-    UpdateFromDistributed,
-    UpdateFromTensors,
-    WeightOperation,
     WeightOpReply,
 )
 from headrace.metrics.catalog import Metrics
@@ -90,7 +80,6 @@ IsDisconnected = Callable[[], Awaitable[bool]]
 DEFAULT_MAX_NEW_TOKENS = 128
 STOPPED = "the server has stopped"
 DISCONNECT_POLL_S = 0.25
-LORA_TIMEOUT_S = 120.0
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
 HEALTH_TIMEOUT_S = 10.0
@@ -131,7 +120,8 @@ class TokenizerManager:
         self.num_restarts = 0
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
         self._anybody = Tenant(TenantLimits(name=""))
-        self._timelines = Timelines(args.timeline_requests)
+        timelines = Timelines(args.timeline_requests)
+        self.records = Records(args, self.table, timelines, clock)
         self.request_log = RequestLog(args.log_requests, args.log_requests_level)
         self._accepting = True
         self.sessions = Sessions(
@@ -140,7 +130,7 @@ class TokenizerManager:
         schedulers = [to_scheduler, *more_schedulers]
         balancer = make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None
         self.endings = Endings(
-            self.table, self.sessions, self._timelines, self.request_log, self.metrics, clock, balancer, spans
+            self.table, self.sessions, timelines, self.request_log, self.metrics, clock, balancer, spans
         )
         self.link = EngineLink(
             schedulers,
@@ -183,11 +173,11 @@ class TokenizerManager:
             self.engine_loop.check_serving,
             self.aborts.abort_all,
             ready.fingerprint,
-            self._note_operation,
+            self.records.note_operation,
         )
         self._rejoin = Rejoin(self._weights, self.part_up)
-        self._lora_replies = Communicator[LoraReply]("adapters")
-        self._adapters = Adapters(args.max_loras, lora_paths(args), self._call_about_lora, ready.lora_fingerprints)
+        replicas = AdapterReplicas(self.engine_loop, self.link)
+        self.adapters = Adapters(args.max_loras, lora_paths(args), replicas, ready.lora_fingerprints)
         self.encoder = Encoder(
             args,
             ready,
@@ -196,18 +186,18 @@ class TokenizerManager:
             self.table,
             self.aborts,
             self.sessions,
-            self._adapters,
+            self.adapters,
             self.request_log,
         )
         self.experts = ExpertRecording(self.link.replicas_up, self.engine_loop.check_serving)
         self._communicators = (
             self.control,
             self.experts.replies,
-            self._lora_replies,
+            replicas.replies,
             self._weights,
         )
         handlers = self.engine_loop.handlers
-        handlers.register(LoraReply, self._on_lora_reply)
+        handlers.register(LoraReply, self.adapters.handle)
         handlers.register(ExpertCountsReply, self.experts.replies.handle)
         handlers.register(BatchStrOut, self.outputs.handle)
         handlers.register(WeightOpReply, self._weights.handle)
@@ -245,7 +235,7 @@ class TokenizerManager:
         self._check_accepting()
         state = self._register(call, obj, caller)
         try:
-            self._begin_timelines(state, caller.traceparent)
+            self.records.begin(state, caller.traceparent)
             requests = await self.encoder.encode(call, obj, state, default_max_new_tokens)
             self._send(state, requests)
             if not obj.stream:
@@ -298,21 +288,6 @@ class TokenizerManager:
             self.metrics.count_rejected("key_limit" if error.status_code == 429 else "queue_full")
             raise
         return state
-
-    def _begin_timelines(self, state: CallState, traceparent: str) -> None:
-        arrived_unix_s = time.time()
-        for sample in state.samples:
-            sample.timeline = Timeline(
-                sample.rid,
-                sample.shown_id,
-                state.tenant.name,
-                state.created_s,
-                arrived_unix_s,
-                traceparent=traceparent,
-                stream=state.stream,
-                scope=state.tenant.scope,
-            )
-            self._timelines.add(sample.timeline)
 
     def _send(self, state: CallState, requests: list[TokenizedGenerateReqInput]) -> None:
         """Send the samples in one message; those aborted meanwhile end here."""
@@ -377,20 +352,6 @@ class TokenizerManager:
         if sent:
             self._to_scheduler.send(AbortReq(tuple(sent), message="the client went away"))
 
-    def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
-        """What happened to the sample `rid`, or to all samples of a call that the client knows by it; see `Timeline`.
-
-        caller: sees its own only, an admin everybody's. Raises NotFoundError.
-        """
-        found = self._timelines.find(rid, caller)
-        if not found:
-            kept = self.args.timeline_requests
-            raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
-        for timeline in found:
-            if (sample := self.table.samples.get(timeline.rid)) is not None:
-                sample.write_timeline()
-        return [timeline.describe() for timeline in found]
-
     def counters(self) -> dict[str, int]:
         """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
         return {
@@ -439,45 +400,6 @@ class TokenizerManager:
         """Forget a session of the caller's, or for an admin anybody's. Its running requests go on. Raises NotFoundError."""
         self.sessions.close(session_id, caller)
 
-    def lora_adapters(self) -> list[str]:
-        """Names of the adapters that requests may ask for."""
-        return self._adapters.names
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """See `Adapters.load`."""
-        self.engine_loop.check_serving()
-        await self._adapters.load(lora_name, lora_path, pinned)
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """See `Adapters.unload`."""
-        self.engine_loop.check_serving()
-        await self._adapters.unload(lora_name)
-
-    async def _call_about_lora(self, make: Callable[[int], LoadLoraReq | UnloadLoraReq]) -> list[LoraReply]:
-        self.engine_loop.check()
-        # The detokenizer has no part in it.
-        replies = await self._lora_replies.call_every(self.link.replicas_up, make, LORA_TIMEOUT_S)
-        return list(replies.values())
-
-    def _on_lora_reply(self, reply: LoraReply) -> None:
-        if reply.id != RESTORED:
-            self._lora_replies.handle(reply)
-        elif self._adapters.lost(reply):
-            self._to_scheduler.send(UnloadLoraReq(RESTORED, reply.lora_id))
-
-    async def dump_requests(self) -> tuple[str, int]:
-        """Write what the last requests were to --dump-requests-dir: the file's name and how many. Raises RequestError, ExecutionError."""
-        folder = self.args.dump_requests_dir
-        if folder is None:
-            raise RequestError("there is no folder to write to: start the server with --dump-requests-dir")
-        self._write_timelines()
-        requests = described(self._timelines, self.args.crash_dump_prompts)
-        try:
-            path = await asyncio.to_thread(write_dump, folder, "requests", "asked for", requests)
-        except OSError as error:
-            raise ExecutionError(f"the requests could not be written: {error.strerror}") from None
-        return path.name, len(requests)
-
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or did within the last second; see `SharedProbe`."""
         if self.engine_loop.failure is not None or not self.link.is_serving:
@@ -505,25 +427,6 @@ class TokenizerManager:
             return update.finish is not None and update.finish.type != "abort"
         return False
 
-    def _note_operation(self, operation: WeightOperation) -> None:
-        """Every live sample was there when it was done."""
-        match operation:
-            case PauseGeneration():
-                kind: Note = "paused"
-            case ContinueGeneration():
-                kind = "continued"
-            case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
-                kind = "weights_updated"
-            case ReleaseMemory():
-                kind = "memory_released"
-            case ResumeMemory():
-                kind = "memory_resumed"
-            case _:
-                return
-        now_s = self._clock()
-        for sample in self.table.samples.values():
-            sample.note(kind, now_s)
-
     @property
     def weights(self) -> WeightControl:
         """Operations on weights, generation and memory."""
@@ -536,7 +439,7 @@ class TokenizerManager:
         if not self.engine_loop.is_here(self.part_down, name, index):
             return
         self.heartbeats.forget(name)
-        self._dump(f"the {name} process has died and is being started again")
+        self.records.crash_dump(f"the {name} process has died and is being started again")
         if index is None:
             self.link.detokenizer_down()
             return
@@ -574,18 +477,8 @@ class TokenizerManager:
         else:
             self.settings.tell_scheduler(sender)
             self.experts.tell_scheduler(sender)
-            self._adapters.restore(sender)
+            self.adapters.restore(sender)
             self.link.scheduler_up(index, source, sender)
-
-    def _dump(self, message: str) -> None:
-        """Write what the requests were, if that was asked for."""
-        if self.args.crash_dump_dir is not None:
-            self._write_timelines()
-            write_crash_dump(self.args.crash_dump_dir, message, self._timelines, self.args.crash_dump_prompts)
-
-    def _write_timelines(self) -> None:
-        for sample in self.table.samples.values():
-            sample.write_timeline()
 
     def _broken(self) -> None:
         """The loop that takes the engine's messages has broken."""
@@ -621,7 +514,7 @@ class TokenizerManager:
             return
         self.engine_loop.failure = message
         if message != STOPPED:
-            self._dump(message)
+            self.records.crash_dump(message)
         self.link.close()
         error = ExecutionError(message)
         self.table.fail(error)

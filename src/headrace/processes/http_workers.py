@@ -138,7 +138,7 @@ class HttpWorkers:
 
     def _news(self) -> FrontNews:
         return FrontNews(
-            self._manager.lora_adapters(),
+            self._manager.adapters.names,
             self._manager.weights.version,
             accepting=not self._status.draining,
             model_path=self._manager.weights.model_path,

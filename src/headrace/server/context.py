@@ -79,6 +79,23 @@ class ExpertsFrontend(Protocol):
         ...
 
 
+class AdaptersFrontend(Protocol):
+    """What the server needs of the `Adapters`."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every adapter that requests may name."""
+        ...
+
+    async def load(self, name: str, path: str, pinned: bool = False) -> None:
+        """Raises RequestError, CapacityError, ExecutionError."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Waits for those who use it. Raises NotFoundError, ExecutionError."""
+        ...
+
+
 class ControlFrontend(Protocol):
     """What the server needs of the `Control`."""
 
@@ -106,6 +123,18 @@ class ControlFrontend(Protocol):
 
     async def inject_fault(self, fault: FaultReq) -> None:
         """Test hook."""
+        ...
+
+
+class RecordsFrontend(Protocol):
+    """What the server needs of the `Records`."""
+
+    def timelines(self, rid: str, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
+        """What happened to a request's samples, of the caller's or for an admin of anybody's. Raises NotFoundError."""
+        ...
+
+    async def dump(self) -> tuple[str, int]:
+        """Write what the last requests were; the file's name and how many. Raises RequestError, ExecutionError."""
         ...
 
 
@@ -170,33 +199,23 @@ class RequestFrontend(Protocol):
         """Forget a session of the caller's, or for an admin anybody's. Raises NotFoundError."""
         ...
 
-    def lora_adapters(self) -> list[str]:
-        """Names of the adapters."""
-        ...
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """Raises RequestError, CapacityError, ExecutionError."""
-        ...
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Waits for those who use it. Raises NotFoundError, ExecutionError."""
-        ...
-
     async def health(self, generate: bool = False) -> bool:
         """The engine is alive; with `generate`, it has also just made a token."""
         ...
 
-    def timelines(self, rid: str, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
-        """What happened to a request's samples, of the caller's or for an admin of anybody's. Raises NotFoundError."""
-        ...
-
-    async def dump_requests(self) -> tuple[str, int]:
-        """Write what the last requests were; the file's name and how many. Raises RequestError, ExecutionError."""
+    @property
+    def adapters(self) -> AdaptersFrontend:
+        """The adapters that requests may name."""
         ...
 
     @property
     def control(self) -> ControlFrontend:
         """Caches, counters and profiles of the schedulers."""
+        ...
+
+    @property
+    def records(self) -> RecordsFrontend:
+        """What happened to the last requests."""
         ...
 
     @property
@@ -274,7 +293,7 @@ class ServingContext:
         """
         if name in ("", self.model.name):
             return None
-        adapters = self.frontend.lora_adapters()
+        adapters = self.frontend.adapters.names
         if name == DEFAULT_MODEL and name not in adapters:
             return None
         for adapter in (name, name.removeprefix(f"{self.model.name}:")):

@@ -112,7 +112,7 @@ class ControlAPI:
         """Options (keys masked, files by name only), the memory plan and the state of each replica, as one flat object."""
         context, frontend = self.context, self.context.frontend
         states = await frontend.control.internal_states()
-        info = describe_server(context.args, context.model.ready, frontend.lora_adapters(), states)
+        info = describe_server(context.args, context.model.ready, frontend.adapters.names, states)
         info["served_model_name"] = context.model.name
         info["model_path"] = model_name_of(frontend.weights.model_path or context.args.model_path)
         info["weight_version"] = frontend.weights.version

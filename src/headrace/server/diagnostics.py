@@ -39,7 +39,7 @@ class DiagnosticsAPI:
 
     async def explain_request(self, exchange: Exchange) -> None:
         """What happened to one of the last requests, without its text. The admin key sees everybody's, other keys their own."""
-        samples = await answer(self.context.frontend.timelines(exchange.path_param("id"), exchange.caller))
+        samples = await answer(self.context.frontend.records.timelines(exchange.path_param("id"), exchange.caller))
         await exchange.reply_json({"object": "list", "data": samples})
 
     async def start_profile(self, exchange: Exchange) -> None:
@@ -66,6 +66,6 @@ class DiagnosticsAPI:
     async def dump_requests(self, exchange: Exchange) -> None:
         """Write what the last requests were to the operator's folder; the file's name, and how many they are."""
         await exchange.read_no_fields()
-        name, count = await self.context.frontend.dump_requests()
+        name, count = await self.context.frontend.records.dump()
         message = f"{count} requests are in {name}"
         await exchange.reply_json({"success": True, "message": message, "file": name, "num_requests": count})

@@ -40,16 +40,16 @@ class LoraAPI:
         if body.lora_name == self.context.model.name:
             raise RequestError(f"{body.lora_name!r} is the model's own name", "lora_name")
         async with exchange.until_client_leaves():
-            await self.context.frontend.load_lora_adapter(body.lora_name, body.lora_path, body.pinned)
+            await self.context.frontend.adapters.load(body.lora_name, body.lora_path, body.pinned)
         await self._done(exchange, "the adapter is loaded")
 
     async def unload(self, exchange: Exchange) -> None:
         """Forget an adapter once the requests that use it have ended; 404 when there is none of this name."""
         body = await exchange.read_json(_UNLOAD)
         async with exchange.until_client_leaves():
-            await self.context.frontend.unload_lora_adapter(body.lora_name)
+            await self.context.frontend.adapters.unload(body.lora_name)
         await self._done(exchange, "the adapter is unloaded")
 
     async def _done(self, exchange: Exchange, message: str) -> None:
-        names = self.context.frontend.lora_adapters()
+        names = self.context.frontend.adapters.names
         await exchange.reply_json({"success": True, "message": message, "loaded_adapters": names})

@@ -30,11 +30,21 @@ from headrace.messages.front import (
 )
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
-from headrace.server.context import ControlFrontend, ExpertsFrontend, RequestFrontend, SettingsFrontend, WeightFrontend
+from headrace.server.context import (
+    AdaptersFrontend,
+    ControlFrontend,
+    ExpertsFrontend,
+    RecordsFrontend,
+    RequestFrontend,
+    SettingsFrontend,
+    WeightFrontend,
+)
 
 PARTS: dict[str, type] = {
+    "adapters": AdaptersFrontend,
     "control": ControlFrontend,
     "experts": ExpertsFrontend,
+    "records": RecordsFrontend,
     "settings": SettingsFrontend,
     "weights": WeightFrontend,
 }
@@ -70,8 +80,10 @@ class RemoteFrontend:
     """
 
     def __init__(self, worker: int, sender: Sender, receiver: Receiver) -> None:
+        self.adapters = RemoteAdapters(self)
         self.control = RemoteControl(self)
         self.experts = RemoteExperts(self)
+        self.records = RemoteRecords(self)
         self.settings = RemoteSettings(self)
         self.weights = RemoteWeights(self)
         self.news = FrontNews([], "default", accepting=False, log_level="")
@@ -185,10 +197,6 @@ class RemoteFrontend:
 
     # -- methods of the main process's front end; see `RequestFrontend`
 
-    def lora_adapters(self) -> list[str]:
-        """As last heard."""
-        return self.news.adapters
-
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
         """The waiters get what there is."""
         self._tell("abort_request", rid=rid, abort_all=abort_all, caller=WireCaller.of(caller))
@@ -209,28 +217,10 @@ class RemoteFrontend:
         """Raises NotFoundError."""
         await self.call("close_session", session_id=session_id, caller=WireCaller.of(caller))
 
-    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """Raises RequestError, CapacityError, ExecutionError."""
-        await self.call("load_lora_adapter", lora_name=lora_name, lora_path=lora_path, pinned=pinned)
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Raises NotFoundError, ExecutionError."""
-        await self.call("unload_lora_adapter", lora_name=lora_name)
-
     async def health(self, generate: bool = False) -> bool:
         """False, too, when the main process does not answer."""
         alive: bool = await self.call("health", generate=generate)
         return alive
-
-    async def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
-        """Raises NotFoundError."""
-        samples: list[dict[str, Any]] = await self.call("timelines", rid=rid, caller=WireCaller.of(caller))
-        return samples
-
-    async def dump_requests(self) -> tuple[str, int]:
-        """Raises RequestError, ExecutionError."""
-        written: tuple[str, int] = await self.call("dump_requests")
-        return written
 
     async def counters(self) -> dict[str, int]:
         """Of the main process."""
@@ -241,6 +231,26 @@ class RemoteFrontend:
         """Of all workers' requests together."""
         text: bytes = await self.call("metrics_text")
         return text
+
+
+class RemoteAdapters:
+    """See `AdaptersFrontend`."""
+
+    def __init__(self, frontend: RemoteFrontend) -> None:
+        self._frontend = frontend
+
+    @property
+    def names(self) -> list[str]:
+        """As last heard."""
+        return self._frontend.news.adapters
+
+    async def load(self, name: str, path: str, pinned: bool = False) -> None:
+        """Raises RequestError, CapacityError, ExecutionError."""
+        await self._frontend.call("adapters.load", name=name, path=path, pinned=pinned)
+
+    async def unload(self, name: str) -> None:
+        """Raises NotFoundError, ExecutionError."""
+        await self._frontend.call("adapters.unload", name=name)
 
 
 class RemoteControl:
@@ -281,6 +291,25 @@ class RemoteControl:
     async def inject_fault(self, fault: FaultReq) -> None:
         """Raises NotFoundError."""
         await self._frontend.call("control.inject_fault", fault=fault)
+
+
+class RemoteRecords:
+    """See `RecordsFrontend`."""
+
+    def __init__(self, frontend: RemoteFrontend) -> None:
+        self._frontend = frontend
+
+    async def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
+        """Raises NotFoundError."""
+        samples: list[dict[str, Any]] = await self._frontend.call(
+            "records.timelines", rid=rid, caller=WireCaller.of(caller)
+        )
+        return samples
+
+    async def dump(self) -> tuple[str, int]:
+        """Raises RequestError, ExecutionError."""
+        written: tuple[str, int] = await self._frontend.call("records.dump")
+        return written
 
 
 class RemoteSettings:

@@ -12,7 +12,7 @@ class ModelsAPI:
 
     async def list_models(self, exchange: Exchange) -> None:
         """The served model and its adapters."""
-        cards = [self._card(), *map(self._adapter_card, self.context.frontend.lora_adapters())]
+        cards = [self._card(), *map(self._adapter_card, self.context.frontend.adapters.names)]
         await exchange.reply_json({"object": "list", "data": cards})
 
     async def get_model(self, exchange: Exchange) -> None:

@@ -1,0 +1,117 @@
+"""What happened to the last requests: told to who asks, and written to files for operators.
+
+Owns the answers and when a file is written. The events themselves are `timeline`'s, the files `crash_dump`'s. Runs in the tokenizer
+manager's event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ExecutionError, NotFoundError, RequestError
+from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
+from headrace.frontend.request_state import CallState
+from headrace.frontend.sample_table import SampleTable
+from headrace.frontend.tenants import NOBODY, Caller
+from headrace.frontend.timeline import Note, Timeline, Timelines
+from headrace.messages.weights import (
+    ContinueGeneration,
+    PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+    WeightOperation,
+)
+
+
+class Records:
+    """See the module's text. timelines: of the samples of `table`, and of the last that ended. clock: seconds."""
+
+    def __init__(self, args: ServerArgs, table: SampleTable, timelines: Timelines, clock: Callable[[], float]) -> None:
+        self._args = args
+        self._table = table
+        self._timelines = timelines
+        self._clock = clock
+
+    def begin(self, call: CallState, traceparent: str) -> None:
+        """A call has entered the table. traceparent: W3C trace context of the caller's span."""
+        arrived_unix_s = time.time()
+        for sample in call.samples:
+            sample.timeline = Timeline(
+                sample.rid,
+                sample.shown_id,
+                call.tenant.name,
+                call.created_s,
+                arrived_unix_s,
+                traceparent=traceparent,
+                stream=call.stream,
+                scope=call.tenant.scope,
+            )
+            self._timelines.add(sample.timeline)
+
+    def note_operation(self, operation: WeightOperation) -> None:
+        """Every live sample was there when it was done."""
+        kind = _note_of(operation)
+        if kind is None:
+            return
+        now_s = self._clock()
+        for sample in self._table.samples.values():
+            sample.note(kind, now_s)
+
+    def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
+        """What happened to the sample `rid`, or to all samples of a call that the client knows by it; see `Timeline`.
+
+        caller: sees its own only, an admin everybody's. Raises NotFoundError.
+        """
+        found = self._timelines.find(rid, caller)
+        if not found:
+            kept = self._args.timeline_requests
+            raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
+        for timeline in found:
+            if (sample := self._table.samples.get(timeline.rid)) is not None:
+                sample.write_timeline()
+        return [timeline.describe() for timeline in found]
+
+    async def dump(self) -> tuple[str, int]:
+        """Write what the last requests were to --dump-requests-dir: the file's name and how many. Raises RequestError, ExecutionError."""
+        folder = self._args.dump_requests_dir
+        if folder is None:
+            raise RequestError("there is no folder to write to: start the server with --dump-requests-dir")
+        self._write_timelines()
+        requests = described(self._timelines, self._args.crash_dump_prompts)
+        try:
+            path = await asyncio.to_thread(write_dump, folder, "requests", "asked for", requests)
+        except OSError as error:
+            raise ExecutionError(f"the requests could not be written: {error.strerror}") from None
+        return path.name, len(requests)
+
+    def crash_dump(self, message: str) -> None:
+        """Write what the requests were to --crash-dump-dir, if that was asked for. message: what died."""
+        if self._args.crash_dump_dir is not None:
+            self._write_timelines()
+            write_crash_dump(self._args.crash_dump_dir, message, self._timelines, self._args.crash_dump_prompts)
+
+    def _write_timelines(self) -> None:
+        for sample in self._table.samples.values():
+            sample.write_timeline()
+
+
+def _note_of(operation: WeightOperation) -> Note | None:
+    """How an operation is told of in timelines; None = not at all."""
+    match operation:
+        case PauseGeneration():
+            return "paused"
+        case ContinueGeneration():
+            return "continued"
+        case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
+            return "weights_updated"
+        case ReleaseMemory():
+            return "memory_released"
+        case ResumeMemory():
+            return "memory_resumed"
+        case _:
+            return None
