@@ -28,7 +28,8 @@ from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import HeadraceError
 from headrace.execution.load_weights import load_model
 from headrace.layers.weight import Placement
-from headrace.models.spec import kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import kv_shape
 
 POSITIONS = 160
 VOCAB = 199

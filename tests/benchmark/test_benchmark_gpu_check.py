@@ -11,7 +11,7 @@ from headrace.benchmark.gpu.check import LIMIT_S, PIECES, main
 from headrace.benchmark.gpu.floor import Work
 from headrace.benchmark.gpu.options import CONFIGS, MODELS, Options
 from headrace.checkpoint.model_config import load_model_config
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 DRY = ["--device", "cpu", "--tiny"]
 

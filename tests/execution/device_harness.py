@@ -22,7 +22,8 @@ from headrace.execution.sequence_table import SequenceTable
 from headrace.layers.weight import Placement
 from headrace.messages.control import ReadyInfo
 from headrace.messages.weights import WeightExecutor
-from headrace.models.spec import kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import kv_shape
 from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
 

@@ -19,7 +19,7 @@ from headrace.execution.load_weights import load_model
 from headrace.execution.memory import kv_token_budget
 from headrace.execution.perplexity import WindowRunner
 from headrace.layers.weight import Placement
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 HOPPER = DeviceFacts(
     has_cuda=True, native_kernels=True, native_reason="", num_cpus=6, cuda_bfloat16=True, cuda_capability=(9, 0)

@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.execution.build import build_worker, open_model
 from headrace.execution.load_weights import load_model
 from headrace.layers.weight import Placement
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 PLACEMENT = Placement(torch.device("cpu"), torch.float32, 96)
 

@@ -21,7 +21,7 @@ from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels.cpu import why_not
 from headrace.layers.quantization import integer_format
 from headrace.layers.weight import Placement
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 BACKEND = "torch_native" if why_not() else "cpu"
 SIZES = {"hidden_size": 64, "intermediate_size": 96}

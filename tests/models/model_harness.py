@@ -14,7 +14,8 @@ from headrace.checkpoint.source import open_checkpoint
 from headrace.execution.load_weights import load_model
 from headrace.kernels.cpu import why_not
 from headrace.layers.weight import Placement
-from headrace.models.spec import CausalLM, kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import CausalLM, kv_shape
 
 CPU = torch.device("cpu")
 MAX_POSITIONS = 160

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_harness import BACKENDS, FAMILIES, Runner, open_runner, random_tokens, save_tiny, tiny_config
 
-from headrace.models.spec import native_specs
+from headrace.models.registry import native_specs
 
 # float32 on both sides, sums in another order: differences of 1e-5 at logits of order 5.
 TOLERANCE = 2e-4

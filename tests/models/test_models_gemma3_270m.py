@@ -14,7 +14,8 @@ from headrace.errors import HeadraceError
 from headrace.execution.load_weights import load_model
 from headrace.kernels.cpu import why_not
 from headrace.layers.weight import Placement
-from headrace.models.spec import kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import kv_shape
 
 NUM_NEW = 24
 # Token ids of Gemma 3, each after its <bos>: "The capital of France is", the head of a function, the opening of a tale.

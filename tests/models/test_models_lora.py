@@ -20,7 +20,7 @@ from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import ModelError
 from headrace.execution.lora import LoraPool
 from headrace.layers.weight import Placement
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 # Float32 sums in another order than the merged product's, as for the models themselves.
 TOLERANCE = 2e-4

@@ -14,7 +14,8 @@ from headrace.errors import ConfigError
 from headrace.execution.load_weights import fill_random
 from headrace.layers.weight import Placement
 from headrace.models.decoder import DecoderLM
-from headrace.models.spec import kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import kv_shape
 
 # float32 sums in another order.
 TOLERANCE = 1e-5

@@ -14,7 +14,8 @@ from headrace.errors import HeadraceError
 from headrace.execution.load_weights import load_model
 from headrace.kernels.cpu import why_not
 from headrace.layers.weight import Placement
-from headrace.models.spec import kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import kv_shape
 
 NUM_NEW = 32
 # Token ids of SmolLM2: short openings of prose, code, a list, a question and a number sequence.

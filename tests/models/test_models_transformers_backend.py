@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.errors import ModelError
 from headrace.models import transformers_backend
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 from headrace.models.transformers_backend import TransformersLM
 from headrace.models.transformers_names import read_names
 

@@ -12,7 +12,7 @@ from headrace.errors import ModelError
 from headrace.execution.load_weights import load_model
 from headrace.execution.update_weights import ModelWeights
 from headrace.layers.weight import Placement
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 
 def load(folder, quantization="none", impl="auto"):

@@ -84,7 +84,7 @@ def _perplexity(checkpoint: Checkpoint, scheme: Scheme, backend: str, windows: S
     import torch
 
     from headrace.layers.weight import Placement
-    from headrace.models.spec import model_class_for
+    from headrace.models.registry import model_class_for
 
     placement = Placement(torch.device("cpu"), torch.bfloat16, _WINDOW, scheme)
     model = load_model(checkpoint, model_class_for(checkpoint.config), placement)

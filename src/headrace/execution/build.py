@@ -43,7 +43,8 @@ from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
 from headrace.models.decoder import DecoderLM
-from headrace.models.spec import CausalLM, kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import CausalLM, kv_shape
 from headrace.sampling.device_penalties import DevicePenalties, penalty_bytes
 from headrace.sampling.logit_processors import load_processors
 from headrace.sampling.sampler import Sampler

@@ -22,7 +22,7 @@ from headrace.execution.perplexity import WindowRunner
 from headrace.layers.quantization import integer_format
 from headrace.layers.quantization.base import Calibrator
 from headrace.layers.weight import Observable, Placement, Weight
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 Progress = Callable[[str], None]
 

@@ -1,24 +1,18 @@
-"""What a model is to the runner, and which class serves which architecture.
+"""What a model is to the runner, and what a family of models says of itself.
 
-Owns `CausalLM` (the protocol), `ModelSpec` and the registry by Hugging Face `model_type`. A family file makes its specs; this
-module lists the family files. Used by the thread that loads the model.
+Owns `CausalLM` (the protocol) and `ModelSpec`, which a family's file makes. Used by the thread that loads the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from headrace.attention.base import KvShape, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.quantization_settings import stored_scheme
-from headrace.errors import ModelError
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Placement, Weight
-
-ModelImpl = Literal["auto", "headrace", "transformers"]
 
 
 class CausalLM(Protocol):
@@ -69,38 +63,6 @@ class ModelSpec:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renaming: Callable[[ModelConfig], Callable[[str], str]] = lambda config: str
     check: Callable[[CausalLM], None] = lambda model: None
-
-
-# One line a family: the module holds SPEC.
-_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3")
-
-
-def native_specs() -> dict[str, ModelSpec]:
-    """Our own implementations by Hugging Face model_type."""
-    specs = [import_module(f"headrace.models.{family}").SPEC for family in _FAMILIES]
-    return {model_type: spec for spec in specs for model_type in spec.model_types}
-
-
-def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
-    """The spec that serves `config`: ours where there is one (auto), else the transformers one with our attention.
-
-    Raises ModelError when `impl` is headrace and we have none, when nothing can serve it, or when its quantisation is not supported.
-    """
-    from headrace.models.transformers_backend import SPEC as FALLBACK
-
-    stored_scheme(config.quantization)
-    reasons = [f"model_type {config.model_type} has no implementation of ours"]
-    spec = native_specs().get(config.model_type)
-    if spec is not None:
-        reasons = spec.unsupported(config)
-    if impl != "transformers" and spec is not None and not reasons:
-        return spec
-    if impl == "headrace":
-        raise ModelError("; ".join(reasons) + ". --model-impl transformers may serve it")
-    unsupported = FALLBACK.unsupported(config)
-    if unsupported:
-        raise ModelError("; ".join([*reasons, *unsupported]))
-    return FALLBACK
 
 
 def kv_shape(config: ModelConfig, dtype: torch.dtype) -> KvShape:

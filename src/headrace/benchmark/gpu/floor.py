@@ -13,7 +13,8 @@ from headrace.benchmark.gpu.bench import Bench
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.execution.graphs import graph_bytes
 from headrace.layers.weight import Placement
-from headrace.models.spec import kv_shape, model_class_for
+from headrace.models.registry import model_class_for
+from headrace.models.spec import kv_shape
 
 _SPARE_BYTES = 3 << 30  # of a GPU, for activations and the libraries
 

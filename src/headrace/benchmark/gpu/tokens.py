@@ -19,7 +19,7 @@ from headrace.execution.build import build_worker
 from headrace.execution.load_weights import load_model
 from headrace.layers.weight import Placement
 from headrace.messages.step import ModelWorkerBatch
-from headrace.models.spec import model_class_for
+from headrace.models.registry import model_class_for
 
 
 def token_check(bench: Bench) -> tuple[float, float]:
