@@ -130,7 +130,7 @@ def test_a_turn_given_up_leaves_the_one_before(sessions):
 def test_what_is_not_there_is_refused(sessions):
     s = sessions.open("mine")
     assert s == "mine"
-    with pytest.raises(RequestError, match="is open"):
+    with pytest.raises(RequestError, match="is already open"):
         sessions.open("mine")
     with pytest.raises(NotFoundError, match="no such session") as unknown:
         sessions.begin(params("other"), "a", [1])
@@ -141,7 +141,7 @@ def test_what_is_not_there_is_refused(sessions):
     with pytest.raises(RequestError, match="needs the id"):
         sessions.begin(params(None), "a", [1])
     turn(sessions, s, "a", [1], [])
-    with pytest.raises(RequestError, match="a turn of this session already"):
+    with pytest.raises(RequestError, match="already a turn of this session"):
         sessions.begin(params(s), "a", [1])
     sessions.close(s)
     with pytest.raises(NotFoundError):

@@ -118,7 +118,7 @@ def test_a_model_that_is_gone_is_not_tried_again():
 
 def test_weights_that_are_gone_are_not_tried_again():
     def gone(process):
-        raise ModelError("the weights that serve could not be loaded again")
+        raise ModelError("the current weights could not be loaded again")
 
     rig = Rig(on_up=gone)
     rig.die()
@@ -130,7 +130,7 @@ def test_weights_that_are_gone_are_not_tried_again():
 
 def test_one_that_was_given_up_already_is_not_recovered_once_more():
     def gone(process):
-        raise ModelError("the weights that serve could not be loaded again")
+        raise ModelError("the current weights could not be loaded again")
 
     rig = Rig(on_up=gone)
     rig.die()

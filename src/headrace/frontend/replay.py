@@ -1,14 +1,14 @@
-"""The way from the front end to the schedulers, through their deaths.
+"""Sends samples to the schedulers, and sends them again when a scheduler has died.
 
-Owns which replica has which sample, what is held while nobody can take it, and what is sent again after a death: the sample with the
-outputs that have arrived here, after which the new scheduler goes on as after a retraction. Outputs are functions of the
-prompt, the seed and the position, so the text continues as if nothing had happened. What a dead scheduler still had under way carries
-its `source` and is dropped. Does not notice deaths nor start processes (`supervisor`, `recovery`), nor choose among replicas
+Owns which replica has which sample, and the samples that are held while no scheduler can take them. After a death a sample is sent again
+with the outputs that have arrived here, and the new scheduler continues after them, as after a retraction. Outputs are functions of the
+prompt, the seed and the position, so the text continues as if nothing had happened. Late outputs of a dead scheduler are recognised by
+their `source` and dropped. Does not notice deaths or start processes (`supervisor`, `recovery`), or choose among replicas
 (`data_parallel_controller`). Used by the tokenizer manager, in its event loop only, except `new_source`.
 
-A request may itself be what kills. Samples in flight at SUSPECT_DEATHS deaths, without PROBATION_TOKENS more between them, are
-suspects: they are sent one at a time, each until it has come so much further, while all others go on. The one on probation when the
-next death comes, or a suspect that was alone in flight, is given up.
+A request itself may be what kills a scheduler. Samples that were in flight at SUSPECT_DEATHS deaths, without PROBATION_TOKENS new tokens
+between them, are suspects: they are sent one at a time, each until it has made that much progress, while all others continue. The suspect
+that is on probation when the next death comes, or that was alone in flight, is given up.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ SUSPECT_DEATHS = 2
 PROBATION_TOKENS = 64
 WATCH_INTERVAL_S = 0.05
 NOWHERE = -1
-"""Index of the replica of a sample that no replica has."""
+"""Replica index of a sample that no replica has."""
 NO_MORE = -2
-"""Index of the replica of a sample that was to go to one which has left for good."""
+"""Replica index of a sample whose chosen replica will not come back."""
 
 GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been given up"
 NOT_SENT = "the request could not be sent to the engine"
@@ -45,7 +45,7 @@ TOO_LATE = "the request took longer than the server allows"
 
 
 class Balancer(Protocol):
-    """Chooses among replicas, which are given by their indices. Owns what it needs to know of their load."""
+    """Chooses a replica by index. Owns its own view of their load."""
 
     def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
         """One of `replicas`, which is not empty, for `request`."""
@@ -54,17 +54,17 @@ class Balancer(Protocol):
         """`replica` has been given `request`."""
 
     def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """`request`, as it was given to `replica`, has ended or has been taken away."""
+        """`request`, as it was given to `replica`, has ended or was moved away."""
 
     def forget(self, replica: int) -> None:
-        """`replica` has begun a new life: its cache is empty."""
+        """`replica` was restarted: its cache is empty."""
 
 
 class EngineLink:
     """Sends samples to the schedulers and control messages to all of them; a `Sender`.
 
-    samples: the table of live samples. end: ends one here, as an output with this finish reason would. to_detokenizer: where it can be
-    told that a source is gone. balancer: None for one replica. on_dismissed: ends the process of a replica, which is then started again.
+    samples: the table of live samples. end: ends a sample, as an output with this finish reason would. to_detokenizer: for messages that a
+    source is gone. balancer: None for one replica. on_dismissed: ends the process of a replica, which is then started again.
     """
 
     def __init__(
@@ -96,41 +96,41 @@ class EngineLink:
         self._probation: ReqState | None = None
         self._watcher: asyncio.Task[None] | None = None
 
-    # -- towards the schedulers
+    # -- sending to the schedulers
 
     @property
     def is_serving(self) -> bool:
-        """Some scheduler and the detokenizer are up."""
+        """Whether the detokenizer and at least one scheduler are up."""
         return self._detokenizer_is_up and bool(self.replicas_up())
 
     def replicas_up(self) -> list[Replica]:
-        """Those that live, by index."""
+        """The live replicas, by index."""
         return [replica for replica in self._replicas if not replica.is_lost]
 
     @property
     def num_restarting(self) -> int:
-        """Replicas that have died and are being started again."""
+        """Number of replicas that have died and are being restarted."""
         return sum(replica.is_lost and replica.index not in self._left_for_good for replica in self._replicas)
 
     def has_begun(self) -> bool:
-        """Some request that somebody waits for has outputs, or another sample of its prompt has, and goes on."""
+        """Whether a running request that somebody waits for, or another sample of its prompt, has outputs."""
         waiting = [s for s in self._samples.values() if s.finish is None and not s.call.abandoned]
         calls = {id(sample.call): sample.call for sample in waiting}.values()
         begun = {other.shown_id for call in calls for other in call.samples if other.output_ids or other.finish}
         return any(sample.shown_id in begun for sample in waiting)
 
     def dismiss(self, replica: Replica) -> None:
-        """End a replica that is not what the others are. It is seen to be dead, and started again, as any other."""
+        """Kill a replica that differs from the others. Like any dead replica it is restarted."""
         if not replica.is_lost:
             self.on_dismissed(replica.index)
 
     @property
     def num_held(self) -> int:
-        """Samples that wait for somebody to take them."""
+        """Number of samples held until a scheduler can take them."""
         return len(self._held())
 
     def submit(self, samples: Sequence[ReqState]) -> None:
-        """Send samples (`request` is set), those of one replica in one message; what cannot be sent now is held."""
+        """Send samples (`request` is set), one message per replica; samples that cannot be sent now are held."""
         messages: dict[int, list[TokenizedGenerateReqInput]] = {}
         num_sent = 0
         try:
@@ -141,7 +141,7 @@ class EngineLink:
                 sender.send(requests[0] if len(requests) == 1 else BatchTokenizedGenerateReqInput(tuple(requests)))
                 num_sent += len(messages.pop(index))
         finally:
-            # No scheduler will end what could not be put on its way.
+            # No scheduler has it, so it must be ended here.
             for sample in samples if messages else ():
                 if sample.replica in messages:
                     self._end(sample, FinishReason("abort", message=NOT_SENT, status_code=500))
@@ -149,7 +149,7 @@ class EngineLink:
             self._watch()
 
     def _assign(self, samples: Sequence[ReqState], messages: dict[int, list[TokenizedGenerateReqInput]]) -> None:
-        """Say which replica gets what; fills `messages`. What cannot be sent now is left out."""
+        """Choose a replica for each sample and fill `messages`. Samples that cannot be sent now are left out."""
         replicas_of_groups: dict[str, int] = {}
         for sample in samples:
             assert sample.request is not None, sample.rid
@@ -161,7 +161,7 @@ class EngineLink:
             if index == NOWHERE or not self._may_go(sample):
                 continue
             if group:
-                # They share the prompt's KV.
+                # Samples of one prompt share its KV.
                 replicas_of_groups[group] = index
             request = self._next_attempt(sample)
             sample.replica = index
@@ -172,35 +172,35 @@ class EngineLink:
             messages.setdefault(index, []).append(request)
 
     def send(self, message: Message) -> None:
-        """A control message to all replicas that live. An abort also ends what is held here."""
+        """Send a control message to all live replicas. An abort also ends held samples."""
         if isinstance(message, AbortReq) and self._is_watching:
             for sample in self._held():
                 if message.abort_all or sample.rid in message.rids:
                     self._end(sample, FinishReason("abort", message=message.message))
         if isinstance(message, FaultReq) and message.kind == "crash":
-            # Test hook: a request that kills, kills every scheduler that gets it.
+            # Test hook: a request that kills is to kill every scheduler that gets it.
             self._crashes.append(message)
         for replica in self.replicas_up():
             replica.sender.send(message)
 
     def close(self) -> None:
-        """Watch no longer. The senders are their owner's."""
+        """Stop watching held samples. Does not close the senders."""
         if self._watcher is not None:
             self._watcher.cancel()
 
-    # -- deaths and lives
+    # -- deaths and restarts
 
     def new_source(self) -> int:
-        """A number for a life that begins. From any thread."""
+        """A new `source` number for an incarnation. From any thread."""
         return next(self._sources)
 
     def scheduler_down(self, index: int) -> Replica:
-        """A replica has died: others take its samples, or they are held until it is up again. Which life it was."""
+        """A replica has died: others take its samples, or they are held until it is up again. Returns the dead one."""
         replica = self._replicas[index]
         if replica.is_lost:
             return replica
         replica.is_lost = True
-        # Its next life binds the same address: what this one has not read is not for that one.
+        # Its successor binds the same address and must not get messages that it has not read.
         replica.sender.close()
         self._forget_source(replica.source)
         if self._balancer is not None:
@@ -210,19 +210,19 @@ class EngineLink:
         return replica
 
     def scheduler_gone(self, index: int) -> None:
-        """A replica that has died does not come back. What was to go to it alone ends."""
+        """A dead replica will not come back. Samples that only it may serve end."""
         self._left_for_good.add(index)
         self._release()
 
     def scheduler_up(self, index: int, source: int, sender: Sender) -> None:
-        """A replica's new life can be sent to."""
+        """A replica is back, and samples can be sent to it."""
         self._replicas[index] = Replica(index, sender, source)
         for crash in self._crashes:
             sender.send(crash)
         self._release()
 
     def detokenizer_down(self) -> None:
-        """It has died, and with it the state of every sample's text: the schedulers begin every sample again when it is back."""
+        """The detokenizer has died, and the text state of every sample with it: all samples are sent again when it is back."""
         self._detokenizer_is_up = False
         for replica in self.replicas_up():
             self._forget_source(replica.source)
@@ -232,10 +232,10 @@ class EngineLink:
         self._release()
 
     def detokenizer_up(self) -> None:
-        """It can be sent to again."""
+        """The detokenizer is back."""
         self._detokenizer_is_up = True
         for source in sorted(self.gone):
-            # The new one may still hear of these what the old one had not read.
+            # The new one may still receive outputs of these that the old one had not read.
             self._forget_source(source)
         self._release()
 
@@ -245,7 +245,7 @@ class EngineLink:
             self._to_detokenizer.send(SourceGone(source))
 
     def _take_back(self, indices: set[int]) -> None:
-        """What was in flight at `indices` is held again, but for what nobody waits for and what has to be given up."""
+        """Hold the samples in flight at `indices` again, except those that nobody waits for and those that are given up."""
         lost = [sample for sample in self._samples.values() if sample.replica in indices and sample.finish is None]
         guilty = self._probation if self._probation in lost else lost[0] if len(lost) == 1 else None
         if self._probation in lost:
@@ -260,11 +260,15 @@ class EngineLink:
                 self._end(sample, FinishReason("abort", message="aborted"))
             elif sample is guilty and sample.num_deaths >= SUSPECT_DEATHS:
                 self.num_given_up += 1
-                logger.error("rid %s is given up: it was in flight at %d deaths", sample.rid, sample.num_deaths)
+                logger.error(
+                    "gave up rid %s: it was in flight when the engine died, %d times in a row",
+                    sample.rid,
+                    sample.num_deaths,
+                )
                 self._end(sample, FinishReason("abort", message=GIVEN_UP, status_code=500))
 
     def _release(self) -> None:
-        """Send what is held, as far as it can be."""
+        """Send the held samples, as far as possible."""
         held = self._held()
         if held and self.is_serving:
             self.submit(held)
@@ -312,7 +316,7 @@ class EngineLink:
         sample.note("replayed", self._clock())
         task = request.task
         if task.logprobs is not None and sample.output_ids:
-            # Those of the prompt came with the first output.
+            # The prompt's logprobs came with the first output.
             outputs_only = msgspec.structs.replace(task.logprobs, prompt_start=sample.num_prompt_tokens + 1)
             task = msgspec.structs.replace(task, logprobs=outputs_only)
         return msgspec.structs.replace(
@@ -320,11 +324,11 @@ class EngineLink:
             task=task,
             output_ids=pack_int32(sample.output_ids),
             attempt=attempt,
-            # One that has begun to answer does not wait as a new one does.
+            # The queue deadline does not apply to a request that has already had output.
             queue_deadline_s=0.0 if sample.output_ids else request.queue_deadline_s,
         )
 
-    # -- while something is held
+    # -- while samples are held
 
     @property
     def _is_watching(self) -> bool:
@@ -335,7 +339,7 @@ class EngineLink:
             self._watcher = asyncio.get_running_loop().create_task(self._watch_held())
 
     async def _watch_held(self) -> None:
-        """Deadlines of what is held, and the end of a probation: nobody else looks after these."""
+        """Check the deadlines of held samples, and the end of a probation; nothing else does."""
         while (held := self._held()) or self._probation is not None:
             self._end_late(held)
             suspect = self._probation
@@ -364,5 +368,5 @@ def leave_replica(sample: ReqState, balancer: Balancer | None) -> None:
 
 
 def _has_passed(sample: ReqState) -> bool:
-    """It is well beyond where it was at the last death: it did not cause that one."""
+    """Whether it has made so much progress since the last death that it cannot have caused it."""
     return len(sample.output_ids) >= sample.num_outputs_at_death + PROBATION_TOKENS

@@ -1,4 +1,4 @@
-"""One life of a scheduler, as the front end sees it: where to send to it, and whether it is still there."""
+"""One incarnation of a scheduler, as the front end sees it: where to send messages, and whether it is alive."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ RESTART_RETRY_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """A life. index: 0 to --dp-size - 1. source: signs its outputs, and changes when the detokenizer begins again.
+    """An incarnation. index: 0 to --dp-size - 1. source: marks its outputs, and changes when the detokenizer is restarted.
 
-    is_lost: it has died. Another life with the same index is another object.
+    is_lost: it has died. The next incarnation with the same index is another object.
     """
 
     index: int
@@ -23,5 +23,5 @@ class Replica:
 
 
 def nobody_lives() -> CapacityError:
-    """There is no scheduler to ask now; there will be."""
+    """The error while every scheduler is being restarted."""
     return CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)

@@ -4,9 +4,9 @@ Owns what a level shows. Used by the tokenizer manager, in its event loop.
 
 ```
  level 0   counts and times
-       1   and the sampling parameters
-       2   and the first 2,048 characters of input and output each
-       3   and all of input and output
+       1   also the sampling parameters
+       2   also the first 2,048 characters of the input and of the output
+       3   also all of the input and the output
 ```
 """
 
@@ -19,7 +19,7 @@ from headrace.log import get_logger
 logger = get_logger(__name__)
 
 MAX_CHARACTERS = 2048
-"""Of an input, and of an output, at level 2."""
+"""Most characters of an input, and of an output, at level 2."""
 
 
 class RequestLog:
@@ -30,13 +30,13 @@ class RequestLog:
         self.level = level
 
     def input_of(self, prompt: Prompt, ids: list[int]) -> str:
-        """What a line will say of a prompt; empty when it will say nothing. Call it once for all samples: it may be long."""
+        """The text of a prompt for the log line; empty if it is not logged. Call it once for all samples: it may be long."""
         if not self.enabled or self.level < 2:
             return ""
         if prompt.input_embeds is not None:
             return f"{len(ids)} embeddings"
         limit = MAX_CHARACTERS if self.level == 2 else None
-        # An id takes two characters and more.
+        # An id takes at least two characters.
         return _cut(prompt.text, limit) if prompt.text is not None else repr(ids[:limit])[:limit]
 
     def write(self, sample: ReqState) -> None:
@@ -69,7 +69,7 @@ class RequestLog:
 
 
 def _cut(text: str, limit: int | None) -> str:
-    """As one line, at most `limit` characters of the text."""
+    """At most `limit` characters of the text, as one line."""
     if limit is None or len(text) <= limit:
         return repr(text)
     return f"{text[:limit]!r}... ({len(text)} characters)"

@@ -1,7 +1,7 @@
-"""The few settings that may change while the server runs, and what every process has been told of them.
+"""The few settings that may change while the server runs, and their distribution to all processes.
 
 Owns their values and bounds: the log level, the scheduler's limits (/set_internal_state), frozen garbage collection (/freeze_gc). A process that is
-started again is told what differs from its options, before it gets a request. Used by the tokenizer manager, in its
+restarted gets the changed settings before any request. Used by the tokenizer manager, in its
 event loop.
 """
 
@@ -26,7 +26,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class LimitChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options that may change at run time; None = as it is. Their meaning is that of the option of the same name."""
+    """Options that may change at run time; None = unchanged. Same meaning as the options of these names."""
 
     max_running_requests: Count | None = None
     max_queued_requests: Count | None = None
@@ -35,7 +35,7 @@ class LimitChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What holds now."""
+    """The current limits."""
 
     max_running_requests: int
     max_queued_requests: int
@@ -46,7 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
 class RuntimeSettings:
     """See the module's text.
 
-    check: raises when the engine takes no control calls now. to_schedulers: all that are up. queue, request_log: what is changed in this
+    check: raises while the engine takes no control calls. to_schedulers: reaches all that are up. queue, request_log: changed in this
     process.
     """
 
@@ -80,14 +80,14 @@ class RuntimeSettings:
     def configure_logging(
         self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
     ) -> dict[str, Any]:
-        """Change what is logged, in every process; None = as it is. What now holds.
+        """Change what is logged, in every process; None = unchanged. Returns the current settings.
 
-        log_requests off also puts the level back to 0. Raises RequestError for a level above 0 without log_requests.
+        Turning log_requests off also resets its level to 0. Raises RequestError for a level above 0 without log_requests.
         """
         log = self._request_log
         enabled = log.enabled if log_requests is None else log_requests
         if log_requests_level is None:
-            # Off puts the level back: whoever turns it on again does not write prompts without asking for them.
+            # Off resets the level, so that turning it on again does not log prompts unless that is requested.
             requests_level = log.level if enabled else 0
         else:
             requests_level = log_requests_level
@@ -104,17 +104,17 @@ class RuntimeSettings:
         return {"level": self.log_level, "log_requests": enabled, "log_requests_level": requests_level}
 
     def freeze_gc(self) -> None:
-        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+        """Exclude all objects that exist now from garbage collection, in every process. Raises CapacityError, ExecutionError."""
         self._check()
         self._is_frozen = True
         frozen = freeze()
-        logger.info("%d objects are left out of garbage collection", frozen)
+        logger.info("excluded %d objects from garbage collection", frozen)
         self._tell_all(FreezeGCReq())
 
     def change_limits(self, changes: LimitChanges) -> Limits:
-        """Other limits, in every replica and in those that are started later; what now holds.
+        """Change limits in every replica, and in those started later. Returns the current limits.
 
-        Raises RequestError, CapacityError, and then nothing has changed.
+        Raises RequestError, CapacityError; then nothing has changed.
         """
         self._check()
         given = {name: value for name, value in msgspec.structs.asdict(changes).items() if value is not None}
@@ -124,7 +124,7 @@ class RuntimeSettings:
         running = given.get("max_running_requests", 1)
         if running > self._most_running:
             raise RequestError(
-                f"max_running_requests is {running}; the server was started with room for {self._most_running}",
+                f"max_running_requests is {running}, but the server was started with {self._most_running}",
                 "max_running_requests",
             )
         if given.get("chunked_prefill_size") == 0:
@@ -140,19 +140,19 @@ class RuntimeSettings:
         return self.limits
 
     def changed_options(self) -> dict[str, Any]:
-        """Options that were changed since the start, with their values of now."""
+        """Options changed since the start, with their current values."""
         now, first = msgspec.structs.asdict(self.limits), msgspec.structs.asdict(self._first)
         changed = {name: value for name, value in now.items() if value != first[name]}
         return changed | ({"log_level": self.log_level} if self.log_level != self._args.log_level else {})
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """To a scheduler's new life: what differs from its options."""
+        """Send the changed settings to a restarted scheduler."""
         self._tell_process(sender.send)
         if self.limits != self._first:
             sender.send(self._limits_message())
 
     def tell_detokenizer(self) -> None:
-        """To the detokenizer's new life."""
+        """Send the changed settings to the restarted detokenizer."""
         self._tell_process(self._to_detokenizer)
 
     def _tell_process(self, send: Callable[[Message], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a server says of itself: one flat object of options, memory plan and state, with the names that SGLang's clients look for.
+"""The /server_info object: options, memory plan and state in one flat object, with the names that SGLang's clients expect.
 
 Owns which options are secret and which name files. Used by /server_info and `Engine.get_server_info`.
 """
@@ -25,7 +25,7 @@ _GIB = float(1 << 30)
 def describe_server(
     args: ServerArgs, ready: ReadyInfo, lora_adapters: Sequence[str], states: Sequence[InternalState]
 ) -> dict[str, Any]:
-    """Options and what became of them: where both have a name, the value is what holds.
+    """Options and resolved settings; if both have the same name, the resolved value is given.
 
     Secrets are masked, and files are named without their folders. Counts of tokens and requests are those of one replica.
     """
@@ -45,7 +45,7 @@ def describe_server(
 
 
 def model_name_of(path: str) -> str:
-    """What everybody may know of a model's path: its last part. Where files lie is nobody's business."""
+    """The last part of a model's path. The folder is not shown to clients."""
     return PurePath(path).name if os.sep in path else path
 
 

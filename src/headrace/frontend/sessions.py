@@ -1,7 +1,7 @@
 """Sessions: turns of a conversation whose tokens the server keeps, so that a client sends only what is new.
 
 Owns the open sessions and the tokens of their turns. A session belongs to the key that opened it, and is unknown to others. It is a
-tree: a turn goes on from another one (`rid`), from the latest, or from nothing. Only ids are kept here; the KV of earlier turns is
+tree: a turn continues another one (`rid`), the latest one, or none. Only ids are kept here; the KV of earlier turns is
 found by the prefix cache like any other prefix, and computed again if it was evicted. Used by the tokenizer manager, in its event
 loop only. No torch.
 """
@@ -16,17 +16,17 @@ from headrace.messages.requests import SessionParams
 
 MAX_SESSION_ID_LENGTH = 512
 SWEEP_INTERVAL_S = 1.0
-"""Stale sessions are looked for so often when sessions are opened, and whenever there is no room for another."""
+"""Stale sessions are removed at most this often when a session is opened, and whenever there is no room for another."""
 ANYBODY = Tenant(TenantLimits(name=""))
-"""Whose sessions are without keys."""
+"""Owner of sessions on a server without keys."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
     """One request of a session and its place in the tree.
 
-    num_kept: tokens of the parent's sequence that it goes on from. prompt_ids: what this turn added to them. output_ids: None
-    until it has finished. replica: the index of the one that has it, None = of none yet.
+    num_kept: tokens of the parent's sequence that it continues. prompt_ids: the tokens that this turn adds. output_ids: None
+    until it has finished. replica: index of the replica that has it, None = none yet.
     """
 
     rid: str
@@ -40,7 +40,7 @@ class Turn:
 
     @property
     def home(self) -> int | None:
-        """Index of the replica where the KV of what it goes on from should be."""
+        """Index of the replica that should have the KV of the parent."""
         return self.parent.replica if self.parent is not None else None
 
     def sequence(self, with_outputs: bool = True) -> list[int]:
@@ -61,7 +61,7 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """What is kept for one key."""
+    """Sessions and tokens of one key."""
 
     num_sessions: int = 0
     num_tokens: int = 0
@@ -79,7 +79,7 @@ class _Session:
     num_tokens: int = 0
 
     def is_stale(self, now_s: float) -> bool:
-        """Nobody has used it for too long, and nothing of it runs."""
+        """Whether it has not been used for too long and no request of it runs."""
         if not self.timeout_s or now_s - self.used_s <= self.timeout_s:
             return False
         return all(turn.output_ids is not None for turn in self.turns.values())
@@ -88,8 +88,8 @@ class _Session:
 class Sessions:
     """The open sessions.
 
-    max_sessions, max_tokens: bounds over all of them; each key has its share of those, see `TenantLimits`. timeout_s: a session
-    that nobody used for so long is closed; 0 = never. decode: text of ids, for sessions with a limit in characters.
+    max_sessions, max_tokens: limits over all sessions; each key has a share, see `TenantLimits`. timeout_s: a session that has not
+    been used for this long is closed; 0 = never. decode: text of ids, for sessions with a limit in characters.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Sessions:
     ) -> str:
         """A new session's id. capacity_of_str_len: most characters of a sequence, 0 = no limit but the context.
 
-        timeout_s: instead of the server's own, which it cannot exceed. tenant: whose it is. Raises RequestError, CapacityError.
+        timeout_s: shorter than the server's own limit. tenant: its owner. Raises RequestError, CapacityError.
         """
         if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_ID_LENGTH:
             raise RequestError(f"session_id must have 1 to {MAX_SESSION_ID_LENGTH} characters", "session_id")
@@ -134,7 +134,7 @@ class Sessions:
         session_id = session_id or uuid.uuid4().hex
         key = (tenant.scope, session_id)
         if key in self._open:
-            raise RequestError("a session with this session_id is open", "session_id")
+            raise RequestError("a session with this session_id is already open", "session_id")
         self._check_room(tenant)
         limits = [limit for limit in (timeout_s, self._timeout_s) if limit]
         self._open[key] = _Session(
@@ -144,7 +144,7 @@ class Sessions:
         return session_id
 
     def close(self, session_id: str, caller: Caller = NOBODY) -> None:
-        """Forget a session of the caller's, or for an admin all of this id. Their running requests go on, for whoever waits for them.
+        """Close a session of the caller, or for an admin all with this id. Running requests continue.
 
         Raises NotFoundError.
         """
@@ -162,22 +162,22 @@ class Sessions:
         bos_id: int | None = None,
         tenant: Tenant = ANYBODY,
     ) -> tuple[list[int], Turn, list[str]]:
-        """Enter request `rid` with the new tokens `ids`: its whole prompt, its turn, and requests to abort since it replaces them.
+        """Add request `rid` with the new tokens `ids`. Returns its whole prompt, its turn, and the requests to abort because it replaces them.
 
-        bos_id: taken from the front of `ids` when they do not begin the sequence. tenant: whose session it must be. Raises
-        NotFoundError for a session or turn that is not there, RequestError for a turn that has not finished, CapacityError.
+        bos_id: removed from the front of `ids` unless they begin the sequence. tenant: must own the session. Raises
+        NotFoundError for an unknown session or turn, RequestError for a turn that has not finished, CapacityError.
         """
         if params.id is None:
             raise RequestError("session_params needs the id of a session", "session_params")
         session = self._find(params.id, tenant.scope, "session_params")
         session.used_s = self._clock()
         if rid in session.turns:
-            raise RequestError(f"rid {rid[:100]!r} is a turn of this session already", "rid")
+            raise RequestError(f"rid {rid[:100]!r} is already a turn of this session", "rid")
         parent = self._parent(session, params)
         history: list[int] = []
         if parent is not None:
             if parent.output_ids is None:
-                raise RequestError("session_params: the request it goes on from has not finished", "session_params")
+                raise RequestError("session_params: the request to continue from has not finished", "session_params")
             history = parent.sequence(with_outputs=not params.drop_previous_output)
             if params.offset:
                 history = history[: params.offset]
@@ -193,19 +193,19 @@ class Sessions:
         return prompt, turn, stopped
 
     def finish(self, turn: Turn, output_ids: Sequence[int]) -> None:
-        """The request of a turn has ended well: other turns may go on from it."""
+        """The request of a turn has finished: other turns may continue it."""
         if turn.session.turns.get(turn.rid) is turn:
             turn.output_ids = list(output_ids)
             self._count(turn.session, len(output_ids))
             turn.session.used_s = self._clock()
 
     def give_up(self, turn: Turn) -> None:
-        """The request of a turn has failed or was aborted: as if it had not been. Does nothing to a finished turn."""
+        """The request of a turn has failed or was aborted: remove the turn. Does nothing to a finished turn."""
         if turn.output_ids is None and turn.session.turns.get(turn.rid) is turn:
             self._remove(turn)
 
     def _find(self, session_id: str, scope: str, field: str) -> _Session:
-        """Raises NotFoundError, which blames `field` of the request."""
+        """The session. Raises NotFoundError that names `field` of the request."""
         session = self._open.get((scope, session_id))
         if session is not None and session.is_stale(self._clock()):
             self._drop(session)
@@ -226,19 +226,21 @@ class Sessions:
     def _check_size(self, session: _Session, prompt: list[int], num_added: int) -> None:
         limit = session.max_characters
         if limit and len(self._decode(prompt)) > limit:
-            raise RequestError(f"the session may hold {limit} characters (capacity_of_str_len)", "session_params")
+            raise RequestError(
+                f"the session may hold at most {limit} characters (capacity_of_str_len)", "session_params"
+            )
         limits, held = session.tenant.limits, self._kept[session.tenant.scope].num_tokens
         most = limits.max_session_tokens
         most = int(self._max_tokens * limits.share) if most is None else most
         if held + num_added > most:
             message = f"the open sessions hold {held} tokens; the limit is {most}"
             raise CapacityError(message, status_code=_status(session.tenant))
-        # What others hold is nobody's business.
+        # The message must not reveal how much others hold.
         if self._num_tokens + num_added > self._max_tokens:
-            raise CapacityError("the server has no room for more tokens of sessions (--max-session-tokens)")
+            raise CapacityError("the server has no room for more session tokens (--max-session-tokens)")
 
     def _check_room(self, tenant: Tenant) -> None:
-        """Raises CapacityError when the key, or the server, has as many sessions as it may."""
+        """Raises CapacityError when the key or the server has no room for another session."""
         most = self._most_sessions(tenant)
         if self._num_sessions(tenant) >= most:
             message = f"{most} sessions are open, which is the limit (--max-sessions)"
@@ -257,12 +259,12 @@ class Sessions:
         return kept.num_sessions if kept is not None else 0
 
     def _replace(self, session: _Session, parent: Turn | None) -> list[str]:
-        """Remove what came after `parent` (None: everything); rids of those that still run."""
+        """Remove all turns after `parent` (None: all turns). Returns the rids of those that still run."""
         gone = list(parent.children) if parent is not None else [t for t in session.turns.values() if t.parent is None]
         return [turn.rid for top in gone for turn in self._remove(top) if turn.output_ids is None]
 
     def _remove(self, top: Turn) -> list[Turn]:
-        """Take a turn and all after it out of its session; what was taken."""
+        """Remove a turn and all after it from its session. Returns the removed turns."""
         session = top.session
         gone = [top]
         for turn in gone:
@@ -303,5 +305,5 @@ class Sessions:
 
 
 def _status(tenant: Tenant) -> int:
-    """429 when it is a key's own share that is used up, 503 when it is the server's room."""
+    """429 when the key's own share is used up, 503 when the server has no room."""
     return 429 if tenant.scope else 503

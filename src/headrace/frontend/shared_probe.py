@@ -1,6 +1,6 @@
-"""One probe of the engine for everybody who asks at the same time.
+"""A health probe of the engine, shared by concurrent callers.
 
-Anybody may ask whether the engine can make a token. However many do, one probe at a time runs, and what it found is the answer for a
+A caller asks whether the engine can generate a token. However many ask, only one probe runs at a time, and its result is reused for a
 moment. Used by the tokenizer manager, in its event loop only.
 """
 
@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 FRESH_S = 1.0
-"""A finding is the answer for this many seconds."""
+"""A result is reused for this many seconds."""
 
 
 class SharedProbe:
-    """Shares the findings of `probe`, which must not raise. clock: seconds."""
+    """Shares the results of `probe`, which must not raise. clock: seconds."""
 
     def __init__(self, probe: Callable[[], Awaitable[bool]], clock: Callable[[], float]) -> None:
         self._probe = probe
@@ -22,7 +22,7 @@ class SharedProbe:
         self._found_s = float("-inf")
 
     async def result(self) -> bool:
-        """What the probe finds now, or found just before. A caller that is cancelled disturbs no other."""
+        """The probe's result, new or recent. Cancelling one caller does not affect others."""
         if self._running is None:
             if self._clock() - self._found_s < FRESH_S:
                 return self._found

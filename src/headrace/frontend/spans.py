@@ -1,4 +1,4 @@
-"""A span per sample for OpenTelemetry, made from its timeline when it has ended.
+"""An OpenTelemetry span per sample, made from its timeline when it has ended.
 
 Owns the shape of the span (names after the semantic conventions for generative AI) and the parent taken from a W3C `traceparent`
 header. The OpenTelemetry SDK is the extra `otel`: it batches and sends in a thread of its own, so nothing here waits for a network.
@@ -31,7 +31,7 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpan:
-    """A span as we see it. Times are nanoseconds of the calendar. error: what to say of a sample that failed."""
+    """Our form of a span. Times are Unix nanoseconds. error: message of a failed sample."""
 
     name: str
     parent: Parent | None
@@ -43,7 +43,7 @@ class RequestSpan:
 
 
 class SpanExporter(Protocol):
-    """Where spans go."""
+    """Receives spans."""
 
     def export(self, span: RequestSpan) -> None:
         """Take a span. Must not block."""

@@ -1,7 +1,7 @@
-"""Who calls, what belongs to each caller, and what each may use: the limits of a key, and what it uses now.
+"""Callers and their API keys: what belongs to each, its limits, and its current use.
 
-Owns the counting and the prefix by which rids of one key differ from those of all others; which key a request carries is
-`server.keys`'. Used by the tokenizer manager, in its event loop only.
+Owns the counting, and the prefix that separates the rids of one key from those of others. Which key a request carries is found by
+`server.keys`. Used by the tokenizer manager, in its event loop only.
 
 Rates are token buckets: a bucket holds a minute's worth and fills evenly, so a key that was idle may use one minute's worth at once.
 Tokens are charged as they are computed: a request may take the bucket below zero, and the key then waits until it is filled again.
@@ -17,21 +17,21 @@ from headrace.errors import CapacityError
 
 MINUTE_S = 60.0
 RATE_WINDOW_S = 30.0
-"""The pace of the queue is that of the samples that left it within so long."""
+"""Period over which the pace of the queue is measured."""
 UNKNOWN_WAIT_S = 1.0
 """Retry-After before anything has left the queue."""
 LONGEST_RETRY_S = 120.0
 DURATION_WEIGHT = 0.1
-"""Of the newest request in the moving average of how long a tenant's requests take."""
+"""Weight of the newest request in the moving average of a tenant's request duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What a key may use. weight: its share of the machine beside other keys that wait. None = no limit.
+    """Limits of a key. weight: its share of the machine beside other waiting keys. None = no limit.
 
     max_concurrent: requests at once. max_queued: samples without a token. The rates are per minute; tokens are those of prompts
-    and outputs. max_sessions, max_session_tokens: None = `share` of what the server keeps, so that no key leaves the others without.
-    shared_cache: its prompts may be found in the prefix cache by other keys that say so, and theirs by it.
+    and outputs. max_sessions, max_session_tokens: None = `share` of the server's limit, so that every key gets some.
+    shared_cache: shares the prefix cache with the other keys that have this set.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TenantLimits:
 
 
 class Bucket:
-    """A token bucket of a minute's worth, full at first. per_minute None: never empty."""
+    """A token bucket with the size of one minute's worth, initially full. per_minute None: never empty."""
 
     def __init__(self, per_minute: float | None, now_s: float) -> None:
         self.per_minute = per_minute
@@ -55,7 +55,7 @@ class Bucket:
         self._at_s = now_s
 
     def wait_s(self, needed: float, now_s: float) -> float:
-        """Seconds until it holds `needed`; 0.0 when it does."""
+        """Seconds until it holds `needed`, 0.0 if it already does."""
         if self.per_minute is None:
             return 0.0
         filled = (now_s - self._at_s) * self.per_minute / MINUTE_S
@@ -63,22 +63,22 @@ class Bucket:
         return max(0.0, min(needed, self.per_minute) - self._level) * MINUTE_S / self.per_minute
 
     def take(self, amount: float) -> None:
-        """May leave it below zero."""
+        """Take `amount`, even if that leaves it below zero."""
         if self.per_minute is not None:
             self._level -= amount
 
     def limit(self, per_minute: float | None) -> None:
-        """Another rate; what has been used stays used."""
+        """Change the rate; what has been used stays used."""
         if per_minute is not None and self.per_minute is None:
             self._level = per_minute
         self.per_minute = per_minute
 
 
 class Tenant:
-    """A key's limits and what it uses now.
+    """A key's limits and current use.
 
-    scope: begins the rids that the engine knows this key's requests by, so that keys may use the same rids. Nobody can guess it, and
-    so nobody can take another's rid. Empty for callers without a key of the file.
+    scope: prefix of this key's rids in the engine, so that different keys may use the same rids. It cannot be guessed, so nobody can
+    use the rid of another key. Empty for callers without a key of the file.
     """
 
     def __init__(self, limits: TenantLimits, now_s: float = 0.0) -> None:
@@ -92,18 +92,18 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """Of the key; empty when requests need none."""
+        """Name of the key; empty when requests need none."""
         return self.limits.name
 
     def namespace(self, asked: str) -> str:
-        """Where in the prefix cache its prompts are, of what the request asked for: shared with nobody, unless the key says so."""
+        """Namespace of its prompts in the prefix cache, within the one that the request asked for; shared only if the key says so."""
         if not self.scope or self.limits.shared_cache:
             return asked
-        # Three parts: what requests ask for has two, and adapters make two of it.
+        # Three parts, to differ from namespaces that requests ask for (two) and those of adapters (two of these).
         return json.dumps(["key", self.name, asked])
 
     def change(self, limits: TenantLimits) -> None:
-        """New limits for the same key; what it uses goes on."""
+        """Change the limits; current use stays counted."""
         self.limits = limits
         self._requests.limit(limits.requests_per_minute)
         self._tokens.limit(limits.tokens_per_minute)
@@ -124,15 +124,15 @@ class Tenant:
         self.num_queued += num_samples
 
     def leave_queue(self) -> None:
-        """One of its samples has a token, or has ended."""
+        """One of its samples has its first token, or has ended."""
         self.num_queued -= 1
 
     def use_tokens(self, count: int) -> None:
-        """Prompt or output tokens that were computed for it."""
+        """Count computed prompt or output tokens."""
         self._tokens.take(count)
 
     def leave(self, duration_s: float) -> None:
-        """A request has ended after so long."""
+        """A request has ended after `duration_s` seconds."""
         self.num_live -= 1
         self._duration_s += DURATION_WEIGHT * (duration_s - self._duration_s)
 
@@ -146,8 +146,8 @@ class Tenant:
 class Caller:
     """Who sent a request. tenant None: no key of the key file. traceparent: W3C trace context of the caller's span, as sent.
 
-    is_admin: sees, aborts and closes what belongs to others. is_server: the server itself, to see whether it works; limits on a request's
-    time are for clients.
+    is_admin: may see, abort and close what belongs to others. is_server: the server itself, for warm-up and probes; time limits of
+    requests do not apply.
     """
 
     tenant: Tenant | None = None
@@ -157,16 +157,16 @@ class Caller:
 
     @property
     def scope(self) -> str:
-        """What its rids begin with in the engine."""
+        """Prefix of its rids in the engine."""
         return self.tenant.scope if self.tenant is not None else ""
 
     def may_see(self, scope: str) -> bool:
-        """Whether what belongs to the key of this scope is its business."""
+        """Whether it may see what belongs to the key with this scope."""
         return self.is_admin or scope == self.scope
 
 
 NOBODY = Caller()
-"""A call from within, or one without a key of its own."""
+"""An internal call, or one without a key of the file."""
 
 SERVER = Caller(is_server=True)
 """Warm-up and health probes."""
@@ -183,7 +183,7 @@ class QueuePace:
         self._left.append(now_s)
 
     def wait_s(self, num_samples: int, now_s: float) -> float:
-        """Seconds that `num_samples` need to leave at the pace of late."""
+        """Seconds until `num_samples` have left, at the recent pace."""
         while self._left and self._left[0] < now_s - RATE_WINDOW_S:
             self._left.popleft()
         if not self._left:

@@ -1,7 +1,7 @@
-"""What happened to a request, for whoever asks why it took so long: `/v1/requests/{rid}`, spans and crash dumps.
+"""Timelines of requests: what happened when, for `/v1/requests/{rid}`, spans and crash dumps.
 
-Owns the records of the last requests and their order in time. Never the text: a prompt is kept only for crash dumps, when the operator
-asked for that. Filled by the tokenizer manager, in its event loop.
+Owns the records of the most recent requests. They contain no text, except the beginnings of prompts if the operator wants them in crash
+dumps. Filled by the tokenizer manager, in its event loop.
 """
 
 from collections import OrderedDict
@@ -13,18 +13,18 @@ from headrace.frontend.tenants import Caller
 from headrace.messages.outputs import FinishReason, SampleStats
 
 MAX_NOTES = 128
-"""More pauses, deaths and updates than this are not told of one sample."""
+"""Most pauses, deaths and updates to record per sample."""
 
 Note = Literal["lost", "replayed", "paused", "continued", "weights_updated", "memory_released", "memory_resumed"]
-"""What happens to live samples from outside. lost: the scheduler that had it, or the detokenizer, has died."""
+"""External events of live samples. lost: the scheduler that had it, or the detokenizer, has died."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is when it arrived by the calendar.
+    """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is the Unix time of its arrival.
 
-    rid: the engine's. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. The scheduler's own events come with the last
-    output; after a replay they are those of its last life.
+    rid: as in the engine. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. The scheduler's events come with the last
+    output; after a replay, only those of the last attempt.
     """
 
     rid: str
@@ -49,16 +49,16 @@ class Timeline:
 
     @property
     def own_rid(self) -> str:
-        """The rid as its client knows it."""
+        """The rid as the client knows it."""
         return self.rid.removeprefix(self.scope)
 
     def note(self, kind: Note, at_s: float) -> None:
-        """Something happened to it outside the scheduler. Nothing beyond MAX_NOTES is kept."""
+        """Record an external event; at most MAX_NOTES are kept."""
         if len(self._notes) < MAX_NOTES:
             self._notes.append((kind, at_s, self.num_output_tokens))
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened, earliest first; `at_s` since the arrival."""
+        """All events, earliest first; `at_s` counts from the arrival."""
         found = [("received", self.created_s, 0)]
         if self.sent_s:
             found.append(("tokenized", self.sent_s, self.num_prompt_tokens))
@@ -76,7 +76,7 @@ class Timeline:
         ]
 
     def describe(self) -> dict[str, Any]:
-        """As JSON; no text of the request."""
+        """The timeline as JSON, without the text of the request."""
         finish = self.finish
         return {
             "rid": self.own_rid,
@@ -116,13 +116,13 @@ _COUNT: dict[str, str] = {
     "first_token": "num_tokens",
     "finished": "completion_tokens",
 }
-"""What an event's number counts."""
+"""Name of each event's count."""
 
 _ORDER = tuple(_COUNT)
 
 
 class Timelines:
-    """Live samples, and the last `max_finished` that ended."""
+    """Timelines of live samples and of the last `max_finished` that ended."""
 
     def __init__(self, max_finished: int) -> None:
         self._max_finished = max_finished
@@ -134,7 +134,7 @@ class Timelines:
         self._live[timeline.rid] = timeline
 
     def finish(self, rid: str) -> None:
-        """It has ended. A later one of the same rid takes its place."""
+        """A sample has ended. A later one with the same rid replaces it."""
         timeline = self._live.pop(rid, None)
         if timeline is None:
             return
@@ -147,7 +147,7 @@ class Timelines:
             self._finished.popitem(last=False)
 
     def find(self, rid: str, caller: Caller) -> list[Timeline]:
-        """The sample that the caller calls `rid`, or all samples that it knows by this id; for an admin those of every key."""
+        """The caller's sample `rid`, or all its samples with this id; for an admin those of every key."""
         own = caller.scope + rid
         exact = self._live.get(own) or self._finished.get(own)
         if exact is not None and exact.scope == caller.scope and not caller.is_admin:
@@ -156,6 +156,6 @@ class Timelines:
         return [each for each in visible if each.own_rid == rid] or visible
 
     def __iter__(self) -> Iterator[Timeline]:
-        """Earliest end first, then what lives."""
+        """Finished ones first, earliest end first, then live ones."""
         yield from self._finished.values()
         yield from self._live.values()

@@ -1,14 +1,14 @@
-"""An update of the weights over all replicas: all of them have it, or none.
+"""An update of the weights on all replicas: either all of them have it, or none.
 
     prepare: every replica loads and checks it beside the steps
-    hold:    what has begun ends with the old weights, what has not waits
-    decided: the order is entered in the log; from here on it holds, whoever dies
+    hold:    requests that have begun end with the old weights, others wait
+    decided: the update is entered in the log; from here on it is in force, even if replicas die
     commit:  every replica switches
 
-Whatever goes wrong before the decision (a replica refuses, the caller gives up, it is cancelled) drops the update everywhere. A replica
-that dies before it is done without, one that comes back before it is prepared and held like the others; one that dies or comes back after
-it gets the update from the log. The decision waits until no request has outputs of the old weights: what is sent again after a death begins
-anew then, or there is nothing of it to mix. Requests that were paused are the exception: those go on with the new weights, as documented.
+Any failure before the decision (a replica refuses, the caller gives up, the update is cancelled) drops the update everywhere. A replica
+that dies before the decision is left out; one that comes back before it is prepared and held like the others; one that dies or comes back
+after it gets the update from the log. The decision waits until no request has outputs of the old weights, so that no request mixes two
+versions, even if it is sent again after a death. Paused requests are the exception: they continue with the new weights, as documented.
 Runs in the event loop of the tokenizer manager, one update at a time.
 """
 
@@ -42,33 +42,33 @@ logger = get_logger(__name__)
 Replies = dict[Replica, WeightOpReply]
 
 REPLY_TIMEOUT_S = 24 * 3600.0
-"""The scheduler answers every operation, and its death ends the wait: this only bounds it."""
+"""An upper bound only: the scheduler answers every operation, and its death ends the wait."""
 AGAIN_S = 0.01
-"""Between two looks at whether what has begun has ended."""
+"""Seconds between checks whether the requests that have begun have ended."""
 CANCELLED = "cancelled; nothing has changed"
 NOBODY = 0
 """Id of a request whose reply nobody waits for."""
 
 
 class Fleet(Protocol):
-    """The replicas, as operations see them."""
+    """The operations' view of the replicas."""
 
     def replicas_up(self) -> list[Replica]:
-        """Those that live."""
+        """The live replicas."""
 
     @property
     def num_restarting(self) -> int:
-        """Those that have died and are being started again."""
+        """Number of replicas that have died and are being restarted."""
 
     def has_begun(self) -> bool:
-        """Some request has outputs and goes on."""
+        """Whether some running request has outputs."""
 
     def dismiss(self, replica: Replica) -> None:
-        """End a replica that is not what the others are; it is started again."""
+        """Kill a replica that differs from the others; it is restarted."""
 
 
 class Refused(Exception):
-    """A replica cannot do it, or they would differ. reply: why."""
+    """A replica cannot carry out the operation, or the replicas would differ. reply: why."""
 
     def __init__(self, reply: WeightOpReply, num_refused: int, num_asked: int) -> None:
         super().__init__(reply.message)
@@ -79,21 +79,21 @@ class Refused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Undecided:
-    """An operation that has not taken effect."""
+    """An operation that has not taken effect yet and can be cancelled."""
 
     _cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_cancelled(self) -> bool:
-        """Nor shall it."""
+        """Whether it has been cancelled."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """It shall not; also when a replica is silent."""
+        """Cancel it, even while a replica does not answer."""
         self._cancelled.set()
 
     async def unless_cancelled(self, call: Coroutine[Any, Any, Replies], version: str) -> Replies:
-        """What the call gives. Raises `refused` when it is cancelled before that."""
+        """The result of the call. Raises `refused` if the operation is cancelled first."""
         calling, cancelling = asyncio.ensure_future(call), asyncio.ensure_future(self._cancelled.wait())
         try:
             await asyncio.wait({calling, cancelling}, return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +105,7 @@ class Undecided:
             cancelling.cancel()
 
     def refused(self, version: str) -> Refused:
-        """What becomes of it then."""
+        """The error of a cancelled operation."""
         return Refused(WeightOpReply(NOBODY, False, CANCELLED, version), 1, 1)
 
 
@@ -119,11 +119,11 @@ class UpdatePhases:
         self._ids = itertools.count(1)
 
     async def carry_out(self, update: Update, undecided: Undecided, on_decided: Callable[[], None]) -> WeightOpReply:
-        """Give all replicas the update. Cancelling this before the decision drops it.
+        """Give all replicas the update. Cancelling this task before the decision drops it.
 
-        undecided: asked before every phase. on_decided: called when it holds.
+        undecided: checked before every phase. on_decided: called when it is in force.
 
-        Raises Refused when it was dropped because of a replica's answer, CapacityError when a replica's death was in the way.
+        Raises Refused when a replica's answer caused it to be dropped, CapacityError when a replica's death did.
         """
         update_id = next(self._ids)
         try:
@@ -136,7 +136,7 @@ class UpdatePhases:
         except BaseException:
             self._drop(update_id)
             raise
-        # Nothing was awaited since the last look at who lives and what runs.
+        # Nothing was awaited since the last check of live replicas and running requests.
         before = self._log.standing
         first = next(iter(prepared.values()))
         self._log.enter(update, first.fingerprint)
@@ -149,7 +149,7 @@ class UpdatePhases:
             raise
 
     async def _prepare_and_hold(self, update_id: int, update: Update, undecided: Undecided) -> Replies:
-        """Until every replica that lives is held with the update prepared, and nothing that has begun is left."""
+        """Return when every live replica has prepared the update and is held, and no request that has begun is left."""
         prepared: Replies = {}
         while True:
             if undecided.is_cancelled:
@@ -168,12 +168,12 @@ class UpdatePhases:
             await asyncio.sleep(AGAIN_S)
 
     def _must_wait(self) -> bool:
-        """Something that has begun is to end with the old weights. Not what is paused."""
+        """Whether a request that has begun must still end with the old weights; paused ones do not count."""
         standing = self._log.standing
         return standing.pause is None and not standing.released and self._fleet.has_begun()
 
     def _check_nobody_is_left_behind(self, update: Update, prepared: Replies) -> None:
-        """Raises CapacityError for weights that are nowhere but here while a replica, which could never get them, is starting again."""
+        """Raises CapacityError for pushed weights while a replica is being restarted: it could never get them."""
         if isinstance(update, UpdateFromDisk):
             return
         if self._fleet.num_restarting or any(replica.is_lost for replica in prepared):
@@ -188,11 +188,11 @@ class UpdatePhases:
         try:
             replies = await self._ask(replicas, CommitUpdate(update_id))
         except CapacityError:
-            # All have died. They begin again with these weights.
+            # All have died. They will start with these weights.
             return WeightOpReply(NOBODY, True, prepared.message, version)
         failed = {replica: reply for replica, reply in replies.items() if not reply.success}
         if len(failed) == len(replies):
-            # No one that lives has it: it has not been.
+            # No live replica has it, so it did not take effect.
             self._log.take_back(before)
             for replica in self._fleet.replicas_up():
                 if replica not in replies:
@@ -205,14 +205,14 @@ class UpdatePhases:
         return msgspec.structs.replace(prepared, weight_version=version, num_paused_requests=num_paused)
 
     def _drop(self, update_id: int) -> None:
-        """Nobody waits for the answers: what is sent after it comes after it."""
+        """Drop the update without waiting for replies; later messages arrive after it."""
         for replica in self._fleet.replicas_up():
             replica.sender.send(WeightOpReq(NOBODY, DropUpdate(update_id)))
 
     async def _ask_all(
         self, replicas: Sequence[Replica], operation: SchedulerOperation, undecided: Undecided
     ) -> Replies:
-        """Raises Refused unless all that live do it, and when it is cancelled."""
+        """Raises Refused unless all live replicas succeed, or when it is cancelled."""
         replies = await undecided.unless_cancelled(self._ask(replicas, operation), self._log.standing.version)
         failed = [reply for reply in replies.values() if not reply.success]
         if failed:
@@ -224,7 +224,7 @@ class UpdatePhases:
 
 
 def _check_same(prepared: Replies) -> None:
-    """Raises Refused when replicas read different files under one path."""
+    """Raises Refused when replicas have read different files from the same path."""
     replies = list(prepared.values())
     if len({reply.fingerprint for reply in replies}) > 1:
         message = (

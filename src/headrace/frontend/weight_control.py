@@ -1,12 +1,12 @@
 """Operations on weights, generation and memory, as awaitable calls of the main process.
 
-Owns who may do what at once, the waiting for replies, what a replica that begins a new life is told before it serves, and the files that
-tensors cross in. What holds is in the log (`operation_log`), an update in phases is `update_phases`. Does not carry operations out: the
-scheduler and the worker do. Everything runs in the event loop of the tokenizer manager, except `TensorFile`, which its maker owns, and
-where it is said.
+Owns which operations may run at the same time, waiting for replies, what a restarted replica gets before it serves, and the files in which
+tensors are passed. The state in force is in the log (`operation_log`); an update in phases is `update_phases`. Does not carry out operations:
+the scheduler and the worker do. Everything runs in the event loop of the tokenizer manager, except `TensorFile`, which its creator owns, and
+where noted.
 
-    pause, continue     at once, also while others wait; the last one counts. Entered before they are sent.
-    cancel              at once: updates, and joinings of groups, that have not taken effect fail
+    pause, continue     at once, even while others wait; the last one counts. Entered in the log before they are sent.
+    cancel              at once: updates and joins of groups that have not taken effect fail
     everything else     one at a time, so that all replicas see the same order
 """
 
@@ -52,9 +52,9 @@ logger = get_logger(__name__)
 class WeightControl:
     """See the module's text.
 
-    fleet: the replicas. check: raises when the engine is gone. abort_all: ends every request, also those that have not reached a
-    scheduler. started_from: fingerprint of the checkpoint that the schedulers began with. on_done: told of every operation that
-    succeeded on all.
+    fleet: the replicas. check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
+    scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
+    succeeded on all replicas.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class WeightControl:
 
     @property
     def version(self) -> str:
-        """What the weights are called."""
+        """Version name of the current weights."""
         return self.log.standing.version
 
     @property
     def model_path(self) -> str | None:
-        """Where the weights that serve were read from; None while they are those of the start, or were pushed."""
+        """From where the current weights were read; None if they are those of the start, or were pushed."""
         weights = self.log.standing.weights
         return weights.update.model_path if weights is not None and weights.update is not None else None
 
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
-        """Carry out one operation on every replica; the reply says whether it succeeded, on all. After a failure all is as it was.
+        """Carry out one operation on every replica; the reply says whether it succeeded on all. After a failure nothing has changed.
 
-        Cancelling this drops an update that is not decided yet; everything else goes on.
-        Raises ExecutionError when the engine is gone, CapacityError while it is being started again, RequestError for what makes no sense.
+        Cancelling this task drops an update that is not decided yet; other operations continue.
+        Raises ExecutionError when the engine is gone, CapacityError while it is being restarted, RequestError for invalid operations.
         """
         self._check()
         match operation:
@@ -127,10 +127,10 @@ class WeightControl:
         """Every waiter gets `error`, from now on."""
         self._replies.fail_all(error)
 
-    # -- what holds at once
+    # -- pause and continue
 
     async def _tell(self, operation: WeightOperation) -> WeightOpReply:
-        """An order that no replica refuses. It holds from now on: whoever dies is told in its next life."""
+        """Send an operation that no replica refuses. It is in force from now on: restarted replicas get it from the log."""
         self.log.enter(operation)
         if _aborts(operation):
             self._abort_all()
@@ -166,7 +166,7 @@ class WeightControl:
             self._undecided.discard(undecided)
 
     def _cancel(self) -> WeightOpReply:
-        """Not what is decided. Replicas are told too, for what they wait for; one that is silent is not waited for."""
+        """Cancel what is not decided yet. Replicas are told too, but a silent one is not waited for."""
         number = len(self._undecided)
         for undecided in self._undecided:
             undecided.cancel()
@@ -183,7 +183,7 @@ class WeightControl:
             return await self._phases.carry_out(update, undecided, lambda: self._undecided.discard(undecided))
         except Refused as refused:
             if isinstance(update, UpdateFromDistributed) and refused.num_refused < refused.num_asked:
-                # Some have left the group, and without them nothing arrives any more.
+                # Some replicas have left the group, which is unusable without them.
                 return await self._leave_group(update.group_name, refused.reply)
             return refused.reply
 
@@ -192,7 +192,7 @@ class WeightControl:
         if all(reply.success for reply in replies.values()):
             self.log.enter(operation)
             return _sum_of(replies)
-        # Some were idle and others not: those that did it take it back.
+        # Some were idle and others not: undo it on those that did it.
         taken = tuple(tag for tag in operation.tags if tag not in self.log.standing.released)
         done = [replica for replica, reply in replies.items() if reply.success]
         if done and taken:
@@ -204,7 +204,7 @@ class WeightControl:
         if not any(reply.success for reply in replies.values()):
             return _sum_of(replies)
         self.log.enter(operation)
-        # Requests run on some already: the others begin again, with their memory.
+        # Requests already run on some: restart the others, with their memory.
         self._dismiss_failed(replies)
         return _sum_of({replica: reply for replica, reply in replies.items() if reply.success})
 
@@ -219,7 +219,7 @@ class WeightControl:
                 return await self._init_group(operation)
 
     async def _init_group(self, operation: InitGroup) -> WeightOpReply:
-        """Every replica joins, at ranks that follow each other. Raises RequestError when the group has no room for all."""
+        """All replicas join, with consecutive ranks. Raises RequestError when the group has no room for all."""
         replicas = self._up()
         last = operation.rank_offset + len(replicas) - 1
         if last >= operation.world_size:
@@ -267,26 +267,26 @@ class WeightControl:
         return msgspec.structs.replace(why, success=False, message=message)
 
     def _check_group(self, name: str) -> None:
-        """Raises RequestError when a replica has begun another life since it joined."""
+        """Raises RequestError when a replica was restarted since it joined."""
         members = self._groups.get(name)
         if members is not None and (strangers := [r.index for r in self._up() if r not in members]):
             raise RequestError(
-                f"replica {strangers[0]} was started again since the group {name!r} was joined; destroy the group and join it again",
+                f"replica {strangers[0]} was restarted since it joined the group {name!r}; destroy the group and join it again",
                 "group_name",
             )
 
-    # -- a scheduler's new life
+    # -- restarted schedulers
 
     @property
     def can_restore(self) -> bool:
-        """False once tensors were pushed: only the replicas that got them have them. From any thread."""
+        """False once tensors were pushed: only the replicas that received them have them. From any thread."""
         return self.log.can_be_told
 
     async def catch_up(self, replica: Replica, started_from: str) -> None:
-        """Tell a life that has just begun, with the checkpoint of this fingerprint, what the others know.
+        """Bring a restarted replica, which has loaded the checkpoint with this fingerprint, to the state of the others.
 
-        When this returns there is nothing left to tell, until something is awaited. Raises ModelError when the weights that serve are not
-        where they were, ExecutionError when it dies or cannot follow.
+        When this returns it is up to date, until something is awaited. Raises ModelError when the files of the current weights are missing
+        or have changed, ExecutionError when it dies or cannot follow.
         """
         told = Standing()
         while orders := self.log.standing.orders_after(told):
@@ -297,27 +297,27 @@ class WeightControl:
         self.check_start(started_from)
 
     def check_start(self, started_from: str) -> None:
-        """Raises ModelError when a new life began with another checkpoint than the server, and nothing has replaced its weights since."""
+        """Raises ModelError when a restarted replica has loaded another checkpoint than the server, and no update has replaced it since."""
         if self.log.standing.weights is None and started_from != self._started_from:
             raise ModelError(
-                "the files of the checkpoint are not those that the server was started with, so it would serve other weights under "
-                "their name. Put the old files back, or restart the server to serve the new ones"
+                "the checkpoint's files have changed since the server was started, so this replica would serve other weights under the "
+                "same name. Put the old files back, or restart the server to serve the new ones"
             )
 
     async def _repeat(self, replica: Replica, order: WeightOperation, weights: Weights | None) -> None:
         (reply,) = (await self._ask([replica], order)).values()
         is_update = isinstance(order, UpdateFromDisk)
         if not reply.success and is_update:
-            raise ModelError(f"the weights that serve could not be loaded again: {reply.message}")
+            raise ModelError(f"the current weights could not be loaded again: {reply.message}")
         if not reply.success:
             raise ExecutionError(f"{type(order).__name__} could not be repeated: {reply.message}")
         if is_update and weights is not None and reply.fingerprint != weights.fingerprint:
             raise ModelError(
-                "the files of the weights that serve are not those that were loaded, so it would serve others under their name. "
-                "Put the old files back, or update the weights from the new ones"
+                "the files of the current weights have changed since they were loaded, so this replica would serve others under the same "
+                "name. Put the old files back, or update the weights from the new ones"
             )
 
-    # -- asking
+    # -- sending operations
 
     def _up(self) -> list[Replica]:
         replicas = self._fleet.replicas_up()
@@ -334,21 +334,21 @@ class WeightControl:
         )
 
     async def _ask_or_dismiss(self, replicas: Sequence[Replica], operation: SchedulerOperation) -> None:
-        """What must be done: who does not begins again without."""
+        """Send an operation that must succeed: a replica where it fails is restarted."""
         try:
             self._dismiss_failed(await self._ask(replicas, operation))
         except CapacityError:
-            return  # they have all died
+            return  # all have died
 
     def _dismiss_failed(self, replies: Replies) -> None:
         for replica, reply in replies.items():
             if not reply.success:
-                logger.error("replica %d is started again: %s", replica.index, reply.message)
+                logger.error("restarting replica %d: %s", replica.index, reply.message)
                 self._fleet.dismiss(replica)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply:
-    """It goes on when its caller gives up waiting."""
+    """Wait for `work`, which continues when the caller gives up waiting."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -358,7 +358,7 @@ async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply
 
 
 def _note_failure(task: "asyncio.Task[WeightOpReply]") -> None:
-    """Nobody waits for it any more."""
+    """Log the failure of an operation that nobody waits for any more."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("an operation whose caller has left failed: %s", error)
 
@@ -377,14 +377,14 @@ def _aborts(operation: WeightOperation) -> bool:
         case SetWeightVersion():
             return operation.abort_all_requests
         case _:
-            # The scheduler ends what an update meets, once nothing can go wrong any more.
+            # The scheduler ends requests for an update only once nothing can fail any more.
             return False
 
 
 class TensorFile:
-    """Memory with a name that this machine's other processes of this user can open: tensors cross in it uncopied.
+    """Named memory that other processes of this user can open, to pass tensors without copying.
 
-    It has no place in the file system (memfd_create(2)), so nothing is left behind when a process dies. A context manager.
+    It is not in the file system (memfd_create(2)), so nothing is left behind when a process dies. A context manager.
     """
 
     def __init__(self) -> None:
@@ -392,7 +392,7 @@ class TensorFile:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, parts: Iterable[bytes | memoryview]) -> None:
-        """Append."""
+        """Append the parts."""
         for part in parts:
             view = memoryview(part)
             while view.nbytes:
