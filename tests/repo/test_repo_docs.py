@@ -6,6 +6,7 @@ import pytest
 import typer
 
 from headrace.benchmark.workloads import PRESETS
+from headrace.checkpoint.weight_formats import names_on_cpu, names_on_gpus
 from headrace.cli.app import app
 from headrace.config.cli import options_markdown
 
@@ -36,3 +37,13 @@ def test_cli_docs_name_every_command(name):
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_benchmarking_docs_describe_every_preset(name):
     assert f"| `{name}` |" in (DOCS / "benchmarking.md").read_text()
+
+
+@pytest.mark.parametrize("name", names_on_cpu())
+def test_quantization_docs_describe_every_format_of_a_cpu(name):
+    assert f"| `{name}` |" in (DOCS / "quantization.md").read_text()
+
+
+@pytest.mark.parametrize("name", names_on_gpus())
+def test_gpu_docs_describe_every_format_of_a_gpu(name):
+    assert f"| `{name}` |" in (DOCS / "gpu.md").read_text()
