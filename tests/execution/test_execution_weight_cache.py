@@ -6,7 +6,7 @@ import pytest
 from runner_harness import make_driver, prompt, save_llama
 
 from headrace.checkpoint import weight_cache
-from headrace.checkpoint.source import Checkpoint
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_formats import names_on_cpu
 from headrace.execution import build
 from headrace.kernels import cpu as native_cpu

@@ -3,16 +3,13 @@
 Owns the unpacking of their codes. Block layouts: the `block_*` structs of ggml-common.h. Runs in whichever process loads the model.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.checkpoint.gguf import Bytes, half, k_scales
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme
-
-if TYPE_CHECKING:
-    from headrace.checkpoint.source import RawBlocks
 
 # type name -> (scheme, bytes of a block)
 _TYPES: dict[str, tuple[Scheme, int]] = {
@@ -23,7 +20,19 @@ _TYPES: dict[str, tuple[Scheme, int]] = {
 }
 
 
-def quantized_matrix(raw: "RawBlocks") -> QuantizedMatrix | None:
+@dataclass(frozen=True, slots=True)
+class RawBlocks:
+    """The stored blocks of a quantised matrix, in the row order of the Hugging Face tensor.
+
+    type_name: of gguf.BLOCK_TYPES. data: uint8[rows, row_bytes]. shape: of the values, (rows, columns).
+    """
+
+    type_name: str
+    data: Bytes
+    shape: tuple[int, ...]
+
+
+def quantized_matrix(raw: RawBlocks) -> QuantizedMatrix | None:
     """The matrix that the blocks hold, its weights those of `gguf.dequantize`; None for a type that no kernel computes with."""
     import torch
 

@@ -12,8 +12,9 @@ from typing import Literal
 from rich.console import Console
 
 from headrace import kernels
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.names import resolve_model
-from headrace.checkpoint.source import Checkpoint, open_checkpoint
+from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import Scheme, StoredScheme
 from headrace.errors import ConfigError
 from headrace.execution.calibrate import quantize_checkpoint

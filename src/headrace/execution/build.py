@@ -12,9 +12,10 @@ import torch
 
 from headrace import kernels
 from headrace.attention import select
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
-from headrace.checkpoint.source import Checkpoint, dummy_checkpoint, open_checkpoint
+from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.checkpoint.weight_cache import identity
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.source import Checkpoint
 from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, StoredScheme
 from headrace.errors import ModelError
 from headrace.execution.load_weights import load_model

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.source import Checkpoint
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ModelError
 from headrace.execution.weight_cache import Progress, WeightCache

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from headrace.checkpoint import weight_cache as files
-from headrace.checkpoint.source import Checkpoint
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.weight_cache import (
     StoredLayer,
     StoredTensor,

@@ -1,0 +1,121 @@
+"""Checkpoints as one thing: a config, and named torch tensors.
+
+Owns the checks of weights on their way in, whatever they are stored as. torch is imported when the first tensor is asked for, so reading a
+config stays cheap. Runs in whichever process loads the model.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from headrace.checkpoint.gguf import Bytes
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+CheckpointKind = Literal["huggingface", "gguf", "dummy"]
+
+
+class Checkpoint(ABC):
+    """One model on disk. `tensor_names`, `shape` and `total_bytes` answer from the headers alone."""
+
+    kind: CheckpointKind
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path = path
+        self.config = config
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes of all tensors as `iter_tensors` gives them."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+
+    @abstractmethod
+    def tensor_names(self) -> list[str]:
+        """Hugging Face names in the order of `iter_tensors`."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelError for a name that is not here."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> "torch.Tensor":
+        """One tensor. Raises ModelError for a name that is not here.
+
+        Safetensors: a view of the mapped file, copied only where written. GGUF: float types as stored, quantised ones as
+        float32.
+        """
+
+    def iter_tensors(self, check_finite: bool = False, check_zero: bool = True) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Every tensor exactly once, in file order, read as it is asked for.
+
+        check_finite: refuse a tensor that holds NaN or infinity (one pass over its values).
+        check_zero: refuse a matrix that holds only zeros, which is what a hole in a file reads as.
+        Raises ModelError naming the file and the tensor.
+        """
+        for name in self.tensor_names():
+            yield name, self.checked_tensor(name, check_finite, check_zero)
+
+    def checked_tensor(self, name: str, check_finite: bool = False, check_zero: bool = True) -> "torch.Tensor":
+        """`tensor`, refused as `iter_tensors` says."""
+        tensor = self.tensor(name)
+        if check_finite:
+            self._check_finite(name, tensor)
+        if check_zero:
+            self._check_zero(name, tensor)
+        return tensor
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        """A matrix as it is stored, where that is something the kernels compute with; None for any other tensor.
+
+        Raises ModelError for one whose scales are not finite, or that holds only zeros.
+        """
+        return None
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of the memory that reading took: pages of the mapped files, which come back when they are read again. What was written
+        to a tensor of a mapped file is lost."""
+
+    def mapped_memory(self) -> list[Bytes]:
+        """The mapped files, whose bytes change with them: nothing that is served may lie here."""
+        return []
+
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds a tensor, for messages."""
+        return self.path.name
+
+    def _check_finite(self, name: str, tensor: "torch.Tensor") -> None:
+        import torch
+
+        if not tensor.is_floating_point() or not tensor.numel():
+            return
+        values = tensor.float() if tensor.element_size() == 1 else tensor
+        # NaN and infinity show in the sum, which is quick. So does the overflow of finite values: then the extremes decide.
+        if bool(torch.isfinite(values.sum(dtype=torch.float32))):
+            return
+        if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):
+            raise ModelError(f"{self.file_of(name)}: tensor {name} holds NaN or infinity")
+
+    def _check_zero(self, name: str, tensor: "torch.Tensor") -> None:
+        if tensor.ndim < 2 or not tensor.numel():
+            return
+        values = tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
+        if not bool(values[0].any()) and not bool(values.any()):
+            raise ModelError(f"{self.file_of(name)}: tensor {name} {list(tensor.shape)} is zero-filled")
+
+    def _check_matrix(self, name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        self._check_finite(name, matrix.scales)
+        if matrix.minimums is not None:
+            self._check_finite(name, matrix.minimums)
+        if not bool(matrix.scales.any()) and (matrix.minimums is None or not bool(matrix.minimums.any())):
+            raise ModelError(f"{self.file_of(name)}: tensor {name} {list(matrix.shape)} is zero-filled")
+        return matrix

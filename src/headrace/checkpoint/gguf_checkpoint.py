@@ -1,0 +1,107 @@
+"""A GGUF file as a checkpoint: Hugging Face's names, shapes and order of rows.
+
+Runs in whichever process loads the model.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.gguf import Bytes, GgufFile, dequantize
+from headrace.checkpoint.gguf_names import GgufSource, hf_config, hf_row_order, map_tensors
+from headrace.checkpoint.gguf_quantized import RawBlocks, quantized_matrix
+from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.sampling_defaults import from_gguf
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file. `file` gives its metadata (tokenizer, chat template)."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.file = GgufFile(path)
+        super().__init__(path, config_of(self.file))
+        self._sources = map_tensors(self.file)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(
+            math.prod(source.shape) * (2 if self.file.tensors[source.gguf_name].type.name in ("F16", "BF16") else 4)
+            for source in self._sources.values()
+        )
+
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def mapped_memory(self) -> list[Bytes]:
+        return [self.file.mapped_memory]
+
+    def tensor_names(self) -> list[str]:
+        return list(self._sources)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source(name).shape
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        import torch
+
+        source = self._source(name)
+        rows, kind = self._rows(source), self.file.tensors[source.gguf_name].type.name
+        if kind in ("F16", "BF16"):
+            dtype = torch.float16 if kind == "F16" else torch.bfloat16
+            tensor = torch.from_numpy(np.array(rows)).view(dtype).reshape(source.shape)
+        else:
+            tensor = torch.from_numpy(dequantize(rows, kind)).reshape(source.shape)
+        return tensor.sub_(1) if source.subtract_one else tensor
+
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        """The blocks of a quantised matrix, for kernels that use them as they are; None for any other tensor."""
+        source = self._source(name)
+        kind = self.file.tensors[source.gguf_name].type
+        if kind.block_values == 1 or len(source.shape) != 2 or source.subtract_one:
+            return None
+        return RawBlocks(kind.name, self._rows(source), source.shape)
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        raw = self.raw_blocks(name)
+        matrix = None if raw is None else quantized_matrix(raw)
+        return None if matrix is None else self._check_matrix(name, matrix)
+
+    def release(self) -> None:
+        self.file.release()
+
+    def _rows(self, source: GgufSource) -> Bytes:
+        """The stored bytes of a tensor, uint8[rows, row_bytes], in Hugging Face row order."""
+        rows = self.file.raw(source.gguf_name)
+        if source.expert is not None:
+            num_rows = math.prod(source.shape[:-1])
+            rows = rows[source.expert * num_rows : (source.expert + 1) * num_rows]
+        if source.row_order is not None:
+            if len(source.shape) == 1:  # a bias is stored as one row of values
+                rows = rows.reshape(source.shape[0], -1)
+            rows = rows[hf_row_order(source.shape[0], source.row_order)]
+        return rows
+
+    def _source(self, name: str) -> GgufSource:
+        if name not in self._sources:
+            raise ModelError(f"{self.path.name} has no tensor {name}")
+        return self._sources[name]
+
+
+def config_of(file: GgufFile) -> ModelConfig:
+    """What the metadata of a GGUF file says of its model. Raises ModelError."""
+    general = {key: file.get(key) for key in file.metadata_keys() if key.startswith("general.")}
+    return msgspec.structs.replace(
+        parse_hf_config(hf_config(file), origin=file.path.name),
+        sampling_defaults=from_gguf(general, file.path.name),
+    )

@@ -1,0 +1,251 @@
+"""Folders with config.json and safetensors files; those whose linear layers are quantised, too.
+
+Owns which files of a folder are read, and that an index and its files agree. Runs in whichever process loads the model.
+"""
+
+import math
+import mmap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.gguf import Bytes
+from headrace.checkpoint.model_config import load_model_config, read_json_object
+from headrace.checkpoint.quantized_formats import QuantizedFormat
+from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+_TORCH_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A folder with config.json and one or more safetensors files."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, load_model_config(path))
+        self._files: dict[str, SafetensorsFile] = {}
+        for file in _shards(path):
+            opened = SafetensorsFile(file)
+            for name in opened.entries:
+                if name in self._files:
+                    raise ModelError(f"tensor {name} is in both {self._files[name].path.name} and {file.name}")
+                self._files[name] = opened
+        _check_index(path, {name: opened.path.name for name, opened in self._files.items()})
+        if not self._files:
+            raise ModelError(f"{path.name} holds no tensors")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._entry(name).num_bytes for name in self._files)
+
+    def files(self) -> list[Path]:
+        return list({opened.path: None for opened in self._files.values()})
+
+    def tensor_names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        import torch
+
+        entry = self._entry(name)
+        dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
+        count = entry.num_bytes // DTYPE_BYTES[entry.dtype]
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)
+        if entry.offset % DTYPE_BYTES[entry.dtype]:
+            data = bytearray(self._files[name].buffer[entry.offset : entry.offset + entry.num_bytes])
+            return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+        buffer = self._files[name].buffer
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
+
+    def release(self) -> None:
+        for opened in set(self._files.values()):
+            opened.buffer.madvise(mmap.MADV_DONTNEED)
+
+    def mapped_memory(self) -> list[Bytes]:
+        return [np.frombuffer(opened.buffer, dtype=np.uint8) for opened in set(self._files.values())]
+
+    def file_of(self, name: str) -> str:
+        return self._files[name].path.name
+
+    def _entry(self, name: str) -> SafetensorsEntry:
+        if name not in self._files:
+            raise ModelError(f"{self.path.name} has no tensor {name}")
+        return self._files[name].entries[name]
+
+
+class QuantizedCheckpoint(HuggingFaceCheckpoint):
+    """A folder whose linear layers are quantised. A layer's parts (`.qweight`, `.scales`, ...) show as one `.weight`."""
+
+    def __init__(self, path: Path, stored: QuantizedFormat) -> None:
+        super().__init__(path)
+        self._stored = stored
+        main = "." + stored.suffixes[0]
+        self._layers = {name.removesuffix(main): name for name in self._files if name.endswith(main)}
+        self._names: list[str] = []
+        self._parts: dict[str, list[str]] = {layer: [] for layer in self._layers}
+        for name in self._files:
+            layer, _, suffix = name.rpartition(".")
+            if layer not in self._layers or suffix not in stored.suffixes:
+                self._names.append(name)
+                continue
+            self._parts[layer].append(suffix)
+            if suffix == stored.suffixes[0]:
+                self._names.append(f"{layer}.weight")
+        for layer, suffixes in self._parts.items():
+            missing = [name for name in stored.suffixes if name not in suffixes and name not in stored.optional]
+            if missing:
+                raise ModelError(f"{path.name}: quantised layer {layer} has no {', '.join(missing)}")
+        if not self._layers:
+            raise ModelError(f"{path.name}: its config says that it is quantised, but it holds no {main[1:]} tensors")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(
+            math.prod(self.shape(name)) * (4 if self._layer(name) is not None else DTYPE_BYTES[self._entry(name).dtype])
+            for name in self._names
+        )
+
+    def tensor_names(self) -> list[str]:
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        layer = self._layer(name)
+        return super().shape(name) if layer is None else self._stored.shape(layer, super().shape)
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        matrix = self.quantized(name)
+        return super().tensor(name) if matrix is None else matrix.dequantize()
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        layer = self._layer(name)
+        if layer is None:
+            return None
+        parts = {suffix: super(QuantizedCheckpoint, self).tensor(f"{layer}.{suffix}") for suffix in self._parts[layer]}
+        return self._check_matrix(name, self._stored.read(layer, parts))
+
+    def file_of(self, name: str) -> str:
+        layer = self._layer(name)
+        return super().file_of(name if layer is None else self._layers[layer])
+
+    def _layer(self, name: str) -> str | None:
+        """The quantised layer whose weight `name` is."""
+        layer = name.removesuffix(".weight")
+        return layer if layer != name and layer in self._layers else None
+
+
+class Fp8Checkpoint(HuggingFaceCheckpoint):
+    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, widened when it is read.
+
+    block: (rows, columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix.
+    """
+
+    def __init__(self, path: Path, block: tuple[int, int]) -> None:
+        super().__init__(path)
+        self._block = block
+        suffix = "_scale_inv" if block[0] else "_scale"
+        self._scales = {name.removesuffix(suffix): name for name in self._files if name.endswith(f".weight{suffix}")}
+        for name, scale in self._scales.items():
+            if name not in self._files:
+                raise ModelError(f"{path.name}: {scale} has no weight beside it")
+            self._check_scale(name, scale)
+        for name in self._files:
+            if self._entry(name).dtype.startswith("F8") and name not in self._scales:
+                raise ModelError(f"{path.name}: the float8 tensor {name} has no {name}{suffix}")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(
+            math.prod(self.shape(name)) * (4 if name in self._scales else DTYPE_BYTES[self._entry(name).dtype])
+            for name in self.tensor_names()
+        )
+
+    def tensor_names(self) -> list[str]:
+        scales = set(self._scales.values())
+        return [name for name in self._files if name not in scales]
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        if name not in self._scales:
+            return super().tensor(name)
+        values, scales = super().tensor(name).float(), super().tensor(self._scales[name]).float()
+        if self._block[0]:
+            n, k = values.shape
+            rows, columns = self._block
+            scales = scales.repeat_interleave(rows, dim=0)[:n].repeat_interleave(columns, dim=1)[:, :k]
+        return values.mul_(scales)
+
+    def _check_scale(self, name: str, scale: str) -> None:
+        shape, found = self.shape(name), self.shape(scale)
+        rows, columns = self._block
+        wanted = (-(-shape[0] // rows), -(-shape[1] // columns)) if rows and len(shape) == 2 else (1,)
+        if math.prod(found) != 1 if not rows else found != wanted:
+            raise ModelError(f"tensor {scale} is {list(found)}, expected {list(wanted)}")
+
+
+def _shards(path: Path) -> list[Path]:
+    """The safetensors files to read: those the index names, else the single one, else all that are not adapters."""
+    index_file = path / INDEX_NAME
+    if index_file.is_file():
+        files = [path / name for name in dict.fromkeys(_weight_map(index_file).values())]
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{file.name} is missing; {INDEX_NAME} names it")
+        return files
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    found = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter"))
+    numbered = [file for file in found if "-of-" in file.name]
+    if numbered:
+        raise ModelError(f"{INDEX_NAME} is missing; without it the {len(numbered)} shards cannot be checked")
+    if not found:
+        other = next((kind for kind in ("*.bin", "*.pt", "*.pth") if any(path.glob(kind))), None)
+        hint = "; its pickled weights are not read, convert them to safetensors" if other else ""
+        raise ModelError(f"{path.name} holds no safetensors file{hint}")
+    return found
+
+
+def _weight_map(index_file: Path) -> dict[str, str]:
+    weight_map = read_json_object(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index_file.name} has no usable weight_map")
+    for name in weight_map.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index_file.name} names {name!r}, which is no safetensors file of the folder")
+    return weight_map
+
+
+def _check_index(path: Path, found: dict[str, str]) -> None:
+    """Every tensor that the index promises is where it says. A tensor it leaves out is read all the same."""
+    index_file = path / INDEX_NAME
+    if not index_file.is_file():
+        return
+    stated = _weight_map(index_file)
+    for name, file in stated.items():
+        if found.get(name) != file:
+            held = f"; {found[name]} holds it" if name in found else ""
+            raise ModelError(f"{file} has no tensor {name}, though {INDEX_NAME} says so{held}")
