@@ -218,14 +218,14 @@ class Replicas:
         return await task
 
     def die(self, index: int) -> None:
-        self.manager.part_down(f"scheduler {index}", index)
+        self.manager.parts.down(f"scheduler {index}", index)
 
     def come_back(self, index: int, started_from: str = "") -> "asyncio.Task[None]":
         """Another life begins; the task ends when it is in service."""
         source = self.manager.link.new_source()
         life = self.all[index] = FakeReplica(self.back, self.disk, source)
         return asyncio.create_task(
-            asyncio.to_thread(self.manager.rejoin, f"scheduler {index}", index, source, life.inbox, started_from)
+            asyncio.to_thread(self.manager.parts.rejoin, f"scheduler {index}", index, source, life.inbox, started_from)
         )
 
     def is_up(self, index: int) -> bool:

@@ -176,7 +176,7 @@ async def test_a_scheduler_that_begins_again_is_sent_what_is_in_memory_now(engin
     await adapters.load("c", "/c", pinned=False)
     await adapters.load("d", "/d", pinned=True)  # a leaves memory and stays known
     queue = LocalQueue()
-    adapters.restore(queue)
+    adapters.tell_scheduler(queue)
     assert sent(queue) == [LoadLoraReq(RESTORED, 3, "/c", at_once=True), LoadLoraReq(RESTORED, 4, "/d", at_once=True)]
     assert adapters.names == ["a", "c", "d"]
 

@@ -102,27 +102,27 @@ async def test_a_load_that_one_refuses_is_taken_back_from_both(pair):
 async def test_a_load_is_done_without_a_replica_that_dies_and_its_next_life_has_it(pair):
     loading = pair.load("new")
     first, _ = await pair.both_hear()
-    pair.manager.part_down("scheduler 1", 1)
+    pair.manager.parts.down("scheduler 1", 1)
     pair.answer(first)
     await loading
     assert pair.manager.adapters.names == ["old", "new"]
 
     inbox = pair.inboxes[1] = LocalQueue()
-    pair.manager.part_up("scheduler 1", 1, 7, inbox)
+    pair.manager.parts.up("scheduler 1", 1, 7, inbox)
     told = [await pair.heard(1), await pair.heard(1)]
     assert [(one.lora_id, one.path) for one in told] == [(1, "/old"), (first.lora_id, "/new")]
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the others are done", "just when they are"])
 async def test_a_replica_that_comes_back_joins_a_load_under_way(pair, is_late):
-    pair.manager.part_down("scheduler 1", 1)
+    pair.manager.parts.down("scheduler 1", 1)
     loading = pair.load("new")
     first = await pair.heard(0)
     inbox = pair.inboxes[1] = LocalQueue()
     if is_late:
         # The reply is taken in the same turn of the loop as the return: whoever waits for it has not run in between.
         pair.manager.adapters.handle(LoraReply(first.id, first.lora_id))
-    pair.manager.part_up("scheduler 1", 1, 7, inbox)
+    pair.manager.parts.up("scheduler 1", 1, 7, inbox)
     if not is_late:
         pair.answer(first)
     assert await pair.heard(1) == LoadLoraReq(RESTORED, 1, "/old", at_once=True)
@@ -148,9 +148,9 @@ async def test_an_adapter_keeps_the_files_that_it_was_loaded_from(pair):
     for asked in await pair.both_hear():
         pair.from_engine.send(LoraReply(asked.id, asked.lora_id, fingerprint="one"))
     await loading
-    pair.manager.part_down("scheduler 1", 1)
+    pair.manager.parts.down("scheduler 1", 1)
     pair.inboxes[1] = LocalQueue()
-    pair.manager.part_up("scheduler 1", 1, 7, pair.inboxes[1])
+    pair.manager.parts.up("scheduler 1", 1, 7, pair.inboxes[1])
     assert [(await pair.heard(1)).fingerprint for _ in range(2)] == ["", "one"]
 
 
@@ -158,7 +158,7 @@ async def test_a_load_under_which_all_die_has_not_been(pair):
     loading = pair.load("new")
     await pair.both_hear()
     for replica in (0, 1):
-        pair.manager.part_down(f"scheduler {replica}", replica)
+        pair.manager.parts.down(f"scheduler {replica}", replica)
     with pytest.raises(CapacityError):
         await loading
     assert pair.manager.adapters.names == ["old"]
@@ -174,9 +174,9 @@ async def test_requests_follow_their_adapter_into_a_new_life(pair):
     first = await pair.heard(1)
     assert isinstance(first, TokenizedGenerateReqInput)
     assert first.lora_id == asked.lora_id
-    pair.manager.part_down("scheduler 1", 1)
+    pair.manager.parts.down("scheduler 1", 1)
     inbox = pair.inboxes[1] = LocalQueue()
-    pair.manager.part_up("scheduler 1", 1, 7, inbox)
+    pair.manager.parts.up("scheduler 1", 1, 7, inbox)
 
     restored = [await pair.heard(1), await pair.heard(1)]
     again = await pair.heard(1)
@@ -192,9 +192,9 @@ async def test_requests_follow_their_adapter_into_a_new_life(pair):
 
 
 async def test_an_adapter_that_a_new_life_cannot_read_leaves_the_others_and_is_asked_for_again(pair):
-    pair.manager.part_down("scheduler 1", 1)
+    pair.manager.parts.down("scheduler 1", 1)
     inbox = pair.inboxes[1] = LocalQueue()
-    pair.manager.part_up("scheduler 1", 1, 7, inbox)
+    pair.manager.parts.up("scheduler 1", 1, 7, inbox)
     restored = await pair.heard(1)
     assert isinstance(restored, LoadLoraReq)
     pair.answer(restored, 400)
@@ -214,7 +214,7 @@ async def test_an_adapter_that_a_new_life_cannot_read_leaves_the_others_and_is_a
 
 async def test_nobody_is_asked_while_nobody_lives(pair):
     for replica in (0, 1):
-        pair.manager.part_down(f"scheduler {replica}", replica)
+        pair.manager.parts.down(f"scheduler {replica}", replica)
     with pytest.raises(CapacityError):
         await pair.manager.adapters.load("new", "/new")
     with pytest.raises(NotFoundError):

@@ -187,7 +187,7 @@ async def test_the_samples_of_a_dead_replica_go_to_the_others():
     calls = [house.call("p", rid=f"r{i}") for i in range(6)] + [house.call("p", rid="named", routed_dp_rank=1)]
     sent = await house.until_sent(7)
     lost = [rid for rid in sent[1] if rid != "named"]
-    house.manager.part_down("scheduler 1", 1)
+    house.manager.parts.down("scheduler 1", 1)
     assert await house.manager.health()
 
     moved = await house.until_sent(len(lost))
@@ -195,7 +195,7 @@ async def test_the_samples_of_a_dead_replica_go_to_the_others():
     assert moved[1] == []
 
     inbox = house.inboxes[1] = LocalQueue()
-    house.manager.part_up("scheduler 1", 1, 7, inbox)
+    house.manager.parts.up("scheduler 1", 1, 7, inbox)
     assert await house.until_sent(1) == [[], ["named"], []]
     sources = {rid: replica for replica in (0, 2) for rid in sent[replica] + moved[replica]} | {"named": 7}
     for rid, source in sources.items():
@@ -217,7 +217,7 @@ async def test_a_session_stays_on_its_replica_while_that_one_is_up():
         house.end(f"t{number}", replica)
         await call
         if number == 2:
-            house.manager.part_down(f"scheduler {replica}", replica)
+            house.manager.parts.down(f"scheduler {replica}", replica)
     first, then = replicas[0], replicas[3]
     assert replicas == [first, first, first, then, then]
     assert then != first
@@ -231,7 +231,7 @@ async def test_a_session_stays_on_its_replica_while_that_one_is_up():
 async def test_control_messages_reach_all_that_live():
 
     house = House()
-    house.manager.part_down("scheduler 1", 1)
+    house.manager.parts.down("scheduler 1", 1)
     asking = asyncio.create_task(house.manager.control.internal_states())
     await turns()
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
@@ -252,15 +252,15 @@ async def test_a_replica_that_dies_before_it_answers_is_not_waited_for_unless_al
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
     house.from_engine.send(InternalStateReply(seen[0].id, STATE))
     await turns()
-    house.manager.part_down("scheduler 1", 1)
+    house.manager.parts.down("scheduler 1", 1)
     assert not asking.done(), "one that lives has not answered"
-    house.manager.part_down("scheduler 2", 2)
+    house.manager.parts.down("scheduler 2", 2)
     assert await asking == [STATE]
     # What a dead one still has to say is of no interest.
     house.from_engine.send(InternalStateReply(seen[1].id, STATE))
     asking = asyncio.create_task(house.manager.control.flush_cache())
     await turns()
-    house.manager.part_down("scheduler 0", 0)
+    house.manager.parts.down("scheduler 0", 0)
     with pytest.raises(CapacityError):
         await asking
     await house.manager.close()

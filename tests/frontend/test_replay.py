@@ -31,7 +31,7 @@ class Lives:
 
     def die(self):
         self.engine.pump()
-        self.manager.part_down("scheduler", 0)
+        self.manager.parts.down("scheduler", 0)
 
     def rise(self) -> FakeEngine:
         channels = self.frontend.channels
@@ -39,7 +39,7 @@ class Lives:
         engine = FakeEngine(channels, self.frontend.tokenizer)
         engine.source = self.manager.link.new_source()
         self.engine = self.frontend.engine = engine
-        self.manager.part_up("scheduler", 0, engine.source, channels.sender("to_scheduler"))
+        self.manager.parts.up("scheduler", 0, engine.source, channels.sender("to_scheduler"))
         return engine
 
     async def has(self, *rids: str):
@@ -233,7 +233,7 @@ async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another
     call = lives.frontend.start("p", rid="a", stream=True, sampling_params=GREEDY)
     await lives.has("a")
     await lives.say("a", "wx")
-    lives.manager.part_down("detokenizer", None)
+    lives.manager.parts.down("detokenizer", None)
     assert not await lives.manager.health()
 
     told = [lives.engine.inbox.recv_nowait() for _ in range(2)]
@@ -242,7 +242,7 @@ async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another
     gone = lives.frontend.channels.receiver("to_detokenizer").recv_nowait()
     assert gone == SourceGone(0)
 
-    lives.manager.part_up("detokenizer")
+    lives.manager.parts.up("detokenizer")
     again = lives.engine.inbox.recv_nowait()
     assert unpack_int32(again.output_ids) == list(b"wx")
     out = StrOut("yz", TokenIDOut("a", pack_int32(list(b"yz")), 4, END))

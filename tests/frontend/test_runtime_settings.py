@@ -79,8 +79,8 @@ async def test_a_scheduler_and_a_detokenizer_that_are_started_again_are_told_wha
     manager.start()
     to_detokenizer = frontend.channels.receiver("to_detokenizer")
     new_scheduler = LocalChannels()
-    manager.part_down("scheduler", 0)
-    manager.part_up("scheduler", 0, 1, new_scheduler.sender("to_scheduler"))
+    manager.parts.down("scheduler", 0)
+    manager.parts.up("scheduler", 0, 1, new_scheduler.sender("to_scheduler"))
     assert heard(new_scheduler.receiver("to_scheduler")) == []
 
     manager.settings.configure_logging(level="warning")
@@ -88,11 +88,11 @@ async def test_a_scheduler_and_a_detokenizer_that_are_started_again_are_told_wha
     manager.settings.change_limits(LimitChanges(schedule_conservativeness=0.5))
     assert len(frozen) == 1
     assert heard(to_detokenizer) == [ConfigureLoggingReq("warning"), FreezeGCReq()]
-    manager.part_down("scheduler", 0)
+    manager.parts.down("scheduler", 0)
     newer = LocalChannels()
-    manager.part_up("scheduler", 0, 2, newer.sender("to_scheduler"))
-    manager.part_down("detokenizer", None)
-    manager.part_up("detokenizer")
+    manager.parts.up("scheduler", 0, 2, newer.sender("to_scheduler"))
+    manager.parts.down("detokenizer", None)
+    manager.parts.up("detokenizer")
     await turns()
 
     limits = SetLimitsReq(8, 8 + 2048, READY.chunked_prefill_size, 0.5)

@@ -394,7 +394,7 @@ async def test_the_others_serve_on_when_one_cannot_get_pushed_weights_any_more(r
     named = replicas.call("p", rid="named", routed_dp_rank=1)
     await replicas.given(1, "named")
     replicas.die(1)
-    replicas.manager.part_gone("scheduler 1", 1)
+    replicas.manager.parts.gone("scheduler 1", 1)
     with pytest.raises(Exception, match="leave out routed_dp_rank"):
         await named
     call = replicas.call("p", rid="r")

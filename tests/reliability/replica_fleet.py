@@ -135,7 +135,7 @@ class Fleet:
             was_down = False
             while not was_down or len(self.manager.link.replicas_up()) < 2:
                 was_down = was_down or len(self.manager.link.replicas_up()) < 2
-                if was_down and self.manager._rejoin._on_the_way:
+                if was_down and self.manager.parts.num_rejoining:
                     return
                 await asyncio.sleep(0.001)
 

@@ -159,7 +159,7 @@ class Adapters:
             raise
         return adapter
 
-    def restore(self, sender: Sender) -> None:
+    def tell_scheduler(self, sender: Sender) -> None:
         """Send the adapters in memory to a restarted scheduler, before the requests that use them."""
         for adapter in self._by_name.values():
             if adapter.lora_id:
@@ -173,7 +173,7 @@ class Adapters:
             self._engine.forget(reply.lora_id)
 
     def lost(self, reply: LoraReply) -> bool:
-        """Handle a reply to `restore`. Returns whether the adapter could not be read, so that the other replicas must unload it too.
+        """Handle a reply to `tell_scheduler`. Returns whether the adapter could not be read, so that the other replicas must unload it too.
 
         Requests that need it there fail; the next request loads it again.
         """

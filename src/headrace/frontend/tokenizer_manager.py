@@ -27,6 +27,7 @@ from headrace.frontend.data_parallel_controller import make_balancer
 from headrace.frontend.encode import Encoder
 from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.engine_loop import EngineLoop
+from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.outputs import Outputs
@@ -35,7 +36,6 @@ from headrace.frontend.prompts import (
     refuse_text,
 )
 from headrace.frontend.records import Records
-from headrace.frontend.rejoin import Rejoin
 from headrace.frontend.replay import NOWHERE, EngineLink
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
@@ -117,7 +117,6 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
         self.on_broken: Callable[[], None] = lambda: None
-        self.num_restarts = 0
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
         self._anybody = Tenant(TenantLimits(name=""))
         timelines = Timelines(args.timeline_requests)
@@ -168,14 +167,13 @@ class TokenizerManager:
         self._clock = clock
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
         self._probe = SharedProbe(self._can_generate, clock)
-        self._weights = WeightControl(
+        self.weights = WeightControl(
             self.link,
             self.engine_loop.check_serving,
             self.aborts.abort_all,
             ready.fingerprint,
             self.records.note_operation,
         )
-        self._rejoin = Rejoin(self._weights, self.part_up)
         replicas = AdapterReplicas(self.engine_loop, self.link)
         self.adapters = Adapters(args.max_loras, lora_paths(args), replicas, ready.lora_fingerprints)
         self.encoder = Encoder(
@@ -190,17 +188,23 @@ class TokenizerManager:
             self.request_log,
         )
         self.experts = ExpertRecording(self.link.replicas_up, self.engine_loop.check_serving)
-        self._communicators = (
-            self.control,
-            self.experts.replies,
-            replicas.replies,
-            self._weights,
+        self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
+        self.parts = EngineParts(
+            self.engine_loop,
+            self.link,
+            self.weights,
+            self.settings,
+            self.heartbeats,
+            self.records,
+            self.metrics,
+            self._askers,
+            tellers=(self.settings, self.experts, self.adapters),
         )
         handlers = self.engine_loop.handlers
         handlers.register(LoraReply, self.adapters.handle)
         handlers.register(ExpertCountsReply, self.experts.replies.handle)
         handlers.register(BatchStrOut, self.outputs.handle)
-        handlers.register(WeightOpReply, self._weights.handle)
+        handlers.register(WeightOpReply, self.weights.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         handlers.register(Heartbeat, self.heartbeats.handle)
 
@@ -359,7 +363,7 @@ class TokenizerManager:
             "dropped_frames": self.engine_loop.dropped_frames,
             "detokenizer_dropped_frames": self.heartbeats.detokenizer_dropped_frames,
             "num_stalls": self.engine_loop.num_stalls,
-            "num_restarts": self.num_restarts,
+            "num_restarts": self.parts.num_restarts,
             "num_replayed": self.link.num_replayed,
             "num_given_up": self.link.num_given_up,
             "num_held": self.link.num_held,
@@ -427,59 +431,6 @@ class TokenizerManager:
             return update.finish is not None and update.finish.type != "abort"
         return False
 
-    @property
-    def weights(self) -> WeightControl:
-        """Operations on weights, generation and memory."""
-        return self._weights
-
-    # -- deaths of the engine's processes, and their new lives; from any thread
-
-    def part_down(self, name: str, index: int | None = None) -> None:
-        """A process has died and is being started again. index: of a scheduler; None = the detokenizer."""
-        if not self.engine_loop.is_here(self.part_down, name, index):
-            return
-        self.heartbeats.forget(name)
-        self.records.crash_dump(f"the {name} process has died and is being started again")
-        if index is None:
-            self.link.detokenizer_down()
-            return
-        self._rejoin.lost(index)
-        replica = self.link.scheduler_down(index)
-        for communicator in self._communicators:
-            communicator.lost(replica)
-
-    def part_gone(self, name: str, index: int) -> None:
-        """A replica that has died does not come back; the others serve on."""
-        if not self.engine_loop.is_here(self.part_gone, name, index):
-            return
-        logger.error("the %s process is not started again; the other replicas serve on", name)
-        self.link.scheduler_gone(index)
-
-    def rejoin(self, name: str, index: int, source: int, sender: Sender, started_from: str) -> None:
-        """A scheduler's new life is told what the others know, and put into service. From any thread but the loop's; see `Rejoin.run`."""
-        loop = self.engine_loop.asyncio_loop
-        if loop is None:
-            self._weights.check_start(started_from)
-            self.part_up(name, index, source, sender)
-        else:
-            self._rejoin.run(loop, name, index, source, sender, started_from)
-
-    def part_up(self, name: str, index: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
-        """It is back. index, source, sender: of a scheduler's new life."""
-        if not self.engine_loop.is_here(self.part_up, name, index, source, sender):
-            return
-        self.heartbeats.forget(name)
-        self.num_restarts += 1
-        self.metrics.count_restart(name)
-        if index is None or sender is None:
-            self.settings.tell_detokenizer()
-            self.link.detokenizer_up()
-        else:
-            self.settings.tell_scheduler(sender)
-            self.experts.tell_scheduler(sender)
-            self.adapters.restore(sender)
-            self.link.scheduler_up(index, source, sender)
-
     def _broken(self) -> None:
         """The loop that takes the engine's messages has broken."""
         self.fail_all("internal error")
@@ -518,8 +469,8 @@ class TokenizerManager:
         self.link.close()
         error = ExecutionError(message)
         self.table.fail(error)
-        for communicator in self._communicators:
-            communicator.fail_all(error)
+        for asker in self._askers:
+            asker.fail_all(error)
         for sample in list(self.table.samples.values()):
             if sample.call.abandoned:
                 self.endings.forget(sample)

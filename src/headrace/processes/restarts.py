@@ -72,21 +72,21 @@ class Restarts:
         if not self._others_serve(dead):
             return False
         self._recovery.retire(dead)
-        self._manager.part_gone(dead.name, dead.index)
+        self._manager.parts.gone(dead.name, dead.index)
         return True
 
     def _down(self, dead: ChildProcess) -> None:
-        self._manager.part_down(dead.name, dead.index if dead.kind == "scheduler" else None)
+        self._manager.parts.down(dead.name, dead.index if dead.kind == "scheduler" else None)
 
     def _up(self, child: ChildProcess) -> None:
         """Put a replacement into service. Raises HeadraceError when it cannot be brought to the state of the others."""
         if child.kind != "scheduler":
-            self._manager.part_up(child.name)
+            self._manager.parts.up(child.name)
             return
         assert child.info is not None, child.name
         sender = self._channels.sender("to_scheduler", child.index)
         try:
-            self._manager.rejoin(child.name, child.index, child.source, sender, child.info.fingerprint)
+            self._manager.parts.rejoin(child.name, child.index, child.source, sender, child.info.fingerprint)
         except BaseException:
             sender.close()  # what it has not read must not reach the next incarnation
             raise
@@ -94,7 +94,7 @@ class Restarts:
     def _refused(self, dead: ChildProcess, message: str) -> None:
         """Its options or its model were refused, so it is not started again."""
         if self._others_serve(dead):
-            self._manager.part_gone(dead.name, dead.index)
+            self._manager.parts.gone(dead.name, dead.index)
         else:
             self._on_death(message)
 
