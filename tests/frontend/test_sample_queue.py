@@ -24,7 +24,9 @@ async def test_with_every_slot_taken_only_so_many_wait(make_frontend):
     waits = frontend.start("p", rid="waits")
     await engine.until(lambda: "waits" in engine.requests)
 
-    with pytest.raises(CapacityError, match="1 samples run, 1 of at most 1 wait, and 1 more") as caught:
+    with pytest.raises(
+        CapacityError, match="running samples: 1, waiting: 1 of at most 1, in this request: 1"
+    ) as caught:
         await frontend.start("p", rid="third")
     assert caught.value.status_code == 503
 
@@ -86,7 +88,7 @@ def test_no_key_fills_the_queue():
             held[key] = held.get(key, 0) + 1
 
     assert [take(key) for key in "abc"] == [80, 16, 3], "there is room for one more key, whoever came before"
-    with pytest.raises(CapacityError, match="left for other keys") as own:
+    with pytest.raises(CapacityError, match="places left for other keys") as own:
         queue.check(1, 0.0, held["a"])
     assert own.value.status_code == 429
     queue.check(1, 0.0)  # where there is one key, all of the queue is its own

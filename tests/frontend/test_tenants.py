@@ -251,7 +251,7 @@ def test_limits_of_a_key_take_the_place_of_its_share_and_the_servers_hold_beside
     with pytest.raises(CapacityError, match="no room for another session") as caught:
         sessions.open(tenant=large)
     assert caught.value.status_code == 503
-    with pytest.raises(CapacityError, match="no room for more tokens"):
+    with pytest.raises(CapacityError, match="no room for more session tokens"):
         sessions.begin(SessionParams(id=last), "r", list(range(41)), tenant=large)
 
 

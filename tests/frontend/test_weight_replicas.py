@@ -431,7 +431,7 @@ async def test_a_replica_in_its_next_life_is_not_in_the_group(replicas):
     await replicas.done(replicas.operate(GROUP), 0, 1)
     replicas.die(1)
     await replicas.until(replicas.come_back(1).done, 1)
-    with pytest.raises(RequestError, match="replica 1 was started again"):
+    with pytest.raises(RequestError, match="replica 1 was restarted"):
         await replicas.operate(RECEIVED)
 
 

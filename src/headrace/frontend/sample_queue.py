@@ -50,15 +50,14 @@ class SampleQueue:
         left = room - self.num_queued - count
         if own is not None and left >= 0 and own + count > OWN_PER_FREE * left:
             raise CapacityError(
-                f"the limit of this key is reached: it has {own} samples queued and sent {count} more, which would leave {left} places "
-                "for other keys",
+                f"the limit of this key is reached (queued samples: {own}, in this request: {count}, places left for other keys: {left})",
                 self.retry_after_s(now_s),
                 status_code=429,
             )
         if left < 0:
             raise CapacityError(
-                f"the queue is full: {self.num_running} samples run, {self.num_waiting} of at most {self.max_waiting} wait, "
-                f"and this request adds {count}",
+                f"the queue is full (running samples: {self.num_running}, waiting: {self.num_waiting} of at most {self.max_waiting}, "
+                f"in this request: {count})",
                 self.retry_after_s(now_s),
             )
 
