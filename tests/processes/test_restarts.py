@@ -1,0 +1,160 @@
+"""What is done about a dead part: another one, the other replicas, or the end of the engine."""
+
+import queue
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, ExecutionError
+from headrace.processes.restarts import Restarts
+
+
+class Child:
+    """error: why its replacement cannot start."""
+
+    def __init__(self, kind, index=0, error=None):
+        self.name = f"{kind} {index}"
+        self.kind = kind
+        self.index = index
+        self.error = error
+        self.source = 7
+        self.exit_code = None
+        self.info = SimpleNamespace(fingerprint="weights")
+
+    def wait_ready(self, on_progress=lambda done, total: None, should_stop=lambda: False):
+        if self.error is not None:
+            raise self.error
+
+    def kill(self):
+        self.exit_code = -9
+
+    end = kill
+
+
+class Channels:
+    """Gives out ends that only note that they were closed."""
+
+    def __init__(self):
+        self.closed = []
+
+    def sender(self, name, index):
+        return SimpleNamespace(close=lambda: self.closed.append((name, index)))
+
+
+class Manager:
+    """Writes down what it is told."""
+
+    def __init__(self, can_restore=True, rejoin_error=None):
+        self.heard = queue.Queue()
+        self.weights = SimpleNamespace(can_restore=can_restore)
+        self.heartbeats = SimpleNamespace(age_s=lambda name: None)
+        self.link = SimpleNamespace(on_dismissed=None)
+        self.rejoin_error = rejoin_error
+        self.channels = Channels()
+
+    def part_down(self, name, replica):
+        self.heard.put(("down", name, replica))
+
+    def part_up(self, name):
+        self.heard.put(("up", name))
+
+    def part_gone(self, name, replica):
+        self.heard.put(("gone", name, replica))
+
+    def rejoin(self, name, replica, source, sender, fingerprint):
+        if self.rejoin_error is not None:
+            error, self.rejoin_error = self.rejoin_error, None
+            raise error
+        self.heard.put(("rejoined", name, replica, fingerprint))
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Two schedulers and a detokenizer, watched. Called with the manager and why a replacement cannot start; gives the children."""
+    monkeypatch.setattr("headrace.processes.supervisor.CHECK_INTERVAL_S", 0.001)
+    started = []
+
+    def watch(manager, error=None, **options):
+        children = [Child("scheduler", 0), Child("scheduler", 1), Child("detokenizer")]
+        restarts = Restarts(
+            ServerArgs(model_path="x", dp_size=2, **options),
+            children,
+            lambda dead: Child(dead.kind, dead.index, error),
+            manager.channels,
+            manager,
+            lambda message: manager.heard.put(("died", message)),
+        )
+        started.append(restarts)
+        restarts.start()
+        return children
+
+    yield watch
+    for restarts in started:
+        restarts.stop()
+
+
+def heard(manager, count):
+    return [manager.heard.get(timeout=60) for _ in range(count)]
+
+
+def test_a_scheduler_is_started_again_and_rejoins(watched):
+    manager = Manager()
+    watched(manager)[1].exit_code = 1
+
+    assert heard(manager, 2) == [("down", "scheduler 1", 1), ("rejoined", "scheduler 1", 1, "weights")]
+
+
+def test_a_detokenizer_is_started_again_and_has_nothing_to_rejoin(watched):
+    manager = Manager()
+    watched(manager)[2].exit_code = 1
+
+    assert heard(manager, 2) == [("down", "detokenizer 0", None), ("up", "detokenizer 0")]
+
+
+def test_a_scheduler_that_cannot_be_brought_up_to_date_is_started_once_more(watched):
+    manager = Manager(rejoin_error=ExecutionError("the update failed"))
+    watched(manager)[0].exit_code = 1
+
+    assert heard(manager, 2) == [("down", "scheduler 0", 0), ("rejoined", "scheduler 0", 0, "weights")]
+    assert manager.channels.closed == [("to_scheduler", 0)]
+
+
+def test_pushed_weights_are_left_to_the_schedulers_that_have_them(watched):
+    manager = Manager(can_restore=False)
+    children = watched(manager)
+    children[0].exit_code = 1
+
+    assert heard(manager, 2) == [("down", "scheduler 0", 0), ("gone", "scheduler 0", 0)]
+
+    children[0].exit_code = 1  # the other one, which was the last that had them
+    assert heard(manager, 1) == [("died", "the scheduler 1 process has ended unexpectedly")]
+
+
+def test_a_scheduler_that_is_refused_leaves_its_requests_to_the_others(watched):
+    manager = Manager()
+    watched(manager, error=ConfigError("no memory"))[0].exit_code = 1
+
+    assert heard(manager, 2) == [("down", "scheduler 0", 0), ("gone", "scheduler 0", 0)]
+
+
+def test_a_detokenizer_that_is_refused_is_the_end(watched):
+    manager = Manager()
+    watched(manager, error=ConfigError("no tokenizer"))[2].exit_code = 1
+
+    assert heard(manager, 2)[1] == ("died", "the detokenizer 0 process has died and could not be started again")
+
+
+def test_without_recovery_the_first_death_is_the_end(watched):
+    manager = Manager()
+    watched(manager, disable_recovery=True)[0].exit_code = 1
+
+    assert heard(manager, 1) == [("died", "the scheduler 0 process has ended unexpectedly")]
+
+
+def test_a_scheduler_that_the_front_end_dismisses_is_ended(watched):
+    manager = Manager()
+    watched(manager)
+    manager.link.on_dismissed(1)
+
+    assert heard(manager, 2) == [("down", "scheduler 1", 1), ("rejoined", "scheduler 1", 1, "weights")]
