@@ -11,7 +11,6 @@ import numpy as np
 
 from headrace.cache.allocator import PageAllocator
 from headrace.cache.base import PrefixCache, PrefixMatch
-from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.control import PoolState
 from headrace.messages.step import Int32Array
 from headrace.scheduler.request import Req
@@ -49,7 +48,7 @@ class KVManager:
 
     def match(self, req: Req) -> PrefixMatch:
         """Longest usable cached prefix of the request's known tokens, pinned."""
-        return self.cache.match(bytes(req.token_bytes), req.asked.namespace, req.match_limit)
+        return self.cache.match(req.token_ids.tobytes(), req.asked.namespace, req.match_limit)
 
     def admit(self, req: Req, match: PrefixMatch) -> None:
         """Give the request a row and the matched prefix; the request now owns the lease."""
@@ -130,7 +129,7 @@ class KVManager:
         num_full = req.num_computed // self.page_size
         if num_full <= req.num_tree_pages:
             return
-        tokens = bytes(req.token_bytes[: num_full * self.page_size * TOKEN_BYTES])
+        tokens = req.token_ids[: num_full * self.page_size].tobytes()
         done = self.cache.insert(tokens, req.pages, req.asked.namespace)
         existing, kept = done.num_existing // self.page_size, done.num_kept // self.page_size
         if kept == 0:

@@ -8,6 +8,7 @@ only in how many tokens a step computes.
                committed       computes these       yet                  known, their value is not
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -52,15 +53,17 @@ class Req:
 
     seq: row in the worker's tables while admitted, else -1. pages: KV pages in order of position.
     pages[:num_tree_pages] were leased from or given to the cache, except those in `duplicate_pages`, which are ours because another
-    request inserted the same tokens first. pages[num_tree_pages:] are ours. end_token_ids: any of these ends the request.
+    request inserted the same tokens first. pages[num_tree_pages:] are ours. token_ids: prompt and committed outputs, int32.
+    end_token_ids: any of these ends the request; so does having max_tokens tokens, prompt included.
     """
 
     asked: TokenizedGenerateReqInput
     arrived_s: float
     order: int
-    token_bytes: bytearray
+    token_ids: "array[int]"
     num_prompt_tokens: int
     end_token_ids: frozenset[int]
+    max_tokens: int
     stop_checker: StopChecker | None = None
     num_computed: int = 0
     num_scheduled: int = 0
@@ -96,13 +99,15 @@ class Req:
 
         An incomplete last token is left out here and refused at admission.
         """
-        num_tokens = len(asked.input_ids) // TOKEN_BYTES
-        known = bytearray(asked.input_ids[: num_tokens * TOKEN_BYTES])
+        prompt = _whole_tokens(asked.input_ids)
+        num_tokens = len(prompt)
         params = asked.task.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        req = cls(asked, now_s, order, known, num_tokens, ends)
+        # With no token to make it never gets this far: it ends with its prompt.
+        max_tokens = num_tokens + max(1, params.max_new_tokens)
+        req = cls(asked, now_s, order, prompt, num_tokens, ends, max_tokens)
         if asked.output_ids:
-            req.token_bytes += asked.output_ids[: len(asked.output_ids) // TOKEN_BYTES * TOKEN_BYTES]
+            req.token_ids += _whole_tokens(asked.output_ids)
             req.num_sent_outputs = req.num_outputs
             # Delivered outputs came with the hidden states of all tokens before them.
             req.num_hidden_rows = req.num_tokens - 1
@@ -121,7 +126,7 @@ class Req:
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and committed outputs."""
-        return len(self.token_bytes) // TOKEN_BYTES
+        return len(self.token_ids)
 
     @property
     def num_outputs(self) -> int:
@@ -136,9 +141,10 @@ class Req:
     @property
     def num_to_schedule(self) -> int:
         """Number of tokens that a step planned now could compute: known tokens, and those known by the time it runs."""
-        if self.finish is not None or self.num_outputs + self.num_sampling >= self.task.params.max_new_tokens > 0:
+        num_known = len(self.token_ids) + self.num_sampling
+        if self.finish is not None or num_known >= self.max_tokens:
             return 0
-        return self.num_tokens + self.num_sampling - self.num_scheduled
+        return num_known - self.num_scheduled
 
     @property
     def num_new_tokens_left(self) -> int:
@@ -181,11 +187,11 @@ class Req:
 
     def tokens(self) -> Int32Array:
         """Copy of the known tokens, int32[num_tokens]."""
-        return np.frombuffer(bytes(self.token_bytes), dtype=np.int32)
+        return np.array(self.token_ids, dtype=np.int32)
 
     def output_bytes(self, start: int) -> bytes:
         """Committed outputs from number `start` on, int32 bytes."""
-        return bytes(self.token_bytes[(self.num_prompt_tokens + start) * TOKEN_BYTES :])
+        return self.token_ids[self.num_prompt_tokens + start :].tobytes()
 
     def accept(self, ids: Sequence[int]) -> FinishReason | None:
         """Commit output tokens up to the one that ends the request, if any does; those after it are dropped.
@@ -193,7 +199,7 @@ class Req:
         Returns the finish reason, or None. Raises whatever the stop checker raises; tokens up to there are committed.
         """
         for token_id in ids:
-            self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)
+            self.token_ids.append(token_id)
             if (finish := self._finish_at(token_id)) is not None:
                 return finish
         return None
@@ -204,6 +210,11 @@ class Req:
             return FinishReason("stop", matched=match.matched)
         if token_id in self.end_token_ids:
             return FinishReason("stop", matched=token_id)
-        if self.num_outputs >= self.task.params.max_new_tokens:
+        if len(self.token_ids) >= self.max_tokens:
             return FinishReason("length", length=self.num_outputs)
         return None
+
+
+def _whole_tokens(data: bytes) -> "array[int]":
+    """int32[n] of little-endian bytes; the rest of an incomplete last token is left out."""
+    return array("i", data[: len(data) // TOKEN_BYTES * TOKEN_BYTES])
