@@ -122,12 +122,12 @@ def test_a_request_accepts_tokens_until_one_ends_it():
     params = ResolvedSamplingParams(max_new_tokens=4, seed=0, stop_token_ids=(7,))
     asked = TokenizedGenerateReqInput("r", bytes(4), SampleTask(params))
 
-    req = Req.from_input(asked, 0.0, 0, frozenset([2]))
+    req = Req.from_input(asked, 0.0, 0, frozenset([2]), 1)
     assert req.accept([5, 5, 5]) is None
     assert req.accept([5, 5]).length == 4
     assert req.tokens().tolist() == [0, 5, 5, 5, 5]
 
-    req = Req.from_input(asked, 0.0, 0, frozenset([2]))
+    req = Req.from_input(asked, 0.0, 0, frozenset([2]), 1)
     assert req.accept([5, 2, 7]).matched == 2
     assert req.tokens().tolist() == [0, 5, 2]
 

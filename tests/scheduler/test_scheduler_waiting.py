@@ -22,7 +22,7 @@ def make(order: int, tenant: str = "", priority: int = 0, arrived_s: float = 0.0
         tenant=tenant or "abc"[order % 3],
         priority=priority or order % 2,
     )
-    return Req.from_input(asked, arrived_s, order, frozenset())
+    return Req.from_input(asked, arrived_s, order, frozenset(), 1)
 
 
 @given(st.lists(st.integers(0, 9), max_size=40))

@@ -1,5 +1,7 @@
 """ScheduleBatch: the plan of one step and the requests in it. `worker_batch` is what is sent to the worker."""
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,50 +11,71 @@ from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.scheduler.request import Req
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """`count` tokens of `req` from position `start`. num_logits: 1 = the step also samples the token after them, else 0."""
-
-    req: Req
-    start: int
-    count: int
-    num_logits: int
+def _column() -> "array[int]":
+    return array("i")
 
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """The plan of one step. Rows refer to requests; `worker_batch` copies their integers, so nothing is shared."""
+    """The plan of one step, in columns: row r computes counts[r] tokens of reqs[r] from position starts[r] on.
+
+    num_logits: 1 = the step also samples the token after them, else 0. seqs: of the requests, when they were added.
+    planned_s: when the step was planned.
+    out_slots: where the KV of the rows' tokens goes, row after row.
+    """
 
     step: int
     page_size: int
-    rows: list[Row] = field(default_factory=list)
+    planned_s: float
+    reqs: list[Req] = field(default_factory=list)
+    seqs: "array[int]" = field(default_factory=_column)
+    starts: "array[int]" = field(default_factory=_column)
+    counts: "array[int]" = field(default_factory=_column)
+    num_logits: "array[int]" = field(default_factory=_column)
+    out_slots: "array[int]" = field(default_factory=_column)
     new: list[NewSequence] = field(default_factory=list)
     faults: list[FaultReq] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the step computes."""
-        return sum(row.count for row in self.rows)
+        return len(self.out_slots)
+
+    def rows(self) -> Iterable[tuple[Req, int, int, int]]:
+        """Request, start, count and num_logits of each row."""
+        return zip(self.reqs, self.starts, self.counts, self.num_logits, strict=True)
+
+    def add(self, req: Req, count: int, num_wanted: int) -> None:
+        """Add a row for `count` of the `num_wanted` tokens that the request could compute, and advance its counters.
+
+        It samples if it computes all of them. The request has pages for them.
+        """
+        start, pages, size = req.num_scheduled, req.pages, self.page_size
+        num_logits = 1 if count == num_wanted and not req.is_prefill_only else 0
+        if count > 1 or start < req.num_prompt_tokens:
+            req.note("chunk", self.planned_s, count)
+        self.reqs.append(req)
+        self.seqs.append(req.seq)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.num_logits.append(num_logits)
+        if count == 1:
+            self.out_slots.append(pages[start // size] * size + start % size)
+        else:
+            self.out_slots.extend(pages[p // size] * size + p % size for p in range(start, start + count))
+        req.num_scheduled = start + count
+        req.num_sampling += num_logits
+        req.num_in_flight += 1
 
     def worker_batch(self) -> ModelWorkerBatch:
         """The plan as plain integers, for the worker."""
-        slots: list[int] = []
-        size = self.page_size
-        for row in self.rows:
-            pages, start = row.req.pages, row.start
-            if row.count == 1:
-                slots.append(pages[start // size] * size + start % size)
-            else:
-                slots += [pages[p // size] * size + p % size for p in range(start, start + row.count)]
-        numbers = np.array([(row.req.seq, row.start, row.count, row.num_logits) for row in self.rows], np.int32)
-        seqs, starts, counts, num_logits = np.ascontiguousarray(numbers.T)
         return ModelWorkerBatch(
             step=self.step,
             new=tuple(self.new),
-            seqs=seqs,
-            starts=starts,
-            counts=counts,
-            num_logits=num_logits,
-            out_slots=np.array(slots, np.int32),
+            seqs=np.array(self.seqs, np.int32),
+            starts=np.array(self.starts, np.int32),
+            counts=np.array(self.counts, np.int32),
+            num_logits=np.array(self.num_logits, np.int32),
+            out_slots=np.array(self.out_slots, np.int32),
             faults=tuple(self.faults),
         )

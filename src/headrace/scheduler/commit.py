@@ -11,7 +11,7 @@ from headrace.messages.outputs import (
     TokenIDOut,
 )
 from headrace.messages.step import StepResult
-from headrace.scheduler.batch import Row, ScheduleBatch
+from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
@@ -20,57 +20,56 @@ logger = get_logger(__name__)
 CONTEXT_TOKENS = 8
 """Number of prompt tokens sent to the detokenizer with the first output."""
 
-FORCED_INTERVAL = 50
-"""Requests that do not stream still report every N tokens, so that their partial text is available when they are aborted."""
-
 
 def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> BatchTokenIDOut | None:
     """Apply `result` to the requests of `batch`. Rows of requests that have ended meanwhile are ignored."""
-    rows: list[TokenIDOut] = []
-    for index, row in enumerate(batch.rows):
-        req = row.req
+    outs: list[TokenIDOut] = []
+    ids, id_starts = result.ids.tolist(), result.id_starts.tolist()
+    for row, (req, start, count, num_logits) in enumerate(batch.rows()):
         req.num_in_flight -= 1
-        req.num_sampling -= row.num_logits
+        req.num_sampling -= num_logits
         if req.finish is not None:
             _settle(state, req)
             continue
-        prompt_part = max(0, min(row.start + row.count, req.num_prompt_tokens) - row.start)
-        state.counters.computed_prefill_tokens += prompt_part
-        was_prefilling = req.is_prefilling
-        req.num_computed = row.start + row.count
-        if index in result.errors:
+        req.num_computed = start + count
+        if row in result.errors:
             # Its KV may contain NaN, so it must not enter the cache.
             req.keep_kv = False
-            req.finish = FinishReason("abort", message=result.errors[index], status_code=500)
+            req.finish = FinishReason("abort", message=result.errors[row], status_code=500)
         else:
             try:
-                _take_row(state, req, row, index, result)
+                if not req.is_plain:
+                    _take_details(req, start, result.prompt_logprobs.get(row), result.hidden_states.get(row))
+                if num_logits:
+                    made = ids[id_starts[row] : id_starts[row + 1]]
+                    _take_ids(state, req, made, None if req.is_plain else result.logprobs.get(row))
+                elif req.is_prefill_only and not req.is_prefilling:
+                    req.finish = FinishReason("length", length=0)
             except Exception:
                 # An error here, for example in decoding stop strings, ends only this request.
                 logger.exception("request %r failed while its output was processed", req.rid)
                 req.finish = FinishReason("abort", message="internal error", status_code=500)
-        if was_prefilling and not req.is_prefilling and req.finish is None:
-            state.kv.share(req)
+        if start < req.num_prompt_tokens:
+            _take_prefill(state, req, start)
         out = end(state, req) if req.finish is not None else report(state, req)
         if out is not None:
-            rows.append(out)
-    return BatchTokenIDOut(tuple(rows), state.source) if rows else None
+            outs.append(out)
+    return BatchTokenIDOut(tuple(outs), state.source) if outs else None
 
 
 def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchTokenIDOut | None:
     """End the requests of a step that failed as a whole. Other requests continue."""
-    rows: list[TokenIDOut] = []
-    for row in batch.rows:
-        req = row.req
+    outs: list[TokenIDOut] = []
+    for req, _, _, num_logits in batch.rows():
         req.num_in_flight -= 1
-        req.num_sampling -= row.num_logits
+        req.num_sampling -= num_logits
         req.keep_kv = False
         if req.finish is None:
             req.finish = FinishReason("abort", message=message, status_code=500)
-            rows.append(end(state, req))
+            outs.append(end(state, req))
         else:
             _settle(state, req)
-    return BatchTokenIDOut(tuple(rows), state.source) if rows else None
+    return BatchTokenIDOut(tuple(outs), state.source) if outs else None
 
 
 def end(state: SchedulerState, req: Req) -> TokenIDOut:
@@ -103,15 +102,9 @@ def _forget(state: SchedulerState, req: Req) -> None:
 
 def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
     """The request's next chunk, if one is due."""
-    new = req.num_outputs - req.num_sent_outputs
-    if new == 0:
-        return None
-    if req.task.stream:
-        interval = req.task.params.stream_interval or state.config.stream_interval
-    else:
-        interval = FORCED_INTERVAL
+    num_new = req.num_outputs - req.num_sent_outputs
     # The first token is sent at once, for a short time to first token.
-    if new >= interval or not req.emitted:
+    if num_new >= req.report_interval or (num_new and not req.emitted):
         return _output(state, req)
     return None
 
@@ -123,29 +116,32 @@ def _settle(state: SchedulerState, req: Req) -> None:
         state.running.remove(req)
 
 
-def _take_row(state: SchedulerState, req: Req, row: Row, index: int, result: StepResult) -> None:
-    if index in result.prompt_logprobs:
-        block = result.prompt_logprobs[index]
-        req.prompt_logprobs.append(block)
-        req.num_prompt_logprobs += len(block.values) // 4
-    if index in result.hidden_states:
-        _take_hidden(req, row.start, result.hidden_states[index])
-    if row.num_logits:
-        begin, end = result.id_starts[index], result.id_starts[index + 1]
-        _take_ids(state, req, result.ids[begin:end].tolist(), result.logprobs.get(index))
-    elif req.task.params.max_new_tokens == 0 and not req.is_prefilling:
-        req.finish = FinishReason("length", length=0)
+def _take_prefill(state: SchedulerState, req: Req, start: int) -> None:
+    """Count the prompt tokens computed since `start`. Once the prompt is complete, offer its pages to others."""
+    state.counters.computed_prefill_tokens += min(req.num_computed, req.num_prompt_tokens) - start
+    if not req.is_prefilling and req.finish is None:
+        state.kv.share(req)
+
+
+def _take_details(req: Req, start: int, logprobs: LogprobBlock | None, hidden: bytes | None) -> None:
+    """Keep the prompt logprobs and the hidden states that a row gave."""
+    if logprobs is not None:
+        req.prompt_logprobs.append(logprobs)
+        req.num_prompt_logprobs += len(logprobs.values) // 4
+    if hidden is not None:
+        _take_hidden(req, start, hidden)
 
 
 def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> None:
     """Commit the tokens that a row sampled, up to the end of the request, with their logprobs."""
     assert ids, req.rid
-    assert all(0 <= token_id < state.config.vocab_size for token_id in ids), (req.rid, ids)
-    num_before = req.num_outputs
+    for token_id in ids:
+        assert 0 <= token_id < state.config.vocab_size, (req.rid, ids)
+    num_before = len(req.token_ids)
     try:
         req.finish = req.accept(ids)
     finally:
-        num_accepted = req.num_outputs - num_before
+        num_accepted = len(req.token_ids) - num_before
         state.counters.generation_tokens += num_accepted
         state.fair_share.charge_output(req, num_accepted)
         if logprobs is not None:
@@ -163,45 +159,59 @@ def _take_hidden(req: Req, start: int, rows: bytes) -> None:
 
 def _output(state: SchedulerState, req: Req) -> TokenIDOut:
     """All output of the request that has not been sent yet."""
-    asked = req.asked
     first, last = not req.emitted, req.finish is not None
-    options = stats = None
-    if first:
-        sampling = req.task.params
-        prompt = asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES]
-        options = DecodeOptions(
-            sampling.skip_special_tokens,
-            sampling.spaces_between_special_tokens,
-            sampling.no_stop_trim,
-            sampling.stop,
-            sampling.stop_regex,
-            b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :],
-            asked.output_ids,
-            asked.attempt,
-        )
-    if first or last:
-        stats = SampleStats(
-            prompt_tokens=req.num_prompt_tokens,
-            cached_tokens=max(0, req.cached_tokens),
-            num_retractions=req.num_retractions,
-            queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
-            events=tuple(req.events) if last else (),
-            weight_version=state.weight_version,
-        )
+    num_outputs = req.num_outputs
+    logprobs, prompt_logprobs, hidden_states = (None, None, b"") if req.is_plain else _take_pending(req)
     out = TokenIDOut(
-        rid=req.rid,
-        ids=req.output_bytes(req.num_sent_outputs),
-        num_output_tokens=req.num_outputs,
-        finish=req.finish,
-        options=options,
-        stats=stats,
-        logprobs=LogprobBlock.joined(req.pending_logprobs),
-        prompt_logprobs=LogprobBlock.joined(req.prompt_logprobs),
-        hidden_states=b"".join(req.pending_hidden),
+        req.asked.rid,
+        req.output_bytes(req.num_sent_outputs),
+        num_outputs,
+        req.finish,
+        _decode_options(req) if first else None,
+        _stats(state, req) if first or last else None,
+        logprobs,
+        prompt_logprobs,
+        hidden_states,
     )
     req.emitted = True
-    req.num_sent_outputs = req.num_outputs
+    req.num_sent_outputs = num_outputs
+    return out
+
+
+def _take_pending(req: Req) -> tuple[LogprobBlock | None, LogprobBlock | None, bytes]:
+    """Logprobs of outputs, logprobs of the prompt and hidden states to be sent now. Removes them from the request."""
+    pending = (
+        LogprobBlock.joined(req.pending_logprobs),
+        LogprobBlock.joined(req.prompt_logprobs),
+        b"".join(req.pending_hidden),
+    )
     req.pending_logprobs.clear()
     req.prompt_logprobs.clear()
     req.pending_hidden.clear()
-    return out
+    return pending
+
+
+def _decode_options(req: Req) -> DecodeOptions:
+    asked, params = req.asked, req.task.params
+    prompt = asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES]
+    return DecodeOptions(
+        params.skip_special_tokens,
+        params.spaces_between_special_tokens,
+        params.no_stop_trim,
+        params.stop,
+        params.stop_regex,
+        b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :],
+        asked.output_ids,
+        asked.attempt,
+    )
+
+
+def _stats(state: SchedulerState, req: Req) -> SampleStats:
+    return SampleStats(
+        prompt_tokens=req.num_prompt_tokens,
+        cached_tokens=max(0, req.cached_tokens),
+        num_retractions=req.num_retractions,
+        queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
+        events=tuple(req.events) if req.finish is not None else (),
+        weight_version=state.weight_version,
+    )

@@ -10,7 +10,7 @@ from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
 from headrace.scheduler import policy, preemption, retract
-from headrace.scheduler.batch import Row, ScheduleBatch
+from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.drain import has_begun
 from headrace.scheduler.preemption import Preemption
 from headrace.scheduler.request import Req
@@ -25,7 +25,8 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     if state.gate.holds:
         return None
     state.now_s = now_s
-    batch = ScheduleBatch(state.next_step, state.kv.page_size)
+    page_size = state.kv.page_size
+    batch = ScheduleBatch(state.next_step, page_size, now_s)
     budget, prompt_budget = state.config.step_tokens, state.config.chunk_tokens
     pool_is_full = False
     making_way = _making_way(state, prompt_budget)
@@ -33,13 +34,16 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     wanted = [
         (req, req.num_to_schedule) for req in state.running if making_way is None or req not in making_way.victims
     ]
-    for req, num_wanted in [*(w for w in wanted if w[1] <= 1), *(w for w in wanted if w[1] > 1)]:
+    decoding = [(req, num_wanted) for req, num_wanted in wanted if num_wanted == 1]
+    catching_up = [(req, num_wanted) for req, num_wanted in wanted if num_wanted > 1]
+    for req, num_wanted in decoding + catching_up:
         computes_prompt = num_wanted > 1 or req.num_scheduled < req.num_prompt_tokens
         count = min(num_wanted, budget, prompt_budget) if computes_prompt else min(num_wanted, budget)
         if count <= 0 or req.seq < 0:  # nothing to do, no budget, or retracted just now
             continue
-        if _make_room(state, batch, req, req.num_scheduled + count):
-            _add_row(state, batch, req, count, num_wanted)
+        num_tokens = req.num_scheduled + count
+        if num_tokens <= len(req.pages) * page_size or _make_room(state, batch, req, num_tokens):
+            batch.add(req, count, num_wanted)
             budget -= count
             prompt_budget -= count if computes_prompt else 0
         else:
@@ -49,8 +53,10 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
         _put_first(state, batch, making_way, budget, now_s)
     elif not pool_is_full and state.waiting and budget > 0 and _has_place(state):
         _admit(state, batch, _order(state, now_s), budget, now_s)
-    if not batch.rows:
+    if not batch.reqs:
         return None
+    if state.faults:
+        _arm_faults(state, batch)
     state.next_step += 1
     state.ratio.step()
     return batch
@@ -60,7 +66,7 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
     """Allocate pages for `num_tokens` tokens of a running request, retracting others if nothing else helps."""
     while not state.kv.grow(req, num_tokens):
         # Others still progress and may free pages, so this one skips a step.
-        if state.in_flight or batch.rows or not retract.make_room(state, req):
+        if state.in_flight or batch.reqs or not retract.make_room(state, req):
             return False
     return True
 
@@ -99,7 +105,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
         # A request that is alone may use the whole pool: the estimate must never starve it.
         needed = _expected_tokens(state, req)
         room = kv.available_tokens - reserved
-        if needed > room and (state.running or batch.rows):
+        if needed > room and (state.running or batch.reqs):
             kv.cache.release(match.lease)
             req.num_computed = req.num_scheduled = 0
             break
@@ -115,7 +121,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
         state.running.append(req)
         _note_first_schedule(state, req, match.num_tokens, now_s)
         batch.new.append(_new_sequence(state, req))
-        _add_row(state, batch, req, count, num_wanted)
+        batch.add(req, count, num_wanted)
         budget -= count
     for req in admitted:  # `order` looks at the queue as it was
         state.waiting.remove(req)
@@ -226,16 +232,10 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
     )
 
 
-def _add_row(state: SchedulerState, batch: ScheduleBatch, req: Req, count: int, num_wanted: int) -> None:
-    """Add `count` of the `num_wanted` tokens that the request could compute to the plan, and advance its counters."""
-    num_logits = int(count == num_wanted and req.task.params.max_new_tokens > 0)
-    batch.rows.append(Row(req, req.num_scheduled, count, num_logits))
-    for fault in state.faults[:]:
-        if fault.rid == req.rid and num_logits and fault.at_token == req.num_outputs + req.num_sampling:
-            state.faults.remove(fault)
-            batch.faults.append(fault)
-    if count > 1 or req.num_scheduled < req.num_prompt_tokens:
-        req.note("chunk", state.now_s, count)
-    req.num_scheduled += count
-    req.num_sampling += num_logits
-    req.num_in_flight += 1
+def _arm_faults(state: SchedulerState, batch: ScheduleBatch) -> None:
+    """Test hook: move the faults that are due in this step into the plan."""
+    due = {
+        (req.rid, start + count - req.num_prompt_tokens) for req, start, count, num_logits in batch.rows() if num_logits
+    }
+    batch.faults = [fault for fault in state.faults if (fault.rid, fault.at_token) in due]
+    state.faults = [fault for fault in state.faults if fault not in batch.faults]

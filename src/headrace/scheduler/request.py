@@ -24,6 +24,9 @@ from headrace.messages.step import Int32Array
 MAX_EVENTS = 128
 """Most events to record per sample."""
 
+FORCED_INTERVAL = 50
+"""Requests that do not stream still report every N tokens, so that their partial text is available when they are aborted."""
+
 
 class StopMatch(Protocol):
     """A stop string or pattern that the last pushed token completed."""
@@ -55,6 +58,8 @@ class Req:
     pages[:num_tree_pages] were leased from or given to the cache, except those in `duplicate_pages`, which are ours because another
     request inserted the same tokens first. pages[num_tree_pages:] are ours. token_ids: prompt and committed outputs, int32.
     end_token_ids: any of these ends the request; so does having max_tokens tokens, prompt included.
+    report_interval: new tokens that make a chunk due. is_prefill_only: it computes its prompt and makes no token.
+    is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
     """
 
     asked: TokenizedGenerateReqInput
@@ -64,6 +69,9 @@ class Req:
     num_prompt_tokens: int
     end_token_ids: frozenset[int]
     max_tokens: int
+    report_interval: int
+    is_prefill_only: bool
+    is_plain: bool
     stop_checker: StopChecker | None = None
     num_computed: int = 0
     num_scheduled: int = 0
@@ -93,19 +101,32 @@ class Req:
 
     @classmethod
     def from_input(
-        cls, asked: TokenizedGenerateReqInput, now_s: float, order: int, eos_token_ids: frozenset[int]
+        cls,
+        asked: TokenizedGenerateReqInput,
+        now_s: float,
+        order: int,
+        eos_token_ids: frozenset[int],
+        stream_interval: int,
     ) -> "Req":
         """A request that has just arrived. Outputs of an earlier incarnation are kept, as after a retraction.
 
         An incomplete last token is left out here and refused at admission.
         """
+        task, params = asked.task, asked.task.params
         prompt = _whole_tokens(asked.input_ids)
-        num_tokens = len(prompt)
-        params = asked.task.params
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        # With no token to make it never gets this far: it ends with its prompt.
-        max_tokens = num_tokens + max(1, params.max_new_tokens)
-        req = cls(asked, now_s, order, prompt, num_tokens, ends, max_tokens)
+        req = cls(
+            asked=asked,
+            arrived_s=now_s,
+            order=order,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids),
+            # A prefill-only request never gets that far.
+            max_tokens=len(prompt) + max(1, params.max_new_tokens),
+            report_interval=(params.stream_interval or stream_interval) if task.stream else FORCED_INTERVAL,
+            is_prefill_only=params.max_new_tokens == 0,
+            is_plain=task.logprobs is None and not task.return_hidden_states,
+        )
         if asked.output_ids:
             req.token_ids += _whole_tokens(asked.output_ids)
             req.num_sent_outputs = req.num_outputs
@@ -131,7 +152,7 @@ class Req:
     @property
     def num_outputs(self) -> int:
         """Committed output tokens."""
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def has_begun(self) -> bool:

@@ -223,7 +223,9 @@ class Scheduler:
         if request.rid in state.by_rid:
             logger.error("dropped a request: rid %r is already in use", request.rid)
             return
-        req = Req.from_input(request, self._clock(), state.next_order, state.config.eos_token_ids)
+        req = Req.from_input(
+            request, self._clock(), state.next_order, state.config.eos_token_ids, state.config.stream_interval
+        )
         state.next_order += 1
         state.by_rid[req.rid] = req
         try:
