@@ -260,6 +260,22 @@ class CallState:
         """Samples without a finish reason."""
         return [state for state in self.samples if state.finish is None]
 
+    def add_prompt(self, rid: str, num_samples: int, now_s: float, routed_replica: int | None) -> None:
+        """Add the samples of a prompt. Several are called `rid`/0, `rid`/1, ..., and `rid` stands for all of them.
+
+        rid: as the client says it; `tenant` is set before. routed_replica: the only one that may take them.
+        """
+        scope = self.tenant.scope
+        own = []
+        for number in range(num_samples):
+            own_rid = f"{rid}/{number}" if num_samples > 1 else rid
+            sample = ReqState(scope + own_rid, rid, len(self.samples) + number, number == 0, self, now_s)
+            sample.routed_replica = routed_replica
+            own.append(sample)
+        self.samples += own
+        if num_samples > 1:
+            self.name(scope + rid, own)
+
     def name(self, rid: str, samples: list[ReqState]) -> None:
         """Let `rid` stand for `samples`."""
         self.names[rid] = samples

@@ -1,8 +1,14 @@
-"""The one way into the engine: checks a call, tokenizes it, sends its samples, and gives the answer back as it grows.
+"""The one way into the engine: a call is checked, entered, encoded and sent, and its samples are handed out as they grow.
 
-Owns aborts and the loop that takes the engine's outputs. Does not own HTTP, tokens to
-text (`detokenizer_manager`) or scheduling. Lives in the main process; everything here runs in one event loop, except where a
-method says that it may be called from any thread. No torch.
+Owns the way of one call (`generate_request`), and puts together the parts that it needs. Each part owns its state and has a file of its
+own; the server and `Engine` reach them as attributes (`control`, `settings`, `weights`, ...). Does not own HTTP, text of tokens
+(`detokenizer_manager`) or scheduling. Lives in the main process; everything here runs in one event loop, except where a method says that
+it may be called from any thread. No torch.
+
+    generate_request ── Encoder ──> EngineLink ──> schedulers
+          │  ▲                                        │
+          ▼  │ wakes                                  ▼
+       SampleTable <── Endings <── Outputs <── EngineLoop
 """
 
 import asyncio
@@ -13,12 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 
 from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
-from headrace.errors import (
-    CapacityError,
-    ExecutionError,
-    HeadraceError,
-    RequestError,
-)
+from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
@@ -31,10 +32,7 @@ from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
 from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.outputs import Outputs
-from headrace.frontend.prompts import (
-    Call,
-    refuse_text,
-)
+from headrace.frontend.prompts import Call, refuse_text
 from headrace.frontend.records import Records
 from headrace.frontend.replay import NOWHERE, EngineLink
 from headrace.frontend.request_log import RequestLog
@@ -50,22 +48,12 @@ from headrace.frontend.timeline import Timelines
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import (
-    AbortReq,
-    Heartbeat,
-    ReadyInfo,
-    SchedulerStats,
-)
+from headrace.messages.control import AbortReq, Heartbeat, ReadyInfo, SchedulerStats
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
 from headrace.messages.outputs import BatchStrOut, FinishReason
-from headrace.messages.requests import (
-    GenerateReqInput,
-    TokenizedGenerateReqInput,
-)
-from headrace.messages.weights import (
-    WeightOpReply,
-)
+from headrace.messages.requests import GenerateReqInput, TokenizedGenerateReqInput
+from headrace.messages.weights import WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 from headrace.metrics.watchdog import Watchdog
@@ -73,7 +61,6 @@ from headrace.sampling.params import GenerationDefaults, SamplingParams
 from headrace.text.batch_tokenizer import TextTokenizer
 
 logger = get_logger(__name__)
-
 
 IsDisconnected = Callable[[], Awaitable[bool]]
 
@@ -87,13 +74,12 @@ HEALTH_RID_PREFIX = "headrace-health-"
 
 
 class TokenizerManager:
-    """See the module's text.
+    """See the module docstring.
 
     ready: what the scheduler said of the model. more_schedulers: those of --dp-size after the first. to_detokenizer: for test faults in
-    the detokenizer, and news of deaths.
-    clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes outputs.
-    spans: is told of every sample that ended.
-    on_broken: set by the owner; called in the event loop when that loop has failed, after every waiter has been answered.
+    the detokenizer, and news of deaths. clock: seconds; the one of `TokenizedGenerateReqInput.created_s`. watchdog: of the loop that takes
+    outputs. spans: gets the timeline of every sample that has ended.
+    on_broken: set by the owner; called in the event loop when taking outputs has failed, after every waiter has been answered.
     """
 
     def __init__(
@@ -117,29 +103,28 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.metrics = metrics or Metrics(args.served_model_name or args.model_path)
         self.on_broken: Callable[[], None] = lambda: None
-        self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
-        self._anybody = Tenant(TenantLimits(name=""))
-        timelines = Timelines(args.timeline_requests)
-        self.records = Records(args, self.table, timelines, clock)
-        self.request_log = RequestLog(args.log_requests, args.log_requests_level)
+        self._clock = clock
         self._accepting = True
+        self._anybody = Tenant(TenantLimits(name=""))
+        self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
+        self._probe = SharedProbe(self._can_generate, clock)
+
+        # Which samples live, and how each ends.
+        timelines = Timelines(args.timeline_requests)
+        request_log = RequestLog(args.log_requests, args.log_requests_level)
+        schedulers = [to_scheduler, *more_schedulers]
+        balancer = make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None
+        self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
+        self.records = Records(args, self.table, timelines, clock)
         self.sessions = Sessions(
             args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
         )
-        schedulers = [to_scheduler, *more_schedulers]
-        balancer = make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None
-        self.endings = Endings(
-            self.table, self.sessions, timelines, self.request_log, self.metrics, clock, balancer, spans
-        )
-        self.link = EngineLink(
-            schedulers,
-            self.table.samples,
-            self.endings.end,
-            self.metrics,
-            clock,
-            to_detokenizer,
-            balancer=balancer,
-        )
+        self.endings = Endings(self.table, self.sessions, timelines, request_log, self.metrics, clock, balancer, spans)
+
+        # The way to the schedulers, and the way back.
+        samples, end = self.table.samples, self.endings.end
+        self.link = EngineLink(schedulers, samples, end, self.metrics, clock, to_detokenizer, balancer)
+        self.aborts = Aborts(self.table, self.link)
         self.outputs = Outputs(
             self.table,
             self.endings,
@@ -149,30 +134,25 @@ class TokenizerManager:
             hidden_size=ready.hidden_size,
             max_unread_bytes=args.max_stream_buffer_bytes,
         )
-        self._to_scheduler: Sender = self.link
+        self.heartbeats = Heartbeats(clock)
         self.engine_loop = EngineLoop(from_engine, self.link, watchdog or Watchdog("tokenizer manager", 0.0))
         self.engine_loop.on_broken = self._broken
-        self.heartbeats = Heartbeats(clock)
-        self.aborts = Aborts(self.table, self.link)
+
+        # What is asked of the engine beside requests.
+        check = self.engine_loop.check_serving
         self.control = Control(self.engine_loop, self.link, to_detokenizer, args.enable_fault_injection)
+        self.experts = ExpertRecording(self.link.replicas_up, check)
         self.settings = RuntimeSettings(
             args,
             ready,
-            self.engine_loop.check_serving,
+            check,
             self.link.send,
             to_detokenizer.send if to_detokenizer is not None else _drop,
             self.table.queue,
-            self.request_log,
+            request_log,
         )
-        self._clock = clock
-        self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
-        self._probe = SharedProbe(self._can_generate, clock)
         self.weights = WeightControl(
-            self.link,
-            self.engine_loop.check_serving,
-            self.aborts.abort_all,
-            ready.fingerprint,
-            self.records.note_operation,
+            self.link, check, self.aborts.abort_all, ready.fingerprint, self.records.note_operation
         )
         replicas = AdapterReplicas(self.engine_loop, self.link)
         self.adapters = Adapters(args.max_loras, lora_paths(args), replicas, ready.lora_fingerprints)
@@ -185,9 +165,9 @@ class TokenizerManager:
             self.aborts,
             self.sessions,
             self.adapters,
-            self.request_log,
+            request_log,
         )
-        self.experts = ExpertRecording(self.link.replicas_up, self.engine_loop.check_serving)
+
         self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
         self.parts = EngineParts(
             self.engine_loop,
@@ -201,12 +181,12 @@ class TokenizerManager:
             tellers=(self.settings, self.experts, self.adapters),
         )
         handlers = self.engine_loop.handlers
-        handlers.register(LoraReply, self.adapters.handle)
-        handlers.register(ExpertCountsReply, self.experts.replies.handle)
         handlers.register(BatchStrOut, self.outputs.handle)
-        handlers.register(WeightOpReply, self.weights.handle)
-        handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         handlers.register(Heartbeat, self.heartbeats.handle)
+        handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
+        handlers.register(ExpertCountsReply, self.experts.replies.handle)
+        handlers.register(LoraReply, self.adapters.handle)
+        handlers.register(WeightOpReply, self.weights.handle)
 
     def start(self) -> None:
         """Begin taking outputs, in the running event loop. Later calls do nothing."""
@@ -272,20 +252,12 @@ class TokenizerManager:
         state.tenant = caller.tenant or self._anybody
         if not caller.is_server:
             state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
-        scope = state.tenant.scope
         now = self._clock()
         for prompt in call.prompts:
-            own = []
-            for j in range(prompt.sampling.n):
-                rid = f"{prompt.rid}/{j}" if prompt.sampling.n > 1 else prompt.rid
-                sample = ReqState(scope + rid, prompt.rid, len(state.samples) + j, j == 0, state, now)
-                sample.routed_replica = obj.routed_dp_rank
-                own.append(sample)
-            state.samples += own
-            if len(own) > 1:
-                state.name(scope + prompt.rid, own)
-        if scope + call.rid not in state.names and call.is_list:
-            state.name(scope + call.rid, state.samples)
+            state.add_prompt(prompt.rid, prompt.sampling.n, now, obj.routed_dp_rank)
+        name = state.tenant.scope + call.rid
+        if call.is_list and name not in state.names:
+            state.name(name, state.samples)
         try:
             self.table.enter(state, call.rid, now)
         except CapacityError as error:
@@ -354,27 +326,7 @@ class TokenizerManager:
             else:
                 self.endings.forget(sample)
         if sent:
-            self._to_scheduler.send(AbortReq(tuple(sent), message="the client went away"))
-
-    def counters(self) -> dict[str, int]:
-        """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
-        return {
-            "num_unknown_outputs": self.outputs.num_unknown,
-            "dropped_frames": self.engine_loop.dropped_frames,
-            "detokenizer_dropped_frames": self.heartbeats.detokenizer_dropped_frames,
-            "num_stalls": self.engine_loop.num_stalls,
-            "num_restarts": self.parts.num_restarts,
-            "num_replayed": self.link.num_replayed,
-            "num_given_up": self.link.num_given_up,
-            "num_held": self.link.num_held,
-            "num_sessions": len(self.sessions),
-        }
-
-    def metrics_text(self) -> bytes:
-        """Every metric, in Prometheus' text format."""
-        return render(self.metrics, self.args.metrics_compat)
-
-    # -- control
+            self.link.send(AbortReq(tuple(sent), message="the client went away"))
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
         """Abort the sample `rid`, all samples of the call or prompt named `rid`, or everything. An unknown rid is harmless.
@@ -404,6 +356,8 @@ class TokenizerManager:
         """Forget a session of the caller's, or for an admin anybody's. Its running requests go on. Raises NotFoundError."""
         self.sessions.close(session_id, caller)
 
+    # -- the state of the engine
+
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or did within the last second; see `SharedProbe`."""
         if self.engine_loop.failure is not None or not self.link.is_serving:
@@ -431,10 +385,23 @@ class TokenizerManager:
             return update.finish is not None and update.finish.type != "abort"
         return False
 
-    def _broken(self) -> None:
-        """The loop that takes the engine's messages has broken."""
-        self.fail_all("internal error")
-        self.on_broken()
+    def counters(self) -> dict[str, int]:
+        """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
+        return {
+            "num_unknown_outputs": self.outputs.num_unknown,
+            "dropped_frames": self.engine_loop.dropped_frames,
+            "detokenizer_dropped_frames": self.heartbeats.detokenizer_dropped_frames,
+            "num_stalls": self.engine_loop.num_stalls,
+            "num_restarts": self.parts.num_restarts,
+            "num_replayed": self.link.num_replayed,
+            "num_given_up": self.link.num_given_up,
+            "num_held": self.link.num_held,
+            "num_sessions": len(self.sessions),
+        }
+
+    def metrics_text(self) -> bytes:
+        """Every metric, in Prometheus' text format."""
+        return render(self.metrics, self.args.metrics_compat)
 
     # -- the end
 
@@ -480,6 +447,11 @@ class TokenizerManager:
         self.fail_all(STOPPED)
         await self.engine_loop.close()
         self.encoder.close()
+
+    def _broken(self) -> None:
+        """The loop that takes the engine's messages has broken."""
+        self.fail_all("internal error")
+        self.on_broken()
 
     def _decode_token(self, token_id: int) -> str | None:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
