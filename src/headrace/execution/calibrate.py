@@ -1,17 +1,19 @@
-"""Writes a quantised checkpoint: int8 rounded to nearest, int4 with error feedback from the inputs of a calibration text.
+"""Writes a quantised checkpoint: rounded to nearest, or calibrated on the inputs of a text where the format asks for that.
 
 Owns the walk over the layers and the files written. Does not own the arithmetic (`layers.quantization`) nor the format
 (`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command that asks, on CPU.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
@@ -25,6 +27,8 @@ from headrace.layers.weight import Observable, Placement, Weight
 from headrace.models.registry import model_class_for
 
 Progress = Callable[[str], None]
+
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 _HESSIAN_BUDGET_BYTES = 2 << 30
 """Layers whose Hessians take more than this together are calibrated in several passes over the text."""
@@ -51,9 +55,9 @@ def quantize_checkpoint(
 ) -> None:
     """Write `output`/config.json and model.safetensors; the other files of a model folder are the caller's to copy.
 
-    windows: tokens of the calibration text, for int4; the longest sets how long a sequence the model is built for.
-    backend: of attention. Matrices of linear layers are quantised, the output projection always to 8 bits; everything else is stored as
-    it is. Raises ModelError for a model that is already quantised by another scheme than a GGUF file's.
+    windows: tokens of the text for formats that calibrate; the longest sets how long a sequence the model is built for.
+    backend: of attention. Matrices of linear layers are quantised, the output projection in the format that is given for it; everything
+    else is stored as it is. Raises ModelError for a model that is already quantised by another scheme than a GGUF file's.
     """
     config = checkpoint.config
     if config.quantization is not None:
@@ -61,37 +65,62 @@ def quantize_checkpoint(
     placement = Placement(torch.device("cpu"), torch.float32, max(len(window) for window in windows), "none")
     spec = model_class_for(config)
     model = load_model(checkpoint, spec, placement)
-    weights = {weight.name: weight for weight in model.weights()}
     runner = WindowRunner(model, config, backend, placement.max_positions)
-    matrices: dict[str, QuantizedMatrix] = {}
-    heads = ("lm_head.weight", "model.embed_tokens.weight")
-    linears = [weight for weight in weights.values() if weight.layer is not None and weight.name not in heads]
+    weights = {weight.name: weight for weight in model.weights()}
+    matrices = _quantized(weights, scheme, runner, windows, progress)
+    output.mkdir(parents=True, exist_ok=True)
+    tensors = _tensors(checkpoint, spec.renaming(config), weights, matrices)
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    (output / "config.json").write_text(json.dumps(_config(config, scheme), indent=2) + "\n")
+
+
+def _quantized(
+    weights: Mapping[str, Weight],
+    scheme: StoredScheme,
+    runner: WindowRunner,
+    windows: Sequence[Sequence[int]],
+    progress: Progress,
+) -> dict[str, QuantizedMatrix]:
+    """The matrices of the linear layers and of an output projection of its own, by name."""
+    linears = [weight for weight in weights.values() if weight.layer is not None and weight.name not in (_HEAD, _TABLE)]
     weight_format = integer_format(scheme)
-    head_format = integer_format(weight_format.facts.head or scheme)
+    matrices: dict[str, QuantizedMatrix] = {}
     if weight_format.calibrator is None:
         matrices = {weight.name: weight_format.quantize(weight.read()) for weight in linears}
     else:
         for group in _passes(linears):
             _calibrate(group, weight_format.calibrator, runner, windows, matrices, progress)
+    if _HEAD in weights:
+        matrices[_HEAD] = integer_format(weight_format.facts.head or scheme).quantize(weights[_HEAD].read())
+    return matrices
+
+
+def _tensors(
+    checkpoint: Checkpoint,
+    rename: Callable[[str], str],
+    weights: Mapping[str, Weight],
+    matrices: Mapping[str, QuantizedMatrix],
+) -> dict[str, torch.Tensor]:
+    """What is stored: the matrices in parts, everything else that the model has as it is."""
     tensors: dict[str, torch.Tensor] = {}
-    rename = spec.renaming(config)
     for stored_name in checkpoint.tensor_names():
         name = rename(stored_name)
-        if name == "lm_head.weight" and name in weights:
-            matrices[name] = head_format.quantize(weights[name].read())
         if name in matrices:
             base = name.removesuffix(".weight")
             tensors |= {f"{base}.{suffix}": part for suffix, part in own_tensors(matrices[name]).items()}
         elif name in weights:
             kept = checkpoint.tensor(stored_name)
             tensors[name] = kept.to(torch.bfloat16).contiguous() if kept.dim() > 1 else kept.contiguous()
-    output.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def _config(config: ModelConfig, scheme: StoredScheme) -> dict[str, Any]:
+    """config.json of the quantised model."""
     quantization = {"quant_method": OWN_METHOD, "scheme": scheme, "group_size": KERNEL_GROUP}
     raw = config.raw | {"quantization_config": quantization, "torch_dtype": "bfloat16"}
     if config.eos_token_ids:
         raw["eos_token_id"] = list(config.eos_token_ids)
-    (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    return raw
 
 
 def _passes(linears: Sequence[Weight]) -> Iterator[list[Weight]]:
