@@ -776,7 +776,7 @@ async def test_control_operations_bring_the_scheduler_s_answer(make_frontend):
 
 async def test_a_scheduler_that_is_silent_is_an_error_and_not_healthy(make_frontend, monkeypatch):
     monkeypatch.setattr("headrace.frontend.control.CONTROL_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("headrace.frontend.tokenizer_manager.HEALTH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("headrace.frontend.health.HEALTH_TIMEOUT_S", 0.01)
     frontend = make_frontend()
 
     with pytest.raises(ExecutionError, match="no answer"):

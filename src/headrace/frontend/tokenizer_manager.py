@@ -14,12 +14,11 @@ it may be called from any thread. No torch.
 import asyncio
 import functools
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
 from headrace.config.adapters import lora_paths
 from headrace.config.server_args import ServerArgs
-from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
+from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
@@ -30,6 +29,7 @@ from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
+from headrace.frontend.health import Health
 from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import Call, refuse_text
@@ -42,7 +42,6 @@ from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.shared_probe import SharedProbe
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
 from headrace.frontend.timeline import Timelines
 from headrace.frontend.weight_control import WeightControl
@@ -57,7 +56,7 @@ from headrace.messages.weights import WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 from headrace.metrics.watchdog import Watchdog
-from headrace.sampling.params import GenerationDefaults, SamplingParams
+from headrace.sampling.params import GenerationDefaults
 from headrace.text.batch_tokenizer import TextTokenizer
 
 logger = get_logger(__name__)
@@ -69,8 +68,6 @@ STOPPED = "the server has stopped"
 DISCONNECT_POLL_S = 0.25
 ABORT_WAIT_S = 2.0
 """After a drain's limit, aborted samples have so long to hand out their partial text."""
-HEALTH_TIMEOUT_S = 10.0
-HEALTH_RID_PREFIX = "headrace-health-"
 
 
 class TokenizerManager:
@@ -107,7 +104,6 @@ class TokenizerManager:
         self._accepting = True
         self._anybody = Tenant(TenantLimits(name=""))
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
-        self._probe = SharedProbe(self._can_generate, clock)
 
         # Which samples live, and how each ends.
         timelines = Timelines(args.timeline_requests)
@@ -167,6 +163,8 @@ class TokenizerManager:
             self.adapters,
             request_log,
         )
+        generate = functools.partial(self.generate_request, caller=SERVER)
+        self._health = Health(self.engine_loop, self.link, self.heartbeats, self.control, generate, clock)
 
         self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
         self.parts = EngineParts(
@@ -360,30 +358,7 @@ class TokenizerManager:
 
     async def health(self, generate: bool = False) -> bool:
         """Whether the engine lives. With `generate`: whether it makes a token, or did within the last second; see `SharedProbe`."""
-        if self.engine_loop.failure is not None or not self.link.is_serving:
-            return False
-        self.engine_loop.start()
-        if self.heartbeats.is_silent:
-            return False
-        return await self._probe.result() if generate else True
-
-    async def _can_generate(self) -> bool:
-        """Whether the engine makes a token now, or is seen to be making some."""
-        try:
-            return await self.control.is_busy() or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
-        except (HeadraceError, TimeoutError):
-            return False
-
-    async def _generate_one(self) -> bool:
-        probe = GenerateReqInput(
-            input_ids=[0],
-            # Not to be guessed: a client that has taken the rid would make the server look dead.
-            rid=f"{HEALTH_RID_PREFIX}{uuid.uuid4().hex}",
-            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
-        )
-        async for update in self.generate_request(probe, caller=SERVER):
-            return update.finish is not None and update.finish.type != "abort"
-        return False
+        return await self._health.makes_tokens() if generate else self._health.is_alive()
 
     def counters(self) -> dict[str, int]:
         """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
