@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.checkpoint.gguf import GgufFile
-from headrace.checkpoint.model_config import read_json_object
+from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.errors import ModelError
 

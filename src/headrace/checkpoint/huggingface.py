@@ -12,7 +12,8 @@ import numpy as np
 
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import Bytes
-from headrace.checkpoint.model_config import load_model_config, read_json_object
+from headrace.checkpoint.json_file import read_json_object
+from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.quantized_formats import QuantizedFormat
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile

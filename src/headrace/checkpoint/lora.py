@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import re2
 
-from headrace.checkpoint.model_config import read_json_object
+from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.checkpoint.weight_cache import identity
 from headrace.errors import ModelError

@@ -1,165 +1,24 @@
 """What a model is, read from its metadata: `ModelConfig` from a Hugging Face `config.json`.
 
-Owns the reading of every spelling of the fields that the runtime uses, with the defaults that transformers gives to the
-keys a `config.json` may leave out. Does not read weights, and imports neither torch nor transformers: any process may
-use it. GGUF metadata is first turned into a Hugging Face style dict (`gguf_names.py`) and then read here.
+Owns the reading of every spelling of the fields that the runtime uses (with `config_keys.py`, `layer_types.py` and `rope_config.py`). Does not
+read weights, and imports neither torch nor transformers: any process may use it. GGUF metadata is first turned into a Hugging Face style
+dict (`gguf_names.py`) and then read here.
 """
 
-import json
 import math
-import sys
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 
-from headrace.checkpoint import foreign_config
-from headrace.checkpoint.json_fault import json_fault
-from headrace.checkpoint.regular_file import open_regular
+from headrace.checkpoint.config_keys import ConfigKeys
+from headrace.checkpoint.json_file import read_json_object
+from headrace.checkpoint.layer_types import LayerType, window_and_types
+from headrace.checkpoint.rope_config import RopeConfig, full_and_sliding_rope
 from headrace.checkpoint.sampling_defaults import SamplingDefaults, from_generation_config
 from headrace.errors import ModelError
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
-
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention", "chunked_attention")
-
-# What each architecture means when its config.json says nothing. Keys that are the same for all are in `_COMMON`.
-_COMMON: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_QWEN: dict[str, Any] = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
-_QWEN_MOE: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "max_position_embeddings": 32768,
-    "decoder_sparse_step": 1,
-}
-_GEMMA: dict[str, Any] = {
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
-_GEMMA2: dict[str, Any] = _GEMMA | {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"bos_token_id": 1, "eos_token_id": 2},
-    "mistral": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "mixtral": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": _QWEN | {"num_key_value_heads": 32, "attention_bias": True},
-    "qwen3": _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen2_moe": _QWEN_MOE
-    | {
-        "intermediate_size": 5632,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "attention_bias": True,
-    },
-    "qwen3_moe": _QWEN_MOE
-    | {
-        "intermediate_size": 6144,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    "gemma": _GEMMA
-    | {
-        "vocab_size": 256000,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
-    "gemma2": _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": _GEMMA2
-    | {
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window_pattern": 6,
-    },
-    "phi3": {
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 32000,
-        "pad_token_id": 32000,
-    },
-}
-
-
-_SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-
-
-T = TypeVar("T")
 _MAX_HEAD_DIM = 4096
-_LISTED_FACTORS = ("long_factor", "short_factor")
-
-
-class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding of one kind of layer.
-
-    scaling: the parameters of `rope_type` under their Hugging Face names (`factor`, `low_freq_factor`,
-    `original_max_position_embeddings`, `beta_fast` ...), without the type and the theta. Empty for `default`.
-    """
-
-    theta: float = 10000.0
-    rope_type: RopeType = "default"
-    scaling: dict[str, Any] = {}
-    partial_rotary_factor: float = 1.0
 
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,27 +104,6 @@ def load_model_config(path: Path) -> ModelConfig:
     return parse_hf_config(read_json_object(file), generation, origin=file.name)
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises ModelError naming the file when it is absent, broken or not an object."""
-    try:
-        with open_regular(file) as opened:
-            value = json.loads(opened.read(), object_hook=_special_float)
-    except FileNotFoundError:
-        raise ModelError(f"{file.name} is missing from {file.parent.name or file.parent}") from None
-    except OSError as err:
-        raise ModelError(f"{file.name} cannot be read: {err.strerror}") from err
-    except (ValueError, RecursionError) as err:
-        raise ModelError(f"{file.name} cannot be read as JSON: {json_fault(err)}") from err
-    if not isinstance(value, dict):
-        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
-def _special_float(fields: dict[str, Any]) -> Any:
-    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
-    return _SPECIAL_FLOATS.get(fields["__float__"], fields) if fields.keys() == {"__float__"} else fields
-
-
 def parse_hf_config(
     config: dict[str, Any], generation: dict[str, Any] | None = None, origin: str = "config.json"
 ) -> ModelConfig:
@@ -275,7 +113,7 @@ def parse_hf_config(
     """
     generation = generation or {}
     config = _text_config(config, origin)
-    keys = _Keys(config, origin)
+    keys = ConfigKeys(config, origin)
     model_type = config["model_type"]
     num_layers = keys.count("num_hidden_layers")
     num_q_heads = keys.count("num_attention_heads")
@@ -291,8 +129,8 @@ def parse_hf_config(
         raise ModelError(f"{origin}: query_pre_attn_scalar is {scalar:g}; expected a number above 0")
     if head_dim % 2:
         raise ModelError(f"{origin}: head_dim is {head_dim}; rotary embedding needs an even number")
-    sliding_window, layer_types = _layers(keys, model_type, num_layers)
-    rope, rope_local = _rope(keys, model_type)
+    sliding_window, layer_types = window_and_types(keys, model_type, num_layers)
+    rope, rope_local = full_and_sliding_rope(keys)
     act = "hidden_activation" if keys.get("hidden_activation") else "hidden_act"
     return ModelConfig(
         model_type=model_type,
@@ -328,90 +166,6 @@ def parse_hf_config(
     )
 
 
-class _Keys:
-    """Typed reads of one config dict, falling back to the architecture's defaults."""
-
-    def __init__(self, config: dict[str, Any], origin: str) -> None:
-        self.config = config
-        self.origin = origin
-        model_type = config["model_type"]
-        self.is_foreign = model_type not in _DEFAULTS and foreign_config.is_known(model_type)
-        known = foreign_config.common_fields(config, origin) if self.is_foreign else _DEFAULTS.get(model_type, {})
-        self.defaults = _COMMON | known
-
-    def get(self, key: str) -> Any:
-        """The value of `key`, or the architecture's default, or None."""
-        value = self.config.get(key)
-        return self.defaults.get(key) if value is None and key not in self.config else value
-
-    def count(self, key: str, default: int | None = None, only_shown: bool = False) -> int:
-        """A whole number >= 1; a key that is absent or null takes the architecture's default, then `default`.
-
-        only_shown: the code that runs the model reads the config by itself: what is no such number counts as 1.
-        """
-        value = self.get(key)
-        if only_shown and not (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31):
-            return 1
-        if value is None:
-            value = self.defaults.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise ModelError(f"{self.origin}: {key} is {value!r}; expected a whole number above 0")
-        return value
-
-    def count_or_none(self, key: str) -> int:
-        """A whole number >= 0; absent or null is 0."""
-        value = self.get(key)
-        return 0 if value is None or (value == 0 and type(value) is int) else self.count(key)
-
-    def number(self, key: str) -> float:
-        """A finite number."""
-        value = self.optional_number(key)
-        if value is None:
-            raise ModelError(f"{self.origin}: {key} is missing")
-        return value
-
-    def optional_number(self, key: str) -> float | None:
-        """A finite number, or None when absent or null."""
-        value = self.get(key)
-        if value is None:
-            return None
-        if not _is_finite(value):
-            raise ModelError(f"{self.origin}: {key} is {value!r}; expected a finite number")
-        return float(value)
-
-    def listed(self, key: str, kind: type[T], words: str) -> tuple[T, ...]:
-        """The values of a list, all of type `kind`; absent or null is none. words: what they are, for the message."""
-        value = self.get(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(type(item) is kind for item in value):
-            raise ModelError(f"{self.origin}: {key} is {value!r:.80}; expected a list of {words}")
-        return tuple(value)
-
-    def optional_object(self, key: str) -> dict[str, Any] | None:
-        """An object, or None when absent or null."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise ModelError(f"{self.origin}: {key} is {value!r:.80}; expected an object")
-        return value
-
-    def flag(self, key: str) -> bool:
-        """A boolean; absent or null is False."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ModelError(f"{self.origin}: {key} is {value!r}; expected true or false")
-        return bool(value)
-
-    def token(self, key: str) -> int | None:
-        """A token id, or None. A list (as some configs write bos) gives its first; -1 means none."""
-        value = self.get(key)
-        if isinstance(value, list) and value:
-            value = value[0]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            return None
-        return value
-
-
 def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
     """The config of the language model inside; a plain text config is returned as a copy."""
     inner = config.get("text_config")
@@ -428,119 +182,7 @@ def _text_config(config: dict[str, Any], origin: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _layers(keys: _Keys, model_type: str, num_layers: int) -> tuple[int | None, tuple[LayerType, ...]]:
-    """The sliding window in tokens (None when no layer slides) and the type of each layer."""
-    window = keys.get("sliding_window")
-    if "use_sliding_window" in keys.config or model_type.startswith("qwen"):
-        window = window if keys.get("use_sliding_window") else None
-    if not window or isinstance(window, bool) or not isinstance(window, int):
-        window = None
-    kinds: tuple[LayerType, LayerType] = ("full_attention", "sliding_attention")
-    stated = keys.get("layer_types")
-    if stated is not None:
-        if (
-            not isinstance(stated, list)
-            or not all(isinstance(kind, str) for kind in stated)
-            or len(stated) < num_layers
-        ):
-            raise ModelError(f"{keys.origin}: layer_types must name a kind for each of the {num_layers} layers")
-        others = sorted(set(stated[:num_layers]) - set(LAYER_TYPES))
-        if others:
-            raise ModelError(
-                f"{keys.origin}: model type {model_type} has layers of kind {', '.join(others)} (layer_types), which are not served; "
-                "full_attention and sliding_attention are"
-            )
-        types: tuple[LayerType, ...] = tuple(stated[:num_layers])
-    elif window is None:
-        types = tuple(kinds[False] for _ in range(num_layers))
-    else:
-        types = tuple(kinds[_slides(keys, model_type, layer)] for layer in range(num_layers))
-    if "full_attention" in types and "sliding_attention" not in types and "chunked_attention" not in types:
-        window = None
-    elif "sliding_attention" in types and window is None:
-        raise ModelError(f"{keys.origin}: layer_types has sliding layers but sliding_window is not set")
-    return window, types
-
-
-def _slides(keys: _Keys, model_type: str, layer: int) -> bool:
-    """Whether a layer slides in the architectures that state it by a rule and not by a list."""
-    if model_type == "gemma2":
-        return layer % 2 == 0
-    if model_type == "gemma3_text":
-        name = "_sliding_window_pattern" if keys.get("_sliding_window_pattern") else "sliding_window_pattern"
-        return bool((layer + 1) % keys.count(name))
-    if model_type.startswith("qwen"):
-        return layer >= (28 if keys.get("max_window_layers") is None else keys.count_or_none("max_window_layers"))
-    return True
-
-
-def _rope(keys: _Keys, model_type: str) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary parameters of full layers, and of sliding layers where the architecture has its own."""
-    theta = keys.number("rope_theta")
-    local = keys.optional_number("rope_local_base_freq")
-    parameters = keys.optional_object("rope_parameters") or {}
-    per_layer = {kind: parameters[kind] for kind in LAYER_TYPES if isinstance(parameters.get(kind), dict)}
-    if per_layer:
-        full = _one_rope(keys, per_layer.get("full_attention", {}), theta)
-        sliding = per_layer.get("sliding_attention")
-        return full, None if sliding is None else _one_rope(keys, sliding, theta if local is None else local)
-    scaling = keys.optional_object("rope_scaling") or {}
-    full = _one_rope(keys, scaling | parameters, theta)
-    # gemma3's scaling is for the full layers only: the local ones keep plain positions.
-    return full, None if local is None else RopeConfig(theta=local)
-
-
-def _one_rope(keys: _Keys, parameters: dict[str, Any], theta: float) -> RopeConfig:
-    """Normalise one rope dict; both `rope_type` and the older `type` name the kind."""
-    parameters = {key: value for key, value in parameters.items() if value is not None}
-    kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
-    parameters.pop("type", None)
-    if kind == "su":
-        kind = "longrope"
-    if keys.is_foreign and kind not in ROPE_TYPES:
-        kind = "default"  # the family's own code rotates
-    if kind not in ROPE_TYPES:
-        raise ModelError(f"{keys.origin}: rope type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-    if keys.is_foreign:
-        parameters = {key: value for key, value in parameters.items() if _is_numeric(value)}
-    for name, value in parameters.items():
-        if not _is_numeric(value) or (isinstance(value, list) and name not in _LISTED_FACTORS):
-            raise ModelError(f"{keys.origin}: {name} of the rope parameters is {value!r:.80}; expected a finite number")
-    theta = float(parameters.pop("rope_theta", theta))
-    if theta <= 0:
-        raise ModelError(f"{keys.origin}: rope_theta is {theta:g}; expected a number above 0")
-    partial = float(parameters.pop("partial_rotary_factor", keys.optional_number("partial_rotary_factor") or 1.0))
-    factor = parameters.get("factor")
-    if kind in ("linear", "dynamic", "yarn", "llama3") and not (
-        isinstance(factor, int | float) and math.isfinite(factor) and factor > 0
-    ):
-        raise ModelError(f"{keys.origin}: rope type {kind} needs a factor above 0, got {factor!r}")
-    if kind == "llama3":
-        missing = {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} - parameters.keys()
-        if missing:
-            raise ModelError(f"{keys.origin}: rope type llama3 lacks {', '.join(sorted(missing))}")
-    if kind in ("yarn", "longrope"):
-        original = keys.get("original_max_position_embeddings") or keys.count("max_position_embeddings")
-        parameters.setdefault("original_max_position_embeddings", original)
-    return RopeConfig(
-        theta=theta,
-        rope_type=kind,
-        scaling={} if kind == "default" else parameters,
-        partial_rotary_factor=partial,
-    )
-
-
-def _is_numeric(value: object) -> bool:
-    """A flag, a finite number, or a list of finite numbers."""
-    return all(map(_is_finite, value)) if isinstance(value, list) else isinstance(value, bool) or _is_finite(value)
-
-
-def _is_finite(value: object) -> bool:
-    """A number that a float can hold; whole numbers of a JSON file may be larger."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < sys.float_info.max
-
-
-def _moe(keys: _Keys) -> MoeConfig | None:
+def _moe(keys: ConfigKeys) -> MoeConfig | None:
     # transformers 5 writes num_local_experts where published configs have num_experts; mixtral always had the former.
     names = ("num_experts", "num_local_experts")
     if keys.is_foreign:
@@ -574,7 +216,7 @@ def _dtype(config: dict[str, Any]) -> str | None:
     return stated.removeprefix("torch.") if isinstance(stated, str) and stated != "auto" else None
 
 
-def _eos(keys: _Keys, generation: dict[str, Any], origin: str) -> tuple[int, ...]:
+def _eos(keys: ConfigKeys, generation: dict[str, Any], origin: str) -> tuple[int, ...]:
     found: list[int] = []
     for value in (keys.get("eos_token_id"), generation.get("eos_token_id")):
         for token in value if isinstance(value, list) else [value]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.json_fault import json_fault
+from headrace.checkpoint.json_file import json_fault
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 

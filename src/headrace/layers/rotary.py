@@ -12,7 +12,7 @@ import math
 import torch
 
 from headrace import kernels
-from headrace.checkpoint.model_config import RopeConfig
+from headrace.checkpoint.rope_config import RopeConfig
 from headrace.errors import ConfigError
 from headrace.layers.weight import Placement
 

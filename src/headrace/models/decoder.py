@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from headrace.attention.base import AttentionLayerSpec, PagedKv, RotatingBackend, StepAttention
-from headrace.checkpoint.model_config import ModelConfig, RopeConfig
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.rope_config import RopeConfig
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding

@@ -1,0 +1,48 @@
+"""JSON files of checkpoints, and what is wrong with one, told without a byte of it.
+
+Messages of the control routes reach clients, and a client may name a path: what they say about a file must not be a way to read it.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from headrace.checkpoint.regular_file import open_regular
+from headrace.errors import ModelError
+
+_SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`. Raises ModelError naming the file when it is absent, broken or not an object."""
+    try:
+        with open_regular(file) as opened:
+            value = json.loads(opened.read(), object_hook=_special_float)
+    except FileNotFoundError:
+        raise ModelError(f"{file.name} is missing from {file.parent.name or file.parent}") from None
+    except OSError as err:
+        raise ModelError(f"{file.name} cannot be read: {err.strerror}") from err
+    except (ValueError, RecursionError) as err:
+        raise ModelError(f"{file.name} cannot be read as JSON: {json_fault(err)}") from err
+    if not isinstance(value, dict):
+        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    return _SPECIAL_FLOATS.get(fields["__float__"], fields) if fields.keys() == {"__float__"} else fields
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """In words, for what `json.loads` raised. No content of the file."""
+    match error:
+        case json.JSONDecodeError():
+            return f"{error.msg.lower()} at line {error.lineno}, column {error.colno}"
+        case UnicodeDecodeError():
+            return f"it is not UTF-8 at byte {error.start}"
+        case RecursionError():
+            return "it is nested too deeply"
+        case _:
+            return "it holds a value that is out of range"
