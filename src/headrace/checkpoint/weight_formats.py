@@ -1,7 +1,8 @@
-"""The weight formats: what is known of each without torch, one row a format.
+"""The weight formats: a table with one row for each, and everything about them that needs no torch.
 
-Owns the names and every fact that the command line, the choice of options, readers of checkpoints and kernels ask for. Does not own
-the arithmetic (`layers.quantization`, one class a format) nor the kernels. Pure; used in any process. A new format: docs/adding/weight-format.md.
+Owns the names and the facts that the command line, `config.resolve`, readers of checkpoints and kernels ask for. Does not own the
+arithmetic (`layers.quantization`, one class for each format) nor the kernels. Pure; used in any process. How to add a format:
+docs/adding/weight-format.md.
 """
 
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ Scheme = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
 """The name of a weight format, as `--quantization` takes it."""
 
 StoredScheme = Literal["int8", "int4"]
-"""The name of a format that `headrace quantize` writes."""
+"""The name of a format in which `headrace quantize` writes checkpoints."""
 
 STORED: tuple[StoredScheme, ...] = get_args(StoredScheme)
-"""The formats that it writes."""
+"""Every format in which `headrace quantize` writes checkpoints."""
 
 FINEST_STORED: StoredScheme = "int8"
-"""The finest of them. Parts of a product that were stored in different formats meet in it."""
+"""The most exact of them. When the parts of one product are stored in different formats, all of them are converted to it."""
 
 KERNEL_GROUP = 32
 """Elements that share a scale in the kernels; a checkpoint's groups are multiples of it."""
@@ -33,9 +34,10 @@ MAX_WORDS_NORM = 23170
 class Codes:
     """The integers that stand for weights: weight = scale * (code - zero), or scale * code - minimum.
 
-    bits: of a code. dtype: of a tensor of codes, one an element. zero: the code of weight 0 where there are no minimums.
-    scale_per_row: one scale a row; otherwise one every KERNEL_GROUP elements of it, or a multiple. minimums: there may be some.
-    max_norm: sqrt(sum of squares) of the codes in every WIDE_GROUP elements of a row, at most; None = any.
+    bits: of a code. dtype: of a tensor that holds one code per element. zero: the code that stands for weight 0 when there are no minimums.
+    scale_per_row: each row has one scale; otherwise each KERNEL_GROUP elements of a row (or a multiple of that) have one.
+    minimums: matrices of this format may have minimums. max_norm: the largest sqrt(sum of squares) that the codes in any WIDE_GROUP
+    elements of a row may have; None = no limit.
     """
 
     bits: int
@@ -48,7 +50,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a linear layer rounds its input on CPU: to integers of `bits`, with a scale every `group` elements of a row."""
+    """How a linear layer rounds its input on CPU: to integers of `bits` bits, with one scale for each `group` elements of a row."""
 
     bits: Literal[8, 16]
     group: int
@@ -56,7 +58,10 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class GpuKernel:
-    """What a format needs of a GPU. dtype: of the model; "" = any. capability: the least compute capability. experts: mixtures are served."""
+    """What a format requires on a GPU.
+
+    dtype: of the model; "" = any. capability: the lowest compute capability that has the kernel. experts: it runs mixtures of experts, too.
+    """
 
     dtype: str = ""
     capability: tuple[int, int] = (0, 0)
@@ -65,7 +70,7 @@ class GpuKernel:
 
 @dataclass(frozen=True, slots=True)
 class FormatNeeds:
-    """What a format is asked to serve. has_experts: the model is a mixture of experts."""
+    """The device and the model that a format is asked to serve. has_experts: the model is a mixture of experts."""
 
     device: str
     dtype: str
@@ -75,15 +80,15 @@ class FormatNeeds:
 
 @dataclass(frozen=True, slots=True)
 class FormatFacts:
-    """One weight format: how linear layers keep their weights, and what they do to their input.
+    """One weight format: how linear layers keep their weights, and how they round their input.
 
-    codes: None where weights stay floats. activations: None where the input is not rounded to integers first.
-    bytes_per_weight: packed, with its share of the scales; None = those of the model's dtype.
-    error: of rounding normally distributed weights, relative to their norm, at most.
-    on_cpu: it is served there. gpu: what it needs of one; None = no GPU serves it.
-    head: format of the output projection on CPU, where that is another. On a GPU the output projection stays in float.
-    takes: formats of stored matrices that are used as they are stored, where this one is asked for.
-    note: for the help text, in brackets behind the name.
+    codes: None if weights stay floats. activations: None if the input is not rounded to integers.
+    bytes_per_weight: of a packed weight with its share of the scales; None = the bytes of the model's dtype.
+    error: upper bound of norm(rounded - weights) / norm(weights) for normally distributed weights.
+    on_cpu: it runs on CPU. gpu: what it requires on a GPU; None = it does not run on GPUs.
+    head: the format of the output projection on CPU; None = the same. On a GPU the output projection stays in float.
+    takes: stored matrices of these formats are used unchanged when this format is asked for.
+    note: shown in brackets behind the name in the help text.
     """
 
     name: Scheme
@@ -99,15 +104,15 @@ class FormatFacts:
 
     @property
     def quantizes(self) -> bool:
-        """Whether weights are rounded to something else than the model's dtype."""
+        """Whether weights are kept in anything other than the model's dtype."""
         return self.bytes_per_weight is not None
 
     def itemsize(self, dtype_bytes: int) -> float:
-        """Bytes that one weight takes, packed; dtype_bytes: bytes of one in the model's dtype."""
+        """Bytes of one packed weight. dtype_bytes: of an element of the model's dtype."""
         return float(dtype_bytes) if self.bytes_per_weight is None else self.bytes_per_weight
 
     def reason_against(self, needs: FormatNeeds) -> str:
-        """Why linear layers cannot compute so there; "" when they can."""
+        """Why linear layers of this format cannot run there; "" when they can."""
         if needs.device == "cpu":
             return "" if self.on_cpu else f"{self.name} runs on GPUs; a CPU has int8"
         if self.gpu is None:
@@ -163,7 +168,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         bytes_per_weight=20 / 32,
         error=0.1,
         gpu=GpuKernel(dtype="bfloat16"),
-        # Every token is chosen by the output projection: it keeps 8 bits.
+        # The output projection chooses every token, so it keeps 8 bits.
         head="int8",
         takes=("int4", "int8"),
     ),
@@ -189,12 +194,12 @@ def codes_of(scheme: Scheme) -> Codes:
 
 
 def names_on_cpu() -> list[Scheme]:
-    """The formats that quantise and that a CPU serves, in the order of the table."""
+    """The formats that quantise and run on CPU, in the order of the table."""
     return [facts.name for facts in _FORMATS if facts.quantizes and facts.on_cpu]
 
 
 def names_on_gpus() -> list[Scheme]:
-    """The formats that quantise and that a GPU serves, by name."""
+    """The formats that quantise and run on GPUs, sorted."""
     return sorted(facts.name for facts in _FORMATS if facts.quantizes and facts.gpu is not None)
 
 

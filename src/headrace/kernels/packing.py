@@ -37,7 +37,7 @@ Layout = Literal[
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayout:
-    """Packed codes that the native kernels multiply. kernel: QuantScheme of csrc/cpu/ops.h. minimums: behind the scales there are some."""
+    """A layout of codes for the native kernels. kernel: its QuantScheme in csrc/cpu/ops.h. minimums: the scales are followed by minimums."""
 
     kernel: int
     scheme: Scheme

@@ -1,6 +1,6 @@
-"""Weights taken back out of the layouts in which they were packed.
+"""Unpacks weights from the layouts in which they were packed.
 
-Owns which function reads which layout. Does not own the layouts (`packing`, `quantized_packing`, `torch_quantized`). Runs in the
+Owns the choice of the function that reads a layout. Does not own the layouts (`packing`, `quantized_packing`, `torch_quantized`). Runs in the
 thread that loads, updates or exports a model.
 """
 
@@ -28,9 +28,9 @@ def unpack_linear(packed: PackedLinear) -> torch.Tensor:
 
 
 def packed_rows(packed: PackedLinear, rows: slice) -> torch.Tensor | QuantizedMatrix | None:
-    """Rows of the weight such that packing them again gives the same bits; None where the layout does not give those back.
+    """Rows of the weight in a form that packs to the same bits again; None if the layout does not allow that.
 
-    Integer weights come back by their codes, which rounding them again might not give.
+    Integer weights are returned as codes, because rounding them again might give other codes.
     """
     if packed.layout == "torch_int4":
         return None

@@ -1,8 +1,8 @@
-"""What a weight format is to the layers, and the register of formats.
+"""The base classes of weight formats, and the registry of formats.
 
-Owns the seam between linear layers and formats, and what to do with parts that were stored in different formats. Each format is a class in a
-file of its own, which registers itself; what is known of it without torch is a row of `headrace.checkpoint.weight_formats`. Does not own
-layouts nor products (`headrace.kernels`). Runs in the thread that loads the model.
+Owns the interface between linear layers and formats, and the joining of parts that are stored in different formats. Each format is a class in
+a file of its own that registers itself; the facts about it that need no torch are a row of `headrace.checkpoint.weight_formats`. Does not own
+layouts or products (`headrace.kernels`). Runs in the thread that loads the model.
 """
 
 from abc import ABC, abstractmethod
@@ -21,29 +21,30 @@ _CHUNK_ELEMENTS = 1 << 18
 _ROWS_ON_A_GPU = 4096
 
 Calibrator = Callable[[torch.Tensor, torch.Tensor], QuantizedMatrix]
-"""Rounds a weight float32[n, k] with its inputs in view, given as the sum of x x^T over them, float32[k, k]. k is a multiple of 32."""
+"""Rounds a weight float32[n, k] so that its products change least for the inputs seen: the second argument is the sum of x x^T over those
+inputs, float32[k, k]. k is a multiple of 32."""
 
 
 class WeightFormat(ABC):
-    """How linear layers keep their weights. There is one object a format, without state.
+    """How linear layers keep their weights. Each format has one instance, which holds no state.
 
-    name: its row in `FORMATS`.
+    name: of its row in `FORMATS`.
     """
 
     name: ClassVar[Scheme]
 
     @property
     def facts(self) -> FormatFacts:
-        """What is known of it without torch."""
+        """Its row in the table of formats."""
         return FORMATS[self.name]
 
     @abstractmethod
     def pack(
         self, parts: Sequence[torch.Tensor | QuantizedMatrix], bias: torch.Tensor | None, dtype: torch.dtype
     ) -> PackedLinear:
-        """One packed weight with the rows of all parts, on their device.
+        """Pack the rows of all parts as one weight, on the device of the parts.
 
-        parts: [n, k] each, of any float dtype, or matrices as they are stored where `facts.codes` is not None. bias: [sum of n].
+        parts: [n, k] each, of any float dtype; stored matrices only if `facts.codes` is not None. bias: [sum of n].
         dtype: of weights that stay floats.
         """
 
@@ -53,21 +54,21 @@ class IntegerFormat(WeightFormat):
 
     @abstractmethod
     def nearest(self, weight: torch.Tensor) -> QuantizedMatrix:
-        """float32[n, k] rounded to the nearest codes. What a row becomes depends on that row alone."""
+        """Round float32[n, k] to the nearest codes. The codes and scales of a row depend on that row alone."""
 
     @property
     def calibrator(self) -> Calibrator | None:
-        """What rounds better than `nearest` where inputs are known; None where `nearest` is good enough."""
+        """Rounds better than `nearest` when inputs of the layer are known; None for a format that does without."""
         return None
 
     def quantize(self, weight: torch.Tensor) -> QuantizedMatrix:
-        """`nearest` of a weight [n, k] of any float dtype, on its device, some rows at a time."""
+        """Apply `nearest` to a weight [n, k] of any float dtype, a few rows at a time, on its device."""
         num_rows = max(1, _CHUNK_ELEMENTS // weight.shape[1]) if weight.device.type == "cpu" else _ROWS_ON_A_GPU
         return stack([self.nearest(rows.to(torch.float32)) for rows in weight.split(num_rows)])
 
     def join(self, parts: Sequence[torch.Tensor | QuantizedMatrix]) -> QuantizedMatrix:
-        """One matrix with the rows of all parts. Float parts are quantised; quantised ones stay as they are, unless their formats
-        differ: then all of them take the finest format that files have."""
+        """One matrix with the rows of all parts. Float parts are quantised first. Parts of different formats are all converted to
+        FINEST_STORED; otherwise stored parts stay unchanged."""
         matrices = [part if isinstance(part, QuantizedMatrix) else self.quantize(part) for part in parts]
         if len({matrix.scheme for matrix in matrices}) > 1:
             finest = integer_format(FINEST_STORED)
@@ -88,19 +89,19 @@ _REGISTERED: dict[Scheme, WeightFormat] = {}
 
 
 def register(format_class: type[_Format]) -> type[_Format]:
-    """Make a format known by its name; a class decorator."""
+    """Register a format under its name; a class decorator."""
     assert format_class.name not in _REGISTERED, format_class.name
     _REGISTERED[format_class.name] = format_class()
     return format_class
 
 
 def weight_format(name: Scheme) -> WeightFormat:
-    """The format of that name."""
+    """The format with that name."""
     return _REGISTERED[name]
 
 
 def integer_format(name: Scheme) -> IntegerFormat:
-    """The format of that name, whose weights are integers."""
+    """The format with that name, which must be an `IntegerFormat`."""
     found = _REGISTERED[name]
     assert isinstance(found, IntegerFormat), name
     return found
