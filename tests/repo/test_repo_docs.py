@@ -1,5 +1,6 @@
 """Documents that can be checked against the code are."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from headrace.cli.app import app
 from headrace.config.cli import options_markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SOURCES = DOCS.parent / "src" / "headrace"
+ARCHITECTURE = (DOCS / "architecture.md").read_text()
+ROOMS = ARCHITECTURE.split("## Rooms")[1].split("```")[1]
 
 
 def commands():
@@ -47,3 +51,39 @@ def test_quantization_docs_describe_every_format_of_a_cpu(name):
 @pytest.mark.parametrize("name", names_on_gpus())
 def test_gpu_docs_describe_every_format_of_a_gpu(name):
     assert f"| `{name}` |" in (DOCS / "gpu.md").read_text()
+
+
+def coming_capabilities() -> list[list[str]]:
+    """Rows of the table of what comes: capability, its own room, existing files."""
+    table = ARCHITECTURE.split("| capability |")[1].split("\n\n")[0]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+
+def modules_in(text: str) -> list[str]:
+    """`room/module.py` as written in a document."""
+    return [name for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)", text) if not name.startswith("tests/")]
+
+
+def test_modules_that_the_architecture_names_exist():
+    coming = {name for row in coming_capabilities() for name in modules_in(row[1])}
+    named = set(modules_in(ARCHITECTURE)) - coming
+
+    assert len(named) > 40
+    assert sorted(name for name in named if not (SOURCES / name).is_file()) == []
+    known = {path.name for path in SOURCES.rglob("*.py")}
+    assert sorted(set(re.findall(r"\b[a-z_0-9]+\.py\b", ROOMS)) - known) == []
+
+
+@pytest.mark.parametrize("room", ["api", "execution", "frontend", "messages", "processes", "scheduler", "server"])
+def test_the_architecture_names_every_module_of_a_room(room):
+    modules = {path.name for path in (SOURCES / room).rglob("*.py")} - {"__init__.py"}
+
+    assert sorted(name for name in modules if not re.search(rf"\b{name}\b", ROOMS)) == []
+
+
+def test_each_coming_capability_touches_at_most_six_files():
+    rows = coming_capabilities()
+
+    assert len(rows) >= 9
+    for capability, _, files in rows:
+        assert len(modules_in(files)) <= 6, capability
