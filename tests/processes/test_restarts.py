@@ -42,24 +42,20 @@ class Channels:
         return SimpleNamespace(close=lambda: self.closed.append((name, index)))
 
 
-class Manager:
-    """Writes down what it is told."""
+class PartsOfFrontEnd:
+    """Stands for the front end's EngineParts: writes down what it is told."""
 
-    def __init__(self, can_restore=True, rejoin_error=None):
-        self.heard = queue.Queue()
-        self.weights = SimpleNamespace(can_restore=can_restore)
-        self.heartbeats = SimpleNamespace(age_s=lambda name: None)
-        self.link = SimpleNamespace(on_dismissed=None)
+    def __init__(self, heard, rejoin_error):
+        self.heard = heard
         self.rejoin_error = rejoin_error
-        self.channels = Channels()
 
-    def part_down(self, name, replica):
+    def down(self, name, replica):
         self.heard.put(("down", name, replica))
 
-    def part_up(self, name):
+    def up(self, name):
         self.heard.put(("up", name))
 
-    def part_gone(self, name, replica):
+    def gone(self, name, replica):
         self.heard.put(("gone", name, replica))
 
     def rejoin(self, name, replica, source, sender, fingerprint):
@@ -67,6 +63,18 @@ class Manager:
             error, self.rejoin_error = self.rejoin_error, None
             raise error
         self.heard.put(("rejoined", name, replica, fingerprint))
+
+
+class Manager:
+    """rejoin_error: why the first replacement cannot be put into service."""
+
+    def __init__(self, can_restore=True, rejoin_error=None):
+        self.heard = queue.Queue()
+        self.parts = PartsOfFrontEnd(self.heard, rejoin_error)
+        self.weights = SimpleNamespace(can_restore=can_restore)
+        self.heartbeats = SimpleNamespace(age_s=lambda name: None)
+        self.link = SimpleNamespace(on_dismissed=None)
+        self.channels = Channels()
 
 
 @pytest.fixture
