@@ -16,6 +16,9 @@ QUANT_LIMITS = {8: 127, 16: 8191}
 MAX_QUANTIZED_K = 65536
 """Longest row of a quantised linear: sums of its products fit 32 bits."""
 
+_LAYOUTS = {(quantized.scheme, quantized.minimums): layout for layout, quantized in QUANTIZED_LAYOUTS.items()}
+"""The layout of a matrix, by its format and whether it has minimums."""
+
 
 def check_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
     """ValueError unless the matrix' parts fit one another and bias is [n] or None."""
@@ -56,37 +59,41 @@ def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) ->
     minimums more; native_int8_fast: [blocks, k / 4, 32, 4] codes; native_int16: int16[blocks, k / 2, 32, 2]. See `half_scales` for the scales.
     """
     n, k = matrix.shape
-    blocks, groups = -(-n // PACKED_COLUMNS), -(-k // KERNEL_GROUP)
-    more = blocks * PACKED_COLUMNS - n
-    grid = codes_of(matrix.scheme)
+    grid, more = codes_of(matrix.scheme), -n % PACKED_COLUMNS
     zero = grid.zero if matrix.minimums is None else 0
-    padding = (0, groups * KERNEL_GROUP - k, 0, more)
+    padding = (0, -k % KERNEL_GROUP, 0, more)
     codes = torch.nn.functional.pad(matrix.codes, padding, value=zero) if any(padding) else matrix.codes
+    if grid.scale_per_row:
+        data, columns = _interleaved(codes, 32 // grid.bits), matrix.scales[:, 0]
+    else:
+        data, columns = _records(codes, grid.bits, matrix)
     padded_bias = None
     if bias is not None:
         padded_bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more)).contiguous()
-    layout = next(
-        name
-        for name, quantized in QUANTIZED_LAYOUTS.items()
-        if (quantized.scheme, quantized.minimums) == (matrix.scheme, matrix.minimums is not None)
-    )
-    if grid.scale_per_row:
-        data = codes.reshape(blocks, PACKED_COLUMNS, -1, 32 // grid.bits).permute(0, 2, 1, 3).contiguous()
-        columns = torch.nn.functional.pad(matrix.scales[:, 0], (0, more)).contiguous()
-        return PackedLinear(n, k, layout, data, padded_bias, columns)
-    scales, minimums, columns = half_scales(matrix)
-    halves = [scales] if minimums is None else [scales, minimums]
-    if grid.bits == 8:
+    columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
+    return PackedLinear(n, k, _LAYOUTS[matrix.scheme, matrix.minimums is not None], data, padded_bias, columns)
+
+
+def _interleaved(codes: torch.Tensor, run: int) -> torch.Tensor:
+    """[blocks, k / run, 32, run] of codes [32 blocks, k]: runs of a row, those of the 32 rows of a block side by side."""
+    return codes.reshape(-1, PACKED_COLUMNS, codes.shape[1] // run, run).permute(0, 2, 1, 3).contiguous()
+
+
+def _records(codes: torch.Tensor, bits: int, matrix: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """(uint8[blocks, groups, bytes], float32[n]): records of codes [32 blocks, 32 groups] and half scales, and the factor of each row."""
+    blocks, groups = codes.shape[0] // PACKED_COLUMNS, codes.shape[1] // KERNEL_GROUP
+    if bits == 8:
         ordered = codes.reshape(blocks, PACKED_COLUMNS, groups, 8, 4).permute(0, 2, 3, 1, 4)
     else:
         nibbles = codes.reshape(blocks, PACKED_COLUMNS, groups, 4, 2, 4)
         ordered = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
     record = [ordered.reshape(blocks, groups, -1)]
-    for half in halves:
-        padded = torch.nn.functional.pad(half, (0, 0, 0, more)).reshape(blocks, PACKED_COLUMNS, groups)
-        record.append(padded.permute(0, 2, 1).contiguous().view(torch.uint8))
-    columns = torch.nn.functional.pad(columns, (0, more)).contiguous()
-    return PackedLinear(n, k, layout, torch.cat(record, dim=2), padded_bias, columns)
+    scales, minimums, columns = half_scales(matrix)
+    for half in [scales] if minimums is None else [scales, minimums]:
+        padded = torch.nn.functional.pad(half, (0, 0, 0, -len(half) % PACKED_COLUMNS))
+        by_group = padded.reshape(blocks, PACKED_COLUMNS, groups).permute(0, 2, 1)
+        record.append(by_group.contiguous().view(torch.uint8))
+    return torch.cat(record, dim=2), columns
 
 
 def pack_torch_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
@@ -123,22 +130,27 @@ def unpack_quantized(packed: PackedLinear) -> torch.Tensor:
 def quantized_matrix(packed: PackedLinear) -> QuantizedMatrix:
     """What was packed in one of the native_int layouts: the same codes, and scales as the kernels use them. Packing it again is exact."""
     assert packed.column_scales is not None, packed.layout
-    n, k, data, columns = packed.n, packed.k, packed.data, packed.column_scales[: packed.n, None]
-    quantized = QUANTIZED_LAYOUTS[packed.layout]
+    quantized, columns = QUANTIZED_LAYOUTS[packed.layout], packed.column_scales[: packed.n, None]
     grid = codes_of(quantized.scheme)
     if grid.scale_per_row:
-        codes = data.permute(0, 2, 1, 3).reshape(-1, data.shape[1] * data.shape[3])[:n, :k].contiguous()
-        return QuantizedMatrix(quantized.scheme, codes, columns, None, k)
-    blocks, groups = data.shape[:2]
+        codes = packed.data.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: packed.n, : packed.k].contiguous()
+        return QuantizedMatrix(quantized.scheme, codes, columns, None, packed.k)
     num_code_bytes = PACKED_COLUMNS * KERNEL_GROUP * grid.bits // 8
-    codes, halves = data[..., :num_code_bytes], data[..., num_code_bytes:]
-    if grid.bits == 8:
-        codes = codes.reshape(blocks, groups, 8, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
-    else:
-        nibbles = codes.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
-        codes = torch.stack((nibbles & 15, nibbles >> 4), dim=4)
-    codes = codes.reshape(blocks * PACKED_COLUMNS, groups * KERNEL_GROUP)[:n, :k].contiguous()
-    scales = halves.contiguous().view(torch.float16).reshape(blocks, groups, -1, PACKED_COLUMNS).permute(2, 0, 3, 1)
-    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups)[:, :n].to(torch.float32) * columns
+    codes = _codes_of_records(packed.data[..., :num_code_bytes], grid.bits)[: packed.n, : packed.k].contiguous()
+    halves = packed.data[..., num_code_bytes:].contiguous().view(torch.float16)
+    blocks, groups = packed.data.shape[:2]
+    scales = halves.reshape(blocks, groups, -1, PACKED_COLUMNS).permute(2, 0, 3, 1)
+    scales = scales.reshape(-1, blocks * PACKED_COLUMNS, groups)[:, : packed.n].to(torch.float32) * columns
     minimums = scales[1] if quantized.minimums else None
     return QuantizedMatrix(quantized.scheme, codes, scales[0], minimums, KERNEL_GROUP)
+
+
+def _codes_of_records(record: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes uint8[32 blocks, 32 groups] that `_records` put into uint8[blocks, groups, bytes]."""
+    blocks, groups = record.shape[:2]
+    if bits == 8:
+        codes = record.reshape(blocks, groups, 8, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
+    else:
+        nibbles = record.reshape(blocks, groups, 4, PACKED_COLUMNS, 4).permute(0, 3, 1, 2, 4)
+        codes = torch.stack((nibbles & 15, nibbles >> 4), dim=4)
+    return codes.reshape(blocks * PACKED_COLUMNS, groups * KERNEL_GROUP)
