@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from runner_harness import make_driver, prompt, save_llama
+from runner_harness import ids_by_row, make_driver, prompt, save_llama
 
 from headrace import kernels
 from headrace.kernels import triton
@@ -37,7 +37,7 @@ def generate(folder, **options) -> list[int]:
             driver.step([(2, 2, True), (0, 1, True)]),
             driver.step([(0, 1, True), (1, 1, True), (2, 1, True)]),
         ]
-        return tokens + [token for step in steps for token in step.token_ids.tolist()]
+        return tokens + [token for step in steps for token in ids_by_row(step)]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
