@@ -160,7 +160,7 @@ def test_adapters_come_and_go_a_hundred_times_while_requests_run(engine: Engine,
 def test_wrong_names_and_files_are_refused_and_the_engine_goes_on(engine: Engine, adapters, tmp_path: Path):
     with pytest.raises(NotFoundError, match="no adapter 'nope'"):
         ids_of(engine, PROMPT, "nope")
-    with pytest.raises(RequestError, match="there already"):
+    with pytest.raises(RequestError, match="already loaded"):
         engine.load_lora_adapter("x", adapters["x"][0])
     with pytest.raises(RequestError, match="not a folder"):
         engine.load_lora_adapter("new", str(tmp_path / "absent"))

@@ -142,7 +142,7 @@ def test_paused_requests_go_on_with_the_new_weights_only(mode, engine, old, new)
     outputs = flight.join()
     assert {output["meta_info"]["weight_version"] for output in outputs} == {"2"}
     for output, ids in zip(outputs, made, strict=True):
-        [told] = engine._manager.timelines(output["meta_info"]["id"])
+        [told] = engine.explain_request(output["meta_info"]["id"])
         changes = [event for event in told["events"] if event["event"] in ("paused", "weights_updated", "continued")]
         assert [event["event"] for event in changes] == ["paused", "weights_updated", "continued"]
         # The first token after a pause may come before the answer to what ended it.
