@@ -79,12 +79,17 @@ class Manager:
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Two schedulers and a detokenizer, watched. Called with the manager and why a replacement cannot start; gives the children."""
+    """Two schedulers and a detokenizer, watched. Called with the manager and why a replacement cannot start; gives the children.
+
+    dead: how many of them have ended before anybody looks.
+    """
     monkeypatch.setattr("headrace.processes.supervisor.CHECK_INTERVAL_S", 0.001)
     started = []
 
-    def watch(manager, error=None, **options):
+    def watch(manager, error=None, dead=0, **options):
         children = [Child("scheduler", 0), Child("scheduler", 1), Child("detokenizer")]
+        for child in children[:dead]:
+            child.exit_code = 1
         restarts = Restarts(
             ServerArgs(model_path="x", dp_size=2, **options),
             children,
@@ -137,6 +142,13 @@ def test_pushed_weights_are_left_to_the_schedulers_that_have_them(watched):
 
     children[0].exit_code = 1  # the other one, which was the last that had them
     assert heard(manager, 1) == [("died", "the scheduler 1 process has ended unexpectedly")]
+
+
+def test_pushed_weights_are_lost_with_the_last_schedulers_that_have_them(watched):
+    manager = Manager(can_restore=False)
+    watched(manager, dead=2)
+
+    assert heard(manager, 1) == [("died", "the scheduler 0 process has ended unexpectedly")]
 
 
 def test_a_scheduler_that_is_refused_leaves_its_requests_to_the_others(watched):

@@ -10,9 +10,6 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 MAX_LINES = 600
 
-KNOWN_LONG: set[str] = set()
-"""Modules that have still to be cut. One that is short enough must leave the list."""
-
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -126,7 +123,4 @@ def run():
 
 def test_no_source_file_is_too_long_to_read():
     sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
-    long = {name: lines for name, lines in sizes.items() if lines > MAX_LINES}
-
-    assert {name: lines for name, lines in long.items() if name not in KNOWN_LONG} == {}
-    assert KNOWN_LONG - set(long) == set(), "short enough: take it off KNOWN_LONG"
+    assert {name: lines for name, lines in sizes.items() if lines > MAX_LINES} == {}
