@@ -32,7 +32,7 @@ UNREAD_CHECK_TOKENS = 64
 class ReqState:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet.
 
-    shown_id: `meta_info.id`, the prompt's rid, the same for all samples of a prompt. index: place in the answer.
+    shown_id: the prompt's rid as its client knows it, the same for all samples of a prompt. index: place in the answer.
     first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
     first_logprob_id: the prompt token at logprob_start_len, listed without a value; None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
@@ -41,6 +41,7 @@ class ReqState:
     adapter: what it holds in memory until it leaves the table.
     request: as it was first sent. replica: index of the one that has it, -1 = none. routed_replica: of the only one that may. num_sends, num_deaths,
     num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
+    _num_taken_characters and the like: how much of its output updates have told.
     """
 
     rid: str
