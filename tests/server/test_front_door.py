@@ -26,9 +26,9 @@ from headrace.messages.front import FrontCall, FrontNews
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import ContinueGeneration
 from headrace.sampling.params import SamplingParams
-from headrace.server.context import RequestFrontend
 from headrace.server.http import describe_error
 from headrace.server.remote_frontend import METHODS, PARTS, RemoteFrontend
+from headrace.server.request_frontend import RequestFrontend
 
 
 class House:

@@ -25,9 +25,9 @@ from headrace.frontend.weight_control import WeightControl
 from headrace.messages.control import FlushCacheReply
 from headrace.messages.outputs import FinishReason
 from headrace.server.address import bind
-from headrace.server.context import RequestFrontend
 from headrace.server.listener import Server
 from headrace.server.remote_frontend import PARTS
+from headrace.server.request_frontend import RequestFrontend
 
 
 def test_health_follows_the_engine(client: httpx.Client, server: Running):

@@ -22,7 +22,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
-from headrace.server.context import RequestFrontend, ServedModel, ServerStatus, ServingContext
+from headrace.server.context import ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
 from headrace.server.experts import ExpertsAPI
@@ -37,6 +37,7 @@ from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, 
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate, is_loopback
+from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI

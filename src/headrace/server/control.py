@@ -12,8 +12,9 @@ from headrace.frontend.data_parallel_controller import sum_of_states
 from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE
-from headrace.server.context import ServingContext, answer
+from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, send_response
+from headrace.server.request_frontend import answer
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headrace.server.context import ServingContext, answer
+from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
+from headrace.server.request_frontend import answer
 
 
 class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -30,7 +30,7 @@ from headrace.messages.front import (
 )
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
-from headrace.server.context import (
+from headrace.server.request_frontend import (
     AdaptersFrontend,
     ControlFrontend,
     ExpertsFrontend,

@@ -5,8 +5,9 @@ Runs in the event loop of the main process. Who may call them is declared in app
 
 import msgspec
 
-from headrace.server.context import ServingContext, answer
+from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
+from headrace.server.request_frontend import answer
 
 
 class OpenSessionBody(msgspec.Struct, forbid_unknown_fields=True):

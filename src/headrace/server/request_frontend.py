@@ -1,0 +1,220 @@
+"""What the server needs of the front end, as Protocols: one for a call, and one for each part that it exposes.
+
+The front end is the `TokenizerManager` where the server runs in the main process, and a `RemoteFrontend` in an HTTP worker.
+"""
+
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.tenants import Caller
+from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
+from headrace.messages.requests import GenerateReqInput
+from headrace.messages.weights import WeightOperation, WeightOpReply
+
+T = TypeVar("T")
+Soon: TypeAlias = T | Awaitable[T]
+"""An answer that is there at once when the front end is in this process, and is awaited when it is not (`remote_frontend`)."""
+
+
+async def answer(soon: Soon[T]) -> T:
+    """The answer, once it is there."""
+    return await soon if isinstance(soon, Awaitable) else soon
+
+
+class AdaptersFrontend(Protocol):
+    """What the server needs of the `Adapters`."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every adapter that requests may name."""
+        ...
+
+    async def load(self, name: str, path: str, pinned: bool = False) -> None:
+        """Raises RequestError, CapacityError, ExecutionError."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Waits for those who use it. Raises NotFoundError, ExecutionError."""
+        ...
+
+
+class ControlFrontend(Protocol):
+    """What the server needs of the `Control`."""
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
+        """Empty the prefix cache unless requests run; wait at most `timeout_s` seconds for them to end. Raises RequestError."""
+        ...
+
+    async def internal_state(self) -> InternalState:
+        """Counters and pool accounting of the schedulers, together."""
+        ...
+
+    async def internal_states(self) -> list[InternalState]:
+        """Of each that lives."""
+        ...
+
+    async def start_profile(
+        self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]
+    ) -> str:
+        """Record the worker's steps. Raises RequestError."""
+        ...
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        ...
+
+    async def inject_fault(self, fault: FaultReq) -> None:
+        """Test hook."""
+        ...
+
+
+class ExpertsFrontend(Protocol):
+    """What the server needs of the `ExpertRecording`."""
+
+    async def start(self) -> None:
+        """Count from zero. Raises RequestError, ExecutionError."""
+        ...
+
+    async def stop(self) -> None:
+        """Count no more. Raises RequestError, ExecutionError."""
+        ...
+
+    async def dump(self) -> dict[str, Any]:
+        """What was counted, which begins again at zero. Raises RequestError, ExecutionError."""
+        ...
+
+
+class RecordsFrontend(Protocol):
+    """What the server needs of the `Records`."""
+
+    def timelines(self, rid: str, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
+        """What happened to a request's samples, of the caller's or for an admin of anybody's. Raises NotFoundError."""
+        ...
+
+    async def dump(self) -> tuple[str, int]:
+        """Write what the last requests were; the file's name and how many. Raises RequestError, ExecutionError."""
+        ...
+
+
+class SettingsFrontend(Protocol):
+    """What the server needs of the `RuntimeSettings`."""
+
+    def configure_logging(
+        self,
+        level: LogLevel | None,
+        log_requests: bool | None,
+        log_requests_level: int | None,
+    ) -> Soon[dict[str, Any]]:
+        """Change what is logged; what now holds. Raises RequestError."""
+        ...
+
+    def freeze_gc(self) -> Soon[None]:
+        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+        ...
+
+    def change_limits(self, changes: LimitChanges) -> Soon[Limits]:
+        """Change limits in every replica; what now holds. Raises RequestError, CapacityError."""
+        ...
+
+    def changed_options(self) -> Soon[dict[str, Any]]:
+        """Options that were changed since the start, with their values of now."""
+        ...
+
+
+class WeightFrontend(Protocol):
+    """What the server needs of the `WeightControl`."""
+
+    @property
+    def version(self) -> str:
+        """What the weights are called now."""
+        ...
+
+    @property
+    def model_path(self) -> str | None:
+        """Where the weights that serve were read from, when that was after the start."""
+        ...
+
+    async def operate(self, operation: WeightOperation) -> WeightOpReply:
+        """Carry out one operation; its reply says whether it succeeded."""
+        ...
+
+
+class RequestFrontend(Protocol):
+    """What the server needs of the TokenizerManager."""
+
+    def generate_request(
+        self,
+        obj: GenerateReqInput,
+        *,
+        default_max_new_tokens: int = ...,
+        caller: Caller = ...,
+    ) -> AsyncGenerator[SampleUpdate, None]:
+        """What is new of the samples of one call. Without `stream` one update of each, in prompt-major order, once all have ended.
+
+        default_max_new_tokens: where the request does not say; never more than the context has room for.
+        caller: whose limits count. Closing the generator early aborts what is unfinished.
+        Raises RequestError, CapacityError, ExecutionError.
+        """
+        ...
+
+    def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:
+        """Abort the caller's samples of `rid`, or all; an unknown rid is harmless."""
+        ...
+
+    def open_session(
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+        caller: Caller = ...,
+    ) -> Soon[str]:
+        """A new session's id. Raises RequestError, CapacityError."""
+        ...
+
+    def close_session(self, session_id: str, caller: Caller = ...) -> Soon[None]:
+        """Forget a session of the caller's, or for an admin anybody's. Raises NotFoundError."""
+        ...
+
+    async def health(self, generate: bool = False) -> bool:
+        """The engine is alive; with `generate`, it has also just made a token."""
+        ...
+
+    @property
+    def adapters(self) -> AdaptersFrontend:
+        """The adapters that requests may name."""
+        ...
+
+    @property
+    def control(self) -> ControlFrontend:
+        """Caches, counters and profiles of the schedulers."""
+        ...
+
+    @property
+    def records(self) -> RecordsFrontend:
+        """What happened to the last requests."""
+        ...
+
+    @property
+    def settings(self) -> SettingsFrontend:
+        """What may change at run time."""
+        ...
+
+    @property
+    def experts(self) -> ExpertsFrontend:
+        """Which experts a mixture chooses."""
+        ...
+
+    @property
+    def weights(self) -> WeightFrontend:
+        """Operations on weights, generation and memory."""
+        ...
+
+    def counters(self) -> Soon[dict[str, int]]:
+        """Counters of this process."""
+        ...
+
+    def metrics_text(self) -> Soon[bytes]:
+        """Every metric, in Prometheus' text format."""
+        ...
