@@ -55,7 +55,7 @@ def test_both_get_what_the_trainer_sends_or_neither(old: str, new: str):
         victim = next(c for c in engine._running.parts.children if c.name == "scheduler 1")
         os.kill(victim.pid, signal.SIGKILL)
         assert tokens_of(engine, 1) == want[0], "it waits for the replica, which has the weights of the update"
-        with pytest.raises(RequestError, match="replica 1 was started again"):
+        with pytest.raises(RequestError, match="replica 1 was restarted"):
             engine.update_weights_from_distributed(*describe(named), GROUP)
         assert engine.destroy_weights_update_group(GROUP)[0]
         trainer.close()
