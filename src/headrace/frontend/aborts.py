@@ -1,7 +1,6 @@
-"""Aborts: samples that somebody does not want any more. Runs in the tokenizer manager's event loop.
+"""Aborts samples on request. Runs in the tokenizer manager's event loop.
 
-Nothing leaves the table here: each sample's end does that. Samples that a scheduler has are ended by it; the others end when they would
-be sent.
+Samples are only marked here and stay in the table: a scheduler ends those that it has, and the others end when they would be sent.
 """
 
 from collections.abc import Iterable
@@ -14,30 +13,30 @@ from headrace.messages.control import AbortReq
 
 
 class Aborts:
-    """See the module's text. to_schedulers: all that live."""
+    """See the module docstring. to_schedulers: sends to all live schedulers."""
 
     def __init__(self, table: SampleTable, to_schedulers: Sender) -> None:
         self._table = table
         self._to_schedulers = to_schedulers
 
     def abort(self, rid: str, caller: Caller) -> None:
-        """Abort the caller's sample `rid`, or all samples of its call or prompt of this name; an admin's: of every key."""
+        """Abort the caller's sample `rid`, or all samples of its call or prompt with that name. An admin aborts those of every key."""
         scopes = {caller.scope} | (self._table.scopes() if caller.is_admin else set())
         self.abort_samples(sample for scope in scopes for sample in self._table.find(scope, rid))
 
     def abort_all(self) -> None:
-        """Abort everything, also what only the schedulers know."""
+        """Abort all samples, including those that only the schedulers know."""
         _mark(self._table.samples.values())
         self._to_schedulers.send(AbortReq(abort_all=True))
 
     def abort_samples(self, samples: Iterable[ReqState]) -> None:
-        """Abort those that have not ended."""
+        """Abort the given samples, except those that have ended."""
         if sent := _mark(samples):
             self._to_schedulers.send(AbortReq(sent))
 
 
 def _mark(samples: Iterable[ReqState]) -> tuple[str, ...]:
-    """Rids of those that a scheduler has."""
+    """Mark samples as aborted. Returns the rids of those that were sent to a scheduler."""
     sent = []
     for sample in samples:
         if sample.finish is None:

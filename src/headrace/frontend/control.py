@@ -1,7 +1,7 @@
-"""Control of the schedulers: their caches, counters and profiles, and the faults of tests.
+"""Control operations on the schedulers: flushing caches, reading counters, profiling, injecting test faults.
 
-Owns what these operations ask of the replicas, and what many replies say together. Operations on weights are `weight_control`'s, settings
-that stay `runtime_settings`'. Runs in the tokenizer manager's event loop.
+Owns the requests to the replicas, and how their replies are combined. Operations on weights are in `weight_control`, lasting settings in
+`runtime_settings`. Runs in the tokenizer manager's event loop.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ from headrace.messages.control import (
 
 CONTROL_TIMEOUT_S = 10.0
 PROFILE_TIMEOUT_S = 120.0
-"""Writing a long trace takes its time, and no step runs meanwhile."""
+"""Writing a long trace may take this long; no step runs meanwhile."""
 
 
 class Control:
-    """See the module's text. to_detokenizer: for test faults there. faults_allowed: this is a test."""
+    """See the module docstring. to_detokenizer: for test faults in it. faults_allowed: whether `inject_fault` works."""
 
     def __init__(
         self, engine_loop: EngineLoop, link: EngineLink, to_detokenizer: Sender | None, faults_allowed: bool
@@ -54,37 +54,37 @@ class Control:
         engine_loop.handlers.register(ProfileReply, self._profiles.handle)
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
-        """Empty the prefix cache; the reply says whether it was (of every replica). See `flush_when_idle`.
+        """Empty the prefix cache of every replica. The reply is a failure if one replica failed. See `flush_when_idle`.
 
         Raises RequestError, CapacityError, ExecutionError.
         """
         return await flush_when_idle(self._flush_now, timeout_s)
 
     async def internal_states(self) -> list[InternalState]:
-        """Counters and pool accounting of each replica that lives. Raises CapacityError, ExecutionError."""
+        """Counters and pool accounting of each live replica. Raises CapacityError, ExecutionError."""
         self._engine_loop.check_serving()
         replies = await self._states.call(self._link.replicas_up(), InternalStateReq, CONTROL_TIMEOUT_S)
         return sorted((reply.state for reply in replies.values()), key=lambda state: state.dp_rank)
 
     async def internal_state(self) -> InternalState:
-        """As `internal_states`, of all together."""
+        """The sum of `internal_states`."""
         return sum_of_states(await self.internal_states())
 
     async def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
     ) -> str:
-        """Record the worker's steps to a file below --profile-dir; a line for the operator. Raises RequestError, ExecutionError.
+        """Record the worker's steps to a file below --profile-dir. Returns a message for the operator.
 
-        num_steps: stop by itself after so many; 0 = when told.
+        num_steps: stop after this many steps; 0 = at `stop_profile`. Raises RequestError, ExecutionError.
         """
         return await self._profile(lambda i: ProfileReq(i, True, output_name, num_steps, activities))
 
     async def stop_profile(self) -> str:
-        """Write what was recorded; a line with the file's name. Raises RequestError, ExecutionError."""
+        """Write the recorded steps. Returns a message with the file's name. Raises RequestError, ExecutionError."""
         return await self._profile(lambda i: ProfileReq(i, False))
 
     async def inject_fault(self, fault: FaultReq) -> None:
-        """Test hook. Raises NotFoundError unless the server was started with fault injection."""
+        """Cause a fault, for tests. Raises NotFoundError unless the server was started with --enable-fault-injection."""
         if not self._faults_allowed:
             raise NotFoundError("fault injection is not enabled")
         check_text("rid", fault.rid)
@@ -96,17 +96,17 @@ class Control:
             raise RequestError("the detokenizer cannot be reached", "stage")
 
     async def is_busy(self) -> bool:
-        """Every replica makes tokens, or was told to wait: then its answer is all there is to see. Raises CapacityError, ExecutionError."""
+        """Every replica is making tokens, or is paused and answers. Raises CapacityError, ExecutionError."""
         replies = await self._healths.call(self._link.replicas_up(), HealthCheckReq, CONTROL_TIMEOUT_S)
         return all(reply.busy or reply.held for reply in replies.values())
 
     def lost(self, replica: Replica) -> None:
-        """A replica has died: its replies are not waited for."""
+        """A replica has died: do not wait for its replies."""
         for communicator in (self._flushes, self._states, self._healths, self._profiles):
             communicator.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`, from now on."""
+        """End every waiting operation with `error`, and every later one."""
         for communicator in (self._flushes, self._states, self._healths, self._profiles):
             communicator.fail_all(error)
 

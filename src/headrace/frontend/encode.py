@@ -1,7 +1,7 @@
-"""From the prompts of a call to what the scheduler gets: tokens and checked parameters of each sample.
+"""Encodes the prompts of a call: tokens and checked parameters of each sample, as the scheduler gets them.
 
-Owns the threads that tokenize, the checks that need the number of tokens, and the seeds of requests that name none. Does not own the shape
-of a call (`prompts`), nor sending. Runs in the tokenizer manager's event loop; large calls are looked at in a thread.
+Owns the tokenizing threads, the checks that need the number of tokens, and the seeds of requests that give none. Does not own the shape of a
+call (`prompts`), nor sending. Runs in the tokenizer manager's event loop; large calls are checked in a thread.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSampl
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 
 DUMPED_CHARACTERS = 200
-"""Of a prompt's text, in dumps."""
+"""Length of a prompt's text in dumps."""
 DUMPED_IDS = 50
 
 
 class Encoder:
-    """See the module's text.
+    """See the module docstring.
 
-    limits: what calls are checked against. defaults: of sampling parameters that a request leaves out. table: the samples; a request of a
-    session may replace some.
+    limits: what calls are checked against. defaults: values of sampling parameters that a request does not give. table: where samples are
+    found that a request of a session replaces.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Encoder:
         self._request_log = request_log
 
     async def split(self, obj: GenerateReqInput) -> Call:
-        """See `split_call`. A call with many items is looked at in a thread, so that others are not held up."""
+        """See `split_call`. A call with many items is checked in a thread, so that it does not block other calls."""
         if self.limits.max_samples != self._table.queue.most_at_once:
             self.limits = dataclasses.replace(self.limits, max_samples=self._table.queue.most_at_once)
         if not is_large(obj):
@@ -75,9 +75,10 @@ class Encoder:
     async def encode(
         self, call: Call, obj: GenerateReqInput, state: CallState, default_max_new_tokens: int
     ) -> list[TokenizedGenerateReqInput]:
-        """Tokenize and check every prompt: nothing is sent unless all are good. A request for each sample of `state`.
+        """Tokenize and check every prompt of a call. Returns a request for each sample of `state`.
 
-        The samples hold their adapters and turns of sessions from now on. Raises RequestError, NotFoundError, CapacityError.
+        The samples hold their adapters and their turns in sessions from now on. Raises RequestError, NotFoundError, CapacityError; then no
+        prompt of the call is to be sent.
         """
         self._adapters.check_number(prompt.adapter for prompt in call.prompts)
         texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
@@ -105,7 +106,7 @@ class Encoder:
         return requests
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the tokenizing threads."""
         self._batch_tokenizer.close()
 
     def _given_ids(self, prompt: Prompt) -> list[int]:
@@ -114,13 +115,13 @@ class Encoder:
         return [0] * (len(prompt.input_embeds or b"") // (4 * self._ready.hidden_size))
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Token sequences that spell the words, at the start of a text and after a space."""
+        """Token sequences of the words, at the start of a text and after a space."""
         spellings = list(dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}")))
         sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
         return [list(ids) for ids in sequences if ids]
 
     def _go_on(self, prompt: Prompt, ids: list[int], sample: ReqState) -> list[int]:
-        """The prompt's tokens after those of its session. Raises RequestError, CapacityError."""
+        """The tokens of the session so far, followed by those of the prompt. Raises RequestError, CapacityError."""
         assert prompt.session is not None
         bos_id = self._tokenizer.bos_id if prompt.text is not None else None
         tenant = sample.call.tenant
@@ -132,7 +133,7 @@ class Encoder:
     def _resolve(
         self, prompt: Prompt, num_tokens: int, bad_word_ids: list[list[int]], default_max_new_tokens: int
     ) -> ResolvedSamplingParams:
-        """Checked parameters of a prompt of `num_tokens` tokens, which is checked against the context first."""
+        """Check a prompt of `num_tokens` tokens against the context, and resolve its sampling parameters."""
         room = self._room(prompt, num_tokens)
         return prompt.sampling.resolve(
             defaults=self._defaults,
@@ -145,7 +146,7 @@ class Encoder:
         )
 
     def _room(self, prompt: Prompt, num_tokens: int) -> int:
-        """Tokens of the context that a prompt of `num_tokens` leaves for outputs. Raises ContextLengthError, RequestError."""
+        """Number of output tokens for which the context has room. Raises ContextLengthError, RequestError."""
         name = "text" if prompt.text is not None else "input_ids" if prompt.input_ids is not None else "input_embeds"
         context = self._ready.context_length
         if num_tokens == 0:
@@ -163,13 +164,13 @@ class Encoder:
         return room
 
     async def _use_adapter(self, name: str, samples: list[ReqState]) -> None:
-        """Hold the adapter in memory until the samples have left the table. Raises NotFoundError, RequestError, CapacityError."""
+        """Keep the adapter in memory until the samples leave the table. Raises NotFoundError, RequestError, CapacityError."""
         adapter = await self._adapters.acquire(name, len(samples))
         for sample in samples:
             sample.adapter = adapter
 
     def _describe(self, prompt: Prompt, ids: list[int], logprobs: LogprobSpec | None, own: list[ReqState]) -> None:
-        """Note in the samples of a prompt what their outputs will be shown with."""
+        """Store in the samples of a prompt what is needed to present and log their outputs."""
         logged_input = self._request_log.input_of(prompt, ids)
         dumped_prompt = _beginning(prompt, ids) if self._args.crash_dump_prompts else ""
         for sample in own:
@@ -193,7 +194,7 @@ class Encoder:
 
 
 def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLimits:
-    """What calls are checked against. max_samples: that an idle server takes."""
+    """The limits of a call. max_samples: how many samples an idle server accepts."""
     return CallLimits(
         vocab_size=ready.vocab_size,
         hidden_size=ready.hidden_size,
@@ -214,7 +215,7 @@ def processor_names(option: str) -> frozenset[str]:
 
 
 def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
-    """Which logprobs the engine is asked for. Raises RequestError."""
+    """Which logprobs to ask the engine for. Raises RequestError."""
     if not prompt.return_logprob:
         return None
     # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.
@@ -234,7 +235,7 @@ def _requests(
     own: list[ReqState],
     obj: GenerateReqInput,
 ) -> list[TokenizedGenerateReqInput]:
-    """What the scheduler gets of each sample of a prompt."""
+    """The scheduler's request for each sample of a prompt."""
     packed = pack_int32(ids)
     call, adapter = own[0].call, own[0].adapter
     tenant = call.tenant
@@ -271,7 +272,7 @@ def _outputs_only(logprobs: LogprobSpec, num_prompt_tokens: int) -> LogprobSpec:
 
 
 def _beginning(prompt: Prompt, ids: list[int]) -> str:
-    """The beginning of a prompt for dumps: text where it is text, else ids."""
+    """The beginning of a prompt for dumps: its text if it has one, else its ids."""
     if prompt.input_embeds is not None:
         return f"{len(ids)} embeddings"
     return repr(prompt.text[:DUMPED_CHARACTERS]) if prompt.text is not None else repr(ids[:DUMPED_IDS])

@@ -1,8 +1,8 @@
-"""The one end of each sample: out of the table, counted, logged, its waiter woken.
+"""Ends samples: removes them from the table, counts and logs them, wakes the waiting client.
 
-Owns the order of these effects, and gives back what the sample held: its turn of a session, its adapter, its share of a replica's load.
-Does not decide that a sample ends: its output does (`outputs`), or the way to the engine (`replay`), or its waiter leaves. Used by the
-tokenizer manager, in its event loop only.
+Owns the order of these effects, and releases what a sample held: its turn in a session, its adapter, its share of a replica's load. Does not
+decide when a sample ends: `outputs` does at the last output, `replay` when it cannot be sent, the tokenizer manager when the client leaves.
+Used by the tokenizer manager, in its event loop only.
 """
 
 from collections.abc import Callable
@@ -20,20 +20,20 @@ from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason
 from headrace.metrics.catalog import Metrics
 
 DEADLINE_STATUS = 408
-"""Status of the scheduler's aborts of requests that ran out of time."""
+"""Status code of requests that the scheduler aborted at their deadline."""
 NO_ROOM_STATUS = 503
-"""Status of aborts of requests that waited too long, or found the scheduler's queue full."""
+"""Status code of requests that waited too long in the queue, or found the scheduler's queue full."""
 
 
 class SpanSink(Protocol):
-    """Takes what happened to each sample, for traces."""
+    """Receives the timeline of each sample, for traces."""
 
     def add(self, timeline: Timeline) -> None:
         """A sample has ended. Must not block."""
 
 
 class Endings:
-    """See the module's text. clock: seconds. balancer: None for one replica. spans: is told of every sample that ended."""
+    """See the module docstring. clock: in seconds. balancer: None with one replica. spans: receives every sample that has ended."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Endings:
         self._balancer = balancer
 
     def end(self, sample: ReqState, finish: FinishReason) -> None:
-        """End a sample, which no scheduler works on any more."""
+        """End a sample. No scheduler works on it any more."""
         now_s = self._clock()
         if sample.turn is not None and finish.type != "abort" and not sample.call.abandoned:
             self._sessions.finish(sample.turn, sample.output_ids)
         if finish.status_code == DEADLINE_STATUS and sample.output_ids:
-            # What there is when time is up is an answer, and no error.
+            # With some output, reaching the deadline is not an error.
             finish = msgspec.structs.replace(finish, status_code=0)
         if finish.status_code == NO_ROOM_STATUS:
             self._metrics.count_rejected("queue_timeout" if finish.message == WAITED_TOO_LONG else "queue_full")
@@ -74,7 +74,7 @@ class Endings:
         self._request_log.write(sample)
 
     def forget(self, sample: ReqState) -> None:
-        """Take a sample out of the table, and give back what it held; its rid may be used again. Later calls do nothing."""
+        """Remove a sample from the table and release what it held. Later calls do nothing."""
         if not self._table.forget(sample, self._clock()):
             return
         leave_replica(sample, self._balancer)
@@ -98,7 +98,7 @@ class Endings:
 
 
 def count_prompt(sample: ReqState, metrics: Metrics) -> None:
-    """The prompt has been computed: the sample has its first token, or ended without one as it was asked to."""
+    """Count a computed prompt: its sample has the first token, or has ended regularly without one."""
     if sample.first_of_prompt:
         metrics.prompt_tokens.inc(sample.num_prompt_tokens)
         metrics.cached_tokens.inc(sample.stats.cached_tokens)

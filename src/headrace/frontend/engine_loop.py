@@ -1,7 +1,7 @@
-"""The loop that takes the engine's messages.
+"""The loop that receives the engine's messages.
 
-Owns its task and its thread, and why there is no engine any more. Does not own what a message means: its kind has a handler. Lives in the
-event loop that first uses it; `is_here` may be asked from any thread.
+Owns its task and its thread, and the reason why the engine has failed. Each kind of message has a handler elsewhere. Lives in the event loop
+that first uses it; `is_here` may be called from any thread.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ logger = get_logger(__name__)
 
 
 class EngineLoop:
-    """See the module's text.
+    """See the module docstring.
 
-    handlers: of messages, by kind. failure: why there is no engine any more; None while there is. on_broken: set by the owner; called
-    when the loop has broken, in it.
+    handlers: by kind of message. failure: why the engine has failed; None while it works. on_broken: set by the owner; called in the event
+    loop when a handler has failed and no more messages are received.
     """
 
     def __init__(self, receiver: Receiver, link: EngineLink, watchdog: Watchdog) -> None:
@@ -39,21 +39,21 @@ class EngineLoop:
 
     @property
     def asyncio_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Where it runs; None before it has begun."""
+        """The event loop that it runs in; None before `start`."""
         return self._asyncio_loop
 
     @property
     def dropped_frames(self) -> int:
-        """Malformed frames among what the engine has sent."""
+        """Number of malformed frames received from the engine."""
         return self._receiver.dropped_frames
 
     @property
     def num_stalls(self) -> int:
-        """How often the loop stood still for too long."""
+        """How often the loop was blocked for too long."""
         return self._watchdog.num_stalls
 
     def start(self) -> None:
-        """Begin taking messages, in the running event loop. Later calls do nothing."""
+        """Start receiving messages in the running event loop. Later calls do nothing."""
         if self._task is None:
             self._asyncio_loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
@@ -61,28 +61,31 @@ class EngineLoop:
             self._watchdog.start()
 
     async def close(self) -> None:
-        """Stop, and close the receiving end. Idempotent."""
+        """Stop receiving and close the receiver. Idempotent."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        # Here, because an end that a loop watches is to be closed on that loop.
+        # A receiver that an event loop watches must be closed in that loop.
         self._receiver.close()
         self._watchdog.stop()
 
     def check(self) -> None:
-        """Raises ExecutionError when there is no engine any more."""
+        """Raises ExecutionError when the engine has failed."""
         if self.failure is not None:
             raise ExecutionError(self.failure)
 
     def check_serving(self) -> None:
-        """The engine can be asked, and its replies will be taken. Raises ExecutionError, CapacityError while it is being started again."""
+        """Check that the engine can be asked, and make sure that its replies are received.
+
+        Raises ExecutionError when it has failed, CapacityError while it is being restarted.
+        """
         self.check()
         if not self._link.is_serving:
             raise nobody_lives()
         self.start()
 
     def is_here(self, method: Callable[..., None], *args: object) -> bool:
-        """True in the loop's thread (or before there is one). Else `method` will be called there."""
+        """Whether this is the loop's thread (or there is none yet). If not, `method` is scheduled to be called there."""
         loop = self._asyncio_loop
         if loop is None or threading.get_ident() == self._thread:
             return True

@@ -25,7 +25,7 @@ from headrace.metrics.catalog import Metrics
 logger = get_logger(__name__)
 
 LOOK_S = 0.2
-"""How often a thread that waits for a scheduler looks whether the loop still runs."""
+"""Seconds between two checks that the event loop still runs, while a thread waits for it."""
 
 
 class Asker(Protocol):
@@ -35,20 +35,21 @@ class Asker(Protocol):
         """A replica has died: do not wait for its replies."""
 
     def fail_all(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`, from now on."""
+        """End every waiting operation with `error`, and every later one."""
 
 
 class Teller(Protocol):
-    """Knows what a restarted scheduler has to be told before it gets a request."""
+    """Has something to tell a restarted scheduler before it gets requests."""
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """Send what differs from a scheduler that has just started."""
+        """Send what a scheduler that has just started does not know."""
 
 
 class EngineParts:
     """See the module docstring.
 
-    num_restarts: processes that are back in service. askers: those who may be waiting for a scheduler that dies. tellers: in this order.
+    num_restarts: how often a process came back into service. askers: may wait for replies of a scheduler that dies. tellers: are called in
+    this order.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ HEALTH_RID_PREFIX = "headrace-health-"
 
 
 class Health:
-    """See the module docstring. generate: carries out a request of the server's own. clock: seconds."""
+    """See the module docstring. generate: runs a request of the server's own. clock: seconds."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class Health:
         self._probe = SharedProbe(self._can_generate, clock)
 
     def is_alive(self) -> bool:
-        """Every part that requests need is there and has been heard lately."""
+        """The detokenizer and a scheduler are running, and have been heard lately."""
         if self._engine_loop.failure is not None or not self._link.is_serving:
             return False
         self._engine_loop.start()
         return not self._heartbeats.is_silent
 
     async def makes_tokens(self) -> bool:
-        """It is alive and makes a token, or did within the last second; see `SharedProbe`."""
+        """The engine is alive and makes a token now, or did within the last second; see `SharedProbe`."""
         return self.is_alive() and await self._probe.result()
 
     async def _can_generate(self) -> bool:
-        """Whether the engine makes a token now, or is seen to be making some."""
+        """Whether the engine is making tokens, or makes one when asked."""
         try:
             return await self._control.is_busy() or await asyncio.wait_for(self._generate_one(), HEALTH_TIMEOUT_S)
         except (HeadraceError, TimeoutError):

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from headrace.messages.control import Heartbeat
 
 HEARTBEAT_LIMIT_S = 5.0
-"""A process that has been heard before and is silent for so long is not healthy."""
+"""A process that has been heard before and is then silent for this long is not healthy."""
 DETOKENIZER = "detokenizer"
-"""The name of the one process that is no scheduler."""
+"""Every other process that sends heartbeats is a scheduler."""
 
 
 class Heartbeats:
-    """See the module's text. clock: seconds."""
+    """See the module docstring. clock: in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -19,16 +19,16 @@ class Heartbeats:
         self._dropped_frames: dict[str, int] = {}
 
     def handle(self, message: Heartbeat) -> None:
-        """A process lives."""
+        """Note that a process is alive."""
         self._heard_s[message.process] = self._clock()
         self._dropped_frames[message.process] = message.dropped_frames
 
     def forget(self, process: str) -> None:
-        """It has died, or another begins under its name."""
+        """The process has died, or another one starts under its name."""
         self._heard_s.pop(process, None)
 
     def age_s(self, process: str) -> float | None:
-        """Seconds since a process was last heard, None when it never was. From any thread."""
+        """Seconds since a process was last heard; None if it never was. May be called from any thread."""
         last_s = self._heard_s.get(process)
         return None if last_s is None else self._clock() - last_s
 
@@ -42,5 +42,5 @@ class Heartbeats:
 
     @property
     def detokenizer_dropped_frames(self) -> int:
-        """Malformed frames, as the detokenizer counts them."""
+        """Number of malformed frames that the detokenizer has received."""
         return self._dropped_frames.get(DETOKENIZER, 0)

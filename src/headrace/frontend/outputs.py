@@ -1,7 +1,7 @@
-"""The outputs of the engine, taken into account: from the detokenizer's messages to the samples.
+"""Takes the detokenizer's messages and applies them to the samples.
 
-Owns what is counted of outputs, and the limit on what a client leaves unread. Does not own the outputs: each `ReqState` does. Runs in the
-tokenizer manager's event loop.
+Owns the counting of outputs, and the limit on output that a client has not read. Each `ReqState` owns its output. Runs in the tokenizer
+manager's event loop.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 
 class Outputs:
-    """See the module's text. max_unread_bytes: of a sample that streams. num_unknown: outputs of samples that nobody knows."""
+    """See the module docstring. max_unread_bytes: limit per streaming sample. num_unknown: outputs for rids that are not in the table."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Outputs:
         self._max_unread_bytes = max_unread_bytes
 
     def handle(self, batch: BatchStrOut) -> None:
-        """Take the outputs of a step. A sample whose output makes no sense ends, and the others go on."""
+        """Apply the outputs of one step. A malformed output ends its sample only."""
         if batch.source in self._link.gone:
             return
         now_s = self._clock()
@@ -60,7 +60,7 @@ class Outputs:
         self._metrics.generation_tokens.inc(new_tokens)
 
     def _apply(self, sample: ReqState, text: str, row: TokenIDOut, now_s: float) -> int:
-        """Take one output into account; its number of tokens."""
+        """Apply one output. Returns its number of tokens."""
         if sample.call.abandoned:
             if row.finish is not None:
                 self._endings.end(sample, row.finish)
@@ -78,7 +78,7 @@ class Outputs:
         return new_tokens
 
     def _count_tokens(self, sample: ReqState, had_tokens: int, new_tokens: int, elapsed_s: float) -> None:
-        """elapsed_s: since the output before."""
+        """had_tokens: before this output. elapsed_s: since the previous output."""
         if had_tokens:
             self._metrics.inter_token_latency_s.add(elapsed_s / new_tokens, new_tokens)
             return
@@ -87,7 +87,7 @@ class Outputs:
         count_prompt(sample, self._metrics)
 
     def _cut_off(self, sample: ReqState) -> None:
-        """Its client does not read. What it has left unread stays for it, but no more is made."""
+        """Abort a sample whose client does not read. The client can still read what there is."""
         if not sample.abort_asked:
             sample.abort_asked = True
             limit = self._max_unread_bytes

@@ -1,7 +1,7 @@
-"""What happened to the last requests: told to who asks, and written to files for operators.
+"""Timelines of the last requests: recorded, looked up for clients, and dumped to files for operators.
 
-Owns the answers and when a file is written. The events themselves are `timeline`'s, the files `crash_dump`'s. Runs in the tokenizer
-manager's event loop.
+Owns the lookup, and when a file is written. What is recorded is in `timeline`, the format of the files in `crash_dump`. Runs in the
+tokenizer manager's event loop.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from headrace.messages.weights import (
 
 
 class Records:
-    """See the module's text. timelines: of the samples of `table`, and of the last that ended. clock: seconds."""
+    """See the module docstring. timelines: of the samples in `table`, and of the last ones that ended. clock: in seconds."""
 
     def __init__(self, args: ServerArgs, table: SampleTable, timelines: Timelines, clock: Callable[[], float]) -> None:
         self._args = args
@@ -38,7 +38,7 @@ class Records:
         self._clock = clock
 
     def begin(self, call: CallState, traceparent: str) -> None:
-        """A call has entered the table. traceparent: W3C trace context of the caller's span."""
+        """Start the timelines of a call. traceparent: W3C trace context of the caller's span."""
         arrived_unix_s = time.time()
         for sample in call.samples:
             sample.timeline = Timeline(
@@ -54,7 +54,7 @@ class Records:
             self._timelines.add(sample.timeline)
 
     def note_operation(self, operation: WeightOperation) -> None:
-        """Every live sample was there when it was done."""
+        """Add an operation to the timelines of all live samples."""
         kind = _note_of(operation)
         if kind is None:
             return
@@ -63,9 +63,9 @@ class Records:
             sample.note(kind, now_s)
 
     def timelines(self, rid: str, caller: Caller = NOBODY) -> list[dict[str, Any]]:
-        """What happened to the sample `rid`, or to all samples of a call that the client knows by it; see `Timeline`.
+        """Timelines of the sample `rid`, or of all samples of the call with that rid; see `Timeline`.
 
-        caller: sees its own only, an admin everybody's. Raises NotFoundError.
+        caller: sees its own samples only; an admin sees all. Raises NotFoundError.
         """
         found = self._timelines.find(rid, caller)
         if not found:
@@ -77,7 +77,7 @@ class Records:
         return [timeline.describe() for timeline in found]
 
     async def dump(self) -> tuple[str, int]:
-        """Write what the last requests were to --dump-requests-dir: the file's name and how many. Raises RequestError, ExecutionError."""
+        """Write the last requests to a file in --dump-requests-dir. Returns its name and their number. Raises RequestError, ExecutionError."""
         folder = self._args.dump_requests_dir
         if folder is None:
             raise RequestError("there is no folder to write to: start the server with --dump-requests-dir")
@@ -90,7 +90,7 @@ class Records:
         return path.name, len(requests)
 
     def crash_dump(self, message: str) -> None:
-        """Write what the requests were to --crash-dump-dir, if that was asked for. message: what died."""
+        """Write the last requests to a file in --crash-dump-dir, if that is set. message: what has crashed."""
         if self._args.crash_dump_dir is not None:
             self._write_timelines()
             write_crash_dump(self._args.crash_dump_dir, message, self._timelines, self._args.crash_dump_prompts)
@@ -101,7 +101,7 @@ class Records:
 
 
 def _note_of(operation: WeightOperation) -> Note | None:
-    """How an operation is told of in timelines; None = not at all."""
+    """The event of an operation in timelines; None = it has none."""
     match operation:
         case PauseGeneration():
             return "paused"

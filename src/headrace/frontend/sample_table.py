@@ -1,10 +1,10 @@
-"""The samples that live: by rid, by the names of their calls, and how many of them wait.
+"""The table of live samples: by rid, by the names of their calls, with the count of those that wait.
 
-Owns the rids and names in use, the count of samples that wait (`sample_queue`), the calls that somebody waits for, and whether anything
-lives at all. Does not own the outputs of a sample, nor which replica has it. Used by the tokenizer manager, in its event loop only.
+Owns the rids and names in use, the count of waiting samples (`sample_queue`), the calls that a client waits for, and whether the table is
+empty. Does not own the outputs of a sample, nor which replica has it. Used by the tokenizer manager, in its event loop only.
 
-A call enters whole or not at all. A sample stays until `forget`, which may be after its waiter has left (`leave`): its rid is in use until
-the engine's last output of it has come.
+Either all samples of a call enter the table or none. A sample stays until `forget`, possibly longer than its client (`leave`): its rid is in
+use until the engine's last output for it has arrived.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from headrace.frontend.sample_queue import SampleQueue
 
 
 class SampleTable:
-    """See the module's text. samples: those that live, by rid; the mapping changes with the table."""
+    """See the module docstring. samples: the live samples by rid, a view of the table."""
 
     def __init__(self, queue: SampleQueue) -> None:
         self.queue = queue
@@ -29,18 +29,18 @@ class SampleTable:
 
     @property
     def is_empty(self) -> bool:
-        """No sample lives and nobody waits."""
+        """There is no live sample and no waiting client."""
         return not (self._calls or self._by_rid or self._calls_by_name)
 
     async def wait_until_empty(self) -> None:
-        """Return once no sample lives and nobody waits."""
+        """Return once there is no live sample and no waiting client."""
         await self._idle.wait()
 
     def enter(self, call: CallState, rid: str, now_s: float) -> None:
-        """Take in all samples of a call, under their rids and its names. rid: of the whole call, for the error.
+        """Add all samples of a call under their rids, and the call under its names. rid: the call's own, for the error message.
 
-        Raises RequestError for a rid in use, CapacityError (503) when the queue is full and (429) at a limit of the key. Then nothing has
-        changed.
+        Raises RequestError for a rid in use, CapacityError when the queue is full (503) or a limit of the key is reached (429); the table is
+        then as before.
         """
         self._check_unused(call, rid)
         tenant, count = call.tenant, len(call.samples)
@@ -54,21 +54,21 @@ class SampleTable:
         self._idle.clear()
 
     def begin(self, sample: ReqState, now_s: float) -> None:
-        """It has its first token, and waits no more. Later calls do nothing."""
+        """The sample has its first token: it no longer counts as waiting. Later calls do nothing."""
         if sample.queued:
             sample.queued = False
             self.queue.begin(now_s)
             sample.call.tenant.leave_queue()
 
     def leave(self, call: CallState, now_s: float) -> None:
-        """Nobody waits for the call any more. Its samples stay until each is forgotten."""
+        """The client of the call has its answer or has left. The samples stay until each is forgotten."""
         call.abandoned = True
         self._calls.discard(call)
         call.tenant.leave(now_s - call.created_s)
         self._note_idle()
 
     def forget(self, sample: ReqState, now_s: float) -> bool:
-        """Take a sample out: its rid, and the names that only it had left, may be used again. False when it was not there."""
+        """Remove a sample. Its rid may be used again, and so may a name once all of its samples are removed. False if it was not there."""
         if self._by_rid.get(sample.rid) is not sample:
             return False
         del self._by_rid[sample.rid]
@@ -81,12 +81,12 @@ class SampleTable:
         return True
 
     def fail(self, error: HeadraceError) -> None:
-        """Every waiter gets `error`."""
+        """End every waiting call with `error`."""
         for call in self._calls:
             call.fail(error)
 
     def find(self, scope: str, rid: str) -> list[ReqState]:
-        """The live sample that the key of this scope calls `rid`, or those of its call or prompt of this name."""
+        """The live sample `rid` of the key with this scope, or all samples of its call or prompt with that name."""
         name = scope + rid
         if name in self._by_rid:
             found = [self._by_rid[name]]
@@ -95,7 +95,7 @@ class SampleTable:
         return [sample for sample in found if sample.call.tenant.scope == scope]
 
     def scopes(self) -> set[str]:
-        """Of the keys whose calls are waited for."""
+        """Scopes of the keys that have waiting calls."""
         return {call.tenant.scope for call in self._calls}
 
     def _check_unused(self, call: CallState, rid: str) -> None:

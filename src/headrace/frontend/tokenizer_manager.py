@@ -1,7 +1,7 @@
-"""The one way into the engine: a call is checked, entered, encoded and sent, and its samples are handed out as they grow.
+"""The one way into the engine: a call is checked, entered, encoded and sent, and updates of its samples are returned.
 
-Owns the way of one call (`generate_request`), and puts together the parts that it needs. Each part owns its state and has a file of its
-own; the server and `Engine` reach them as attributes (`control`, `settings`, `weights`, ...). Does not own HTTP, text of tokens
+Owns the course of a call (`generate_request`), and composes the parts that it needs. Each part owns its state and has its own file; the
+server and `Engine` reach them as attributes (`control`, `settings`, `weights`, ...). Does not own HTTP, detokenizing
 (`detokenizer_manager`) or scheduling. Lives in the main process; everything here runs in one event loop, except where a method says that
 it may be called from any thread. No torch.
 
@@ -67,7 +67,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 STOPPED = "the server has stopped"
 DISCONNECT_POLL_S = 0.25
 ABORT_WAIT_S = 2.0
-"""After a drain's limit, aborted samples have so long to hand out their partial text."""
+"""How long a drain waits for aborted samples to return their partial text."""
 
 
 class TokenizerManager:
@@ -105,7 +105,7 @@ class TokenizerManager:
         self._anybody = Tenant(TenantLimits(name=""))
         self._token_text = functools.lru_cache(maxsize=65536)(self._decode_token)
 
-        # Which samples live, and how each ends.
+        # The live samples, and how they end.
         timelines = Timelines(args.timeline_requests)
         request_log = RequestLog(args.log_requests, args.log_requests_level)
         schedulers = [to_scheduler, *more_schedulers]
@@ -134,7 +134,7 @@ class TokenizerManager:
         self.engine_loop = EngineLoop(from_engine, self.link, watchdog or Watchdog("tokenizer manager", 0.0))
         self.engine_loop.on_broken = self._broken
 
-        # What is asked of the engine beside requests.
+        # Operations of the engine other than requests.
         check = self.engine_loop.check_serving
         self.control = Control(self.engine_loop, self.link, to_detokenizer, args.enable_fault_injection)
         self.experts = ExpertRecording(self.link.replicas_up, check)
@@ -187,7 +187,7 @@ class TokenizerManager:
         handlers.register(WeightOpReply, self.weights.handle)
 
     def start(self) -> None:
-        """Begin taking outputs, in the running event loop. Later calls do nothing."""
+        """Start receiving outputs in the running event loop. Later calls do nothing."""
         self.engine_loop.start()
 
     # -- one call
@@ -200,20 +200,21 @@ class TokenizerManager:
         default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         caller: Caller = NOBODY,
     ) -> AsyncGenerator[SampleUpdate, None]:
-        """What is new of the samples of one call.
+        """Carry out one call. Yields updates of its samples.
 
-        With `stream` as it comes, the last of each sample with its finish reason. Without: one update of each sample in prompt-major order,
-        once all have ended. Closing the generator early, or `is_disconnected` becoming true, aborts what is unfinished.
+        With `stream`: an update whenever a sample has new output; the last update of each sample has its finish reason. Without: one update of
+        each sample in prompt-major order, once all have ended. Closing the generator early, or `is_disconnected` becoming true, aborts the
+        unfinished samples.
 
-        default_max_new_tokens: for prompts that do not say; never more than the context has room for.
-        caller: whose limits count.
+        default_max_new_tokens: for prompts that give no limit; never more than the context has room for.
+        caller: whose limits apply.
         Raises, before any output: RequestError, CapacityError (queue full, a limit of the key, stopping), ExecutionError (engine gone, or the
         sample failed before its first token). A sample of a list that fails ends with its own finish reason.
         """
         self.engine_loop.start()
         self._check_accepting()
         call = await self.encoder.split(obj)
-        # A large call is split beside others: the server may have stopped meanwhile.
+        # A large call is split in a thread: the server may have stopped meanwhile.
         self._check_accepting()
         state = self._register(call, obj, caller)
         try:
@@ -241,9 +242,9 @@ class TokenizerManager:
             raise CapacityError("the server is stopping and takes no new requests", retry_after_s=5.0)
 
     def _register(self, call: Call, obj: GenerateReqInput, caller: Caller) -> CallState:
-        """Enter every sample into the table before anything is awaited or sent: no output can be missed, no rid taken twice.
+        """Add every sample to the table before anything is awaited or sent: no output can be missed, no rid used twice.
 
-        Raises RequestError for a rid in use and CapacityError when the queue is full or a limit of the caller's key is reached.
+        Raises RequestError for a rid in use, CapacityError when the queue is full or a limit of the caller's key is reached.
         """
         token_text = self._token_text if obj.return_text_in_logprobs else _no_text
         state = CallState(stream=obj.stream, is_list=call.is_list, token_text=token_text)
@@ -264,7 +265,7 @@ class TokenizerManager:
         return state
 
     def _send(self, state: CallState, requests: list[TokenizedGenerateReqInput]) -> None:
-        """Send the samples in one message; those aborted meanwhile end here."""
+        """Send the samples to the schedulers; those aborted meanwhile end here."""
         if state.error is not None:
             raise state.error
         now = self._clock()
@@ -286,17 +287,17 @@ class TokenizerManager:
 
     @staticmethod
     def _take_back(samples: Iterable[ReqState]) -> None:
-        """Submitting broke: what no replica has is not held to be sent later, and has no end to wait for."""
+        """After a failed submit: samples that no replica has will not be sent later, and have no end to wait for."""
         for sample in samples:
             if sample.replica == NOWHERE:
                 sample.request, sample.sent_s = None, 0.0
 
     async def _wait_for_all(self, state: CallState, is_disconnected: IsDisconnected | None) -> None:
-        """Until every sample has ended. Raises the first failure when there is nothing else to answer."""
+        """Wait until every sample has ended. Raises the first failure if all have failed."""
         for _ in state.samples:
             await self._next(state, is_disconnected)
-        # A list with nothing but failures is answered as one: there is nothing to tell apart. A fault of ours is a failure even
-        # after some tokens: nothing of this answer has been sent yet.
+        # A list in which everything failed is answered with one error. A fault of the engine is a failure even after some tokens:
+        # no part of this answer has been sent yet.
         failures = [
             sample.failed
             for sample in state.samples
@@ -306,7 +307,7 @@ class TokenizerManager:
             raise failures[0]
 
     async def _next(self, state: CallState, is_disconnected: IsDisconnected | None) -> ReqState:
-        """The next sample with something new. Raises RequestError when the client has gone away."""
+        """The next sample with new output. Raises RequestError when the client has disconnected."""
         while True:
             sample = await state.next_news(None if is_disconnected is None else DISCONNECT_POLL_S)
             if sample is not None:
@@ -315,7 +316,7 @@ class TokenizerManager:
                 raise RequestError("the client closed the connection", code="client_disconnected")
 
     def _release(self, state: CallState) -> None:
-        """The waiter has left: abort what is unfinished. A sample that was sent keeps its rid until its last output has come."""
+        """The client has its answer or has left: abort unfinished samples. One that was sent keeps its rid until its last output."""
         self.table.leave(state, self._clock())
         sent = []
         for sample in state.unfinished:
@@ -329,8 +330,8 @@ class TokenizerManager:
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
         """Abort the sample `rid`, all samples of the call or prompt named `rid`, or everything. An unknown rid is harmless.
 
-        caller: aborts its own requests only, an admin everybody's. Everything is everybody's, whoever asks. The waiters get what
-        there is, with finish reason abort. Nothing leaves the table here: each sample's end does that.
+        caller: can abort its own requests only, an admin those of all keys; `abort_all` aborts all requests in any case. Waiting clients get
+        the output so far, with finish reason abort.
         """
         if abort_all:
             self.aborts.abort_all()
@@ -344,24 +345,24 @@ class TokenizerManager:
         timeout_s: float | None = None,
         caller: Caller = NOBODY,
     ) -> str:
-        """Open a session of the caller's; its id. See `Sessions.open`. Raises RequestError, CapacityError."""
+        """Open a session of the caller. Returns its id. See `Sessions.open`. Raises RequestError, CapacityError."""
         self._check_accepting()
         if capacity_of_str_len and self.args.skip_tokenizer_init:
             refuse_text("capacity_of_str_len")
         return self.sessions.open(session_id, capacity_of_str_len, timeout_s, caller.tenant or self._anybody)
 
     def close_session(self, session_id: str, caller: Caller = NOBODY) -> None:
-        """Forget a session of the caller's, or for an admin anybody's. Its running requests go on. Raises NotFoundError."""
+        """Close a session of the caller; an admin can close any. Its running requests continue. Raises NotFoundError."""
         self.sessions.close(session_id, caller)
 
     # -- the state of the engine
 
     async def health(self, generate: bool = False) -> bool:
-        """Whether the engine lives. With `generate`: whether it makes a token, or did within the last second; see `SharedProbe`."""
+        """Whether the engine is alive. With `generate`: whether it makes a token, or did within the last second; see `Health`."""
         return await self._health.makes_tokens() if generate else self._health.is_alive()
 
     def counters(self) -> dict[str, int]:
-        """What went wrong outside the scheduler and was survived: malformed frames, outputs nobody waits for, stalls of the loop."""
+        """Counters of survived faults outside the scheduler: malformed frames, unknown outputs, stalls, restarts, replays."""
         return {
             "num_unknown_outputs": self.outputs.num_unknown,
             "dropped_frames": self.engine_loop.dropped_frames,
@@ -381,11 +382,11 @@ class TokenizerManager:
     # -- the end
 
     def stop_accepting(self) -> None:
-        """New calls get a CapacityError from now on."""
+        """Refuse new calls with a CapacityError from now on."""
         self._accepting = False
 
     async def drain(self, timeout_s: float) -> bool:
-        """Stop accepting and wait for what runs; after `timeout_s` seconds abort the rest. True when nothing was aborted."""
+        """Refuse new calls and wait for running ones; abort those left after `timeout_s` seconds. True when none was aborted."""
         self.stop_accepting()
         try:
             await asyncio.wait_for(self.table.wait_until_empty(), timeout_s)
@@ -400,7 +401,7 @@ class TokenizerManager:
         return False
 
     def fail_all(self, message: str) -> None:
-        """The engine is gone: every waiter gets an ExecutionError, now and from now on. From any thread; idempotent."""
+        """The engine has failed: end every waiting call and every later one with an ExecutionError. From any thread; idempotent."""
         if not self.engine_loop.is_here(self.fail_all, message):
             return
         if self.engine_loop.failure is not None:
@@ -418,13 +419,13 @@ class TokenizerManager:
                 self.endings.forget(sample)
 
     async def close(self) -> None:
-        """Stop the loop and the threads and close the receiving end; waiters get an error. Idempotent."""
+        """Stop the loop and the threads and close the receiver; waiting calls end with an error. Idempotent."""
         self.fail_all(STOPPED)
         await self.engine_loop.close()
         self.encoder.close()
 
     def _broken(self) -> None:
-        """The loop that takes the engine's messages has broken."""
+        """The engine's messages are no longer received."""
         self.fail_all("internal error")
         self.on_broken()
 
@@ -433,7 +434,7 @@ class TokenizerManager:
 
 
 def _drop(_message: Message) -> None:
-    """There is no detokenizer to tell."""
+    """Used when there is no detokenizer to send to."""
 
 
 def _no_text(_token_id: int) -> str | None:
