@@ -1,0 +1,28 @@
+"""The benchmark of the scheduler's own time: every turn that it times is a decode turn of all rows."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import scheduler_turn
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_every_timed_turn_decodes_every_row(stream):
+    scheduler = scheduler_turn.decoding(num_rows=3, num_turns=40, stream=stream)
+    before = [req.num_outputs for req in scheduler.state.running]
+    for _ in range(40):
+        scheduler.run_once()
+
+    assert [req.num_outputs - made for req, made in zip(scheduler.state.running, before, strict=True)] == [40] * 3
+    assert scheduler.state.counters.num_finished == 0
+
+
+def test_the_report_has_a_row_for_each_number_of_rows():
+    row = scheduler_turn.measure(num_rows=2, num_turns=20, stream=True)
+
+    assert (row["rows"], row["turns"]) == (2, 20)
+    assert row["min_ms"] <= row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
