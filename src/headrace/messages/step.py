@@ -78,7 +78,7 @@ class StepResult:
     """The result of a step. Arrays and maps are by row of the plan.
 
     ids: int32[num_ids], the sampled tokens of all rows. id_starts: int32[num_rows + 1]; the ids of row r are ids[id_starts[r] : id_starts[r + 1]],
-    none if the row does not sample or has an error. Consecutive: ids written after starts[r]+counts[r]-1.
+    none if the row does not sample or has an error. They are the tokens at positions starts[r]+counts[r] and following.
     errors: row -> message; only that sample ends, with a 500.
     logprobs: row -> block of its ids. prompt_logprobs: row -> block of the prompt tokens whose logits this
     chunk computed: chunk positions p with prompt_start <= p + 1 < num_prompt_tokens give the entry of token p + 1.
