@@ -125,12 +125,13 @@ class LoraLoader:
                 return
             request, _ = lane.task
             rest = lane.abandon()
+        why = f"reading it took longer than {self._limit_s:g} s (--weight-update-timeout-s)"
+        logger.error("gave up on an adapter: %s", why)
+        # Before the tasks behind it can be answered by their thread.
+        self._replies.send(LoraReply(request.id, request.lora_id, 500, why))
         self._lane = Lane(self._clock, self._do)
         for task in rest:
             self._lane.submit(task)
-        why = f"reading it took longer than {self._limit_s:g} s (--weight-update-timeout-s)"
-        logger.error("gave up on an adapter: %s", why)
-        self._replies.send(LoraReply(request.id, request.lora_id, 500, why))
 
     def _do(self, lane: Lane, task: Task) -> None:
         """Runs in the lane's thread."""
