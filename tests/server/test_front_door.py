@@ -27,8 +27,9 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import ContinueGeneration
 from headrace.sampling.params import SamplingParams
 from headrace.server.http import describe_error
-from headrace.server.remote_frontend import METHODS, PARTS, RemoteFrontend
-from headrace.server.request_frontend import RequestFrontend
+from headrace.server.remote_calls import RemoteCalls
+from headrace.server.remote_frontend import RemoteFrontend
+from headrace.server.request_frontend import METHODS, PARTS, RequestFrontend
 
 
 class House:
@@ -47,11 +48,12 @@ class House:
 
     async def worker(self, number: int) -> RemoteFrontend:
         queue = LocalQueue()
-        remote = RemoteFrontend(number, self.to_front, queue)
-        remote.queue = queue
-        self.tasks.append(asyncio.create_task(remote.run()))
+        calls = RemoteCalls(number, self.to_front, queue)
+        self.tasks.append(asyncio.create_task(calls.run()))
         self.door.add(number, queue)
-        await remote.wait_for_news()
+        await calls.wait_for_news()
+        remote = RemoteFrontend(calls)
+        remote.calls, remote.queue = calls, queue
         return remote
 
 
@@ -77,7 +79,7 @@ async def until(condition):
 
 
 def test_every_method_of_the_front_end_crosses():
-    remote = RemoteFrontend(0, LocalQueue(), LocalQueue())
+    remote = RemoteFrontend(RemoteCalls(0, LocalQueue(), LocalQueue()))
     sides = [(RequestFrontend, remote, "")] + [(PARTS[name], getattr(remote, name), f"{name}.") for name in PARTS]
     crossing = set()
     for protocol, side, prefix in sides:
@@ -160,7 +162,7 @@ async def test_a_slow_client_holds_only_its_own_updates_back():
         async with aclosing(remote.generate_request(call)) as slow:
             first = await anext(slow)
             await updates_of(remote, stream=True)
-            [results] = remote._calls.values()
+            [results] = remote.calls._calls.values()
             assert len(results.outputs) < WINDOW
             rest = [update async for update in slow]
 
@@ -211,12 +213,12 @@ async def test_callers_are_known_by_the_name_of_their_key():
 async def test_malformed_calls_are_refused_and_hurt_nobody():
     async with house() as home:
         remote = await home.worker(0)
-        _, results = remote._send("nonsense", {})
+        _, results = remote.calls._send("nonsense", {})
         await results.wake.wait()
 
         assert isinstance(results.error, RequestError)
         with pytest.raises(ExecutionError):
-            await remote.call("adapters.load", name=5, path="p")
+            await remote.calls.call("adapters.load", name=5, path="p")
         assert await remote.health() is True
 
 
@@ -224,6 +226,6 @@ async def test_a_worker_that_is_told_to_leave_says_so():
     async with house() as home:
         remote = await home.worker(0)
         left = asyncio.Event()
-        remote.on_shutdown = left.set
+        remote.calls.on_shutdown = left.set
         remote.queue.send(ShutdownReq())
         await left.wait()

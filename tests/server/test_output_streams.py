@@ -27,7 +27,9 @@ from headrace.messages.outputs import FinishReason, LogprobBlock
 from headrace.messages.packing import pack_float32, pack_int32, unpack_int32
 from headrace.messages.requests import LogprobSpec
 from headrace.server.app import create_app
-from headrace.server.remote_frontend import METHODS, RemoteFrontend
+from headrace.server.remote_calls import RemoteCalls
+from headrace.server.remote_frontend import RemoteFrontend
+from headrace.server.request_frontend import METHODS
 
 LENGTH = FinishReason("length", length=5)
 STOP_STRING = FinishReason("stop", matched="END")
@@ -115,11 +117,11 @@ async def remote_frontend(manager: TokenizerManager):
     """`manager` as an HTTP worker sees it."""
     to_front, to_worker = LocalQueue(), LocalQueue()
     door = FrontDoor(manager, METHODS, to_front, lambda: FrontNews([], "default", True, "info"), {}.get)
-    remote = RemoteFrontend(1, to_front, to_worker)
-    tasks = [asyncio.create_task(door.run()), asyncio.create_task(remote.run())]
+    calls = RemoteCalls(1, to_front, to_worker)
+    tasks = [asyncio.create_task(door.run()), asyncio.create_task(calls.run())]
     door.add(1, to_worker)
-    await remote.wait_for_news()
-    yield remote
+    await calls.wait_for_news()
+    yield RemoteFrontend(calls)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,8 +26,7 @@ from headrace.messages.control import FlushCacheReply
 from headrace.messages.outputs import FinishReason
 from headrace.server.address import bind
 from headrace.server.listener import Server
-from headrace.server.remote_frontend import PARTS
-from headrace.server.request_frontend import RequestFrontend
+from headrace.server.request_frontend import PARTS, RequestFrontend
 
 
 def test_health_follows_the_engine(client: httpx.Client, server: Running):

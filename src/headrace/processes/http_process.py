@@ -31,11 +31,12 @@ async def _serve(
     from headrace.server.app import create_app
     from headrace.server.context import ServerStatus
     from headrace.server.listener import Server
+    from headrace.server.remote_calls import RemoteCalls
     from headrace.server.remote_frontend import RemoteFrontend
 
     status = ServerStatus()
-    frontend = RemoteFrontend(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
-    app = create_app(frontend, args, model, status)
+    calls = RemoteCalls(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
+    app = create_app(RemoteFrontend(calls), args, model, status)
     server = Server(app, args, listening=socket.socket(fileno=start.listening_fd))
 
     def on_news(before: FrontNews, news: FrontNews) -> None:
@@ -45,11 +46,11 @@ async def _serve(
         if before.keys_generation != news.keys_generation and app.state.keys is not None:
             app.state.keys.reload()
 
-    frontend.on_news = on_news
-    frontend.on_shutdown = server.shutdown
-    taking = asyncio.get_running_loop().create_task(frontend.run())
+    calls.on_news = on_news
+    calls.on_shutdown = server.shutdown
+    taking = asyncio.get_running_loop().create_task(calls.run())
     try:
-        await frontend.wait_for_news()
+        await calls.wait_for_news()
         await server.serve(lambda: on_ready(None))
     finally:
         taking.cancel()

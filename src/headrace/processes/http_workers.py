@@ -49,7 +49,7 @@ class HttpWorkers:
         keys: "ApiKeys | None",
         status: "ServerStatus",
     ) -> None:
-        from headrace.server.remote_frontend import METHODS
+        from headrace.server.request_frontend import METHODS
 
         self.url = local_url(args.host, listening.getsockname()[1])
         self.on_death: Callable[[str], None] = lambda message: None

@@ -6,6 +6,7 @@ The front end is the `TokenizerManager` where the server runs in the main proces
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
+from headrace.frontend.remote_methods import remote_methods
 from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
@@ -218,3 +219,19 @@ class RequestFrontend(Protocol):
     def metrics_text(self) -> Soon[bytes]:
         """Every metric, in Prometheus' text format."""
         ...
+
+
+PARTS: dict[str, type] = {
+    "adapters": AdaptersFrontend,
+    "control": ControlFrontend,
+    "experts": ExpertsFrontend,
+    "records": RecordsFrontend,
+    "settings": SettingsFrontend,
+    "weights": WeightFrontend,
+}
+"""The parts of a `RequestFrontend`, by name."""
+
+METHODS = remote_methods(RequestFrontend) | {
+    f"{part}.{name}": method for part, protocol in PARTS.items() for name, method in remote_methods(protocol).items()
+}
+"""Every method that an HTTP worker can call in the main process, by name."""
