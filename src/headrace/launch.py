@@ -146,9 +146,7 @@ def _generation_defaults(args: ServerArgs, model: "ModelConfig") -> "GenerationD
 
     defaults = sampling_defaults(args, model)
     if defaults.not_followed:
-        logger.warning(
-            "the model's sampling settings ask for what is not done here: %s", ", ".join(defaults.not_followed)
-        )
+        logger.warning("the model has sampling settings that are not supported: %s", ", ".join(defaults.not_followed))
     return GenerationDefaults(
         temperature=defaults.temperature,
         top_p=defaults.top_p,

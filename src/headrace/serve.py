@@ -160,7 +160,9 @@ class Ending:
         if self._drain is not None:
             self._server.shutdown(force=True)
             return
-        logger.info("stopping: running requests have %.0f s; a second signal ends them now", self._drain_timeout_s)
+        logger.info(
+            "stopping: running requests have %.0f s to finish; a second signal ends them at once", self._drain_timeout_s
+        )
         self._status.draining = True
         self._drain = self._loop.create_task(self._drain_and_stop())
 

@@ -129,9 +129,12 @@ def test_the_line_names_file_and_key(change, line):
     [
         (
             {"model_type": "olmo2", "hidden_size": "x"},
-            "config.json: transformers takes it for no config of olmo2: .*hidden_size",
+            "config.json: transformers does not accept it as a config of olmo2: .*hidden_size",
         ),
-        ({"model_type": "gpt2", "n_head": [4]}, "config.json: transformers takes it for no config of gpt2: .*n_head"),
+        (
+            {"model_type": "gpt2", "n_head": [4]},
+            "config.json: transformers does not accept it as a config of gpt2: .*n_head",
+        ),
         ({"model_type": "granite", "rope_parameters": 5}, r"config\.json"),
     ],
 )

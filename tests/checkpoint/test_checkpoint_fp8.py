@@ -58,7 +58,7 @@ def test_a_matrix_may_have_one_scale(tmp_path):
             BLOCKS,
             r"is \[2, 1\], expected \[1, 1\]",
         ),
-        ({"a.weight_scale_inv": torch.ones(1, 1)}, BLOCKS, "no weight beside it"),
+        ({"a.weight_scale_inv": torch.ones(1, 1)}, BLOCKS, "no corresponding weight"),
         ({"a.weight": codes(16, 32), "a.weight_scale": torch.ones(16)}, WHOLE, "expected"),
     ],
 )

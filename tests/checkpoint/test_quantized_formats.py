@@ -148,7 +148,7 @@ def test_a_missing_part_and_a_wrong_shape_are_named(tmp_path):
 
 
 def test_a_config_that_promises_quantised_layers_needs_some(tmp_path):
-    with pytest.raises(ModelError, match="holds no qweight"):
+    with pytest.raises(ModelError, match="has no qweight"):
         open_checkpoint(write(tmp_path, {}, quant_method="awq", bits=4, group_size=32))
 
 

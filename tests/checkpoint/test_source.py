@@ -170,7 +170,7 @@ def test_a_tensor_in_two_shards_is_named(sharded):
 def test_an_index_cannot_point_outside_the_folder(sharded, target):
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": target}}))
 
-    with pytest.raises(ModelError, match="no safetensors file of the folder"):
+    with pytest.raises(ModelError, match="not a safetensors file of the folder"):
         open_checkpoint(sharded)
 
 
@@ -188,7 +188,7 @@ def test_a_number_that_is_not_finite_is_found(folder, name, value):
     weights[name].view(-1)[5] = value
     save_file(weights, folder / "model.safetensors")
 
-    with pytest.raises(ModelError, match=f"model.safetensors: tensor {name} holds NaN or infinity"):
+    with pytest.raises(ModelError, match=f"model.safetensors: tensor {name} contains NaN or infinity"):
         list(open_checkpoint(folder).iter_tensors(check_finite=True))
 
 

@@ -227,8 +227,8 @@ def test_a_servers_refusal_is_told_in_its_words(server):
     ("frames", "words"),
     [
         ([frame({"error": {"message": "out of memory"}})], "out of memory"),
-        ([frame({"choices": []})], "broke off"),
-        ([b"data: {nonsense\n\n"], "broke off"),
+        ([frame({"choices": []})], "cut off"),
+        ([b"data: {nonsense\n\n"], "cut off"),
     ],
     ids=["error frame", "no end", "not JSON"],
 )

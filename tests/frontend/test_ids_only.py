@@ -46,5 +46,5 @@ def test_no_id_has_a_text_and_no_text_has_ids():
 
 @pytest.mark.parametrize("other", [{"tokenizer_path": "t"}, {"chat_template": "{{ x }}"}])
 def test_what_needs_a_tokenizer_is_refused_at_start(other):
-    with pytest.raises(ConfigError, match="does not go with --skip-tokenizer-init"):
+    with pytest.raises(ConfigError, match="cannot be combined with --skip-tokenizer-init"):
         ServerArgs(skip_tokenizer_init=True, **other)

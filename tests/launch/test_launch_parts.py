@@ -95,7 +95,7 @@ def test_sampling_settings_that_are_not_followed_are_warned_of(parts, monkeypatc
     launch.launch_engine(ServerArgs(single_process=True)).shutdown()
 
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "the model's sampling settings ask for what is not done here: num_beams 4"
+        "the model has sampling settings that are not supported: num_beams 4"
     ]
 
 
@@ -112,7 +112,7 @@ def test_threads_that_load_give_up_when_told_to_stop(parts, monkeypatch):
             ended.set()
 
     monkeypatch.setattr(threads, "run_scheduler", scheduler)
-    with pytest.raises(ExecutionError, match="stopped while starting"):
+    with pytest.raises(ExecutionError, match="stopped during start-up"):
         launch.launch_engine(ServerArgs(single_process=True), should_stop=loading.is_set)
     assert ended.wait(20)
 

@@ -183,15 +183,15 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "rank of another kind": ({"r": True}, "r must be"),
     "alpha of another kind": ({"lora_alpha": "x"}, "lora_alpha"),
     "no pattern": ({"rank_pattern": {"(": 4}}, "regular expression"),
-    "a pattern that looks ahead": ({"target_modules": r"(?!.*visual).*_proj"}, "target_modules holds .* RE2 takes"),
-    "a pattern that closes another bracket": ({"rank_pattern": {"a)|(b": 4}}, "RE2 takes"),
+    "a pattern that looks ahead": ({"target_modules": r"(?!.*visual).*_proj"}, "target_modules holds .* RE2 syntax"),
+    "a pattern that closes another bracket": ({"rank_pattern": {"a)|(b": 4}}, "RE2 syntax"),
     "too many patterns": ({"alpha_pattern": {f"q{i}": 1.0 for i in range(1025)}}, "1025 patterns, at most 1024"),
     "rank too big": ({"r": 9, "rank_pattern": {}}, "rank 9"),
-    "rank that the tensors have not": ({"r": 5}, "the model and the rank make it"),
-    "fewer targets than tensors": ({"target_modules": ["q_proj"]}, "belong to no linear layer"),
+    "rank that the tensors have not": ({"r": 5}, "the model and the rank require"),
+    "fewer targets than tensors": ({"target_modules": ["q_proj"]}, "do not belong to a supported linear layer"),
     "more targets than tensors": ({"exclude_modules": "nothing", "target_modules": [*DENSE, "lm_head"]}, "lm_head"),
-    "limited to one layer": ({"layers_to_transform": [0]}, "belong to no linear layer"),
-    "targets that are not there": ({"target_modules": ["c_attn"]}, "names no linear layer"),
+    "limited to one layer": ({"layers_to_transform": [0]}, "do not belong to a supported linear layer"),
+    "targets that are not there": ({"target_modules": ["c_attn"]}, "matches no linear layer"),
 }
 
 
@@ -248,9 +248,9 @@ def _extra(tensors: dict[str, torch.Tensor]) -> None:
     [
         (_without, "missing"),
         (_with_nan, "NaN"),
-        (_wrong_shape, "make it"),
+        (_wrong_shape, "require"),
         (_integers, "I32"),
-        (_extra, "no part of a LoRA"),
+        (_extra, "not part of a LoRA"),
     ],
 )
 def test_damaged_tensors_are_refused(small, damage, message: str):

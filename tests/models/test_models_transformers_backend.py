@@ -143,7 +143,7 @@ def test_its_kv_cache_may_be_int8(backend: str, tmp_path: Path):
                 "num_kv_shared_layers": 0,
                 "activation_sparsity_pattern": [0.0, 0.0],
             },
-            "more with the ids of tokens",
+            "uses token ids for more",
         ),
         ("lfm2", {**_SHAPE, "layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
         (
@@ -187,7 +187,7 @@ def test_whatever_looks_back_without_attention_is_found_by_what_it_does(tmp_path
 
     model._model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + 0.1 * out.roll(1, dims=1))
 
-    with pytest.raises(ModelError, match="looks at earlier tokens"):
+    with pytest.raises(ModelError, match="sees earlier tokens"):
         model.check()
 
 
@@ -236,7 +236,7 @@ def _config(**changes: object):
     ("config", "impl", "message"),
     [
         (_config(quantization_config={"quant_method": "bitsandbytes"}), "auto", "quant_method bitsandbytes"),
-        (_config(model_type="unheard_of"), "headrace", "unheard_of has no implementation of ours"),
+        (_config(model_type="unheard_of"), "headrace", "unheard_of has no implementation in Headrace"),
         (_config(model_type="x", auto_map={"AutoModel": "m.M"}), "auto", "its own code"),
         (_config(model_type="x", layer_types=["chunked_attention"] * 2), "auto", "chunks"),
     ],

@@ -23,7 +23,7 @@ class Child:
             self.waits.set()
             while not should_stop():
                 self.waits.wait()
-            raise ExecutionError("stopped while starting")
+            raise ExecutionError("stopped during start-up")
         if self.errors:
             raise self.errors.pop(0)
 

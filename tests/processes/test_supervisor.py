@@ -58,6 +58,6 @@ def test_silence_is_logged_when_it_begins_and_when_it_ends(caplog):
             assert supervisor.check()
 
     assert [record.getMessage() for record in caplog.records] == [
-        "the scheduler process has been silent for 6.0 s",
-        "the scheduler process is heard again",
+        "no heartbeat from the scheduler process for 6.0 s",
+        "the scheduler process sends heartbeats again",
     ]

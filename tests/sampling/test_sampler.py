@@ -255,10 +255,10 @@ def raises(context, logits):
     ("processor", "message"),
     [
         (raises, "the custom logit processor 'p' failed"),
-        (lambda context, logits: logits[:-1], "gave torch.float32 [199]"),
-        (lambda context, logits: logits.double(), "gave torch.float64"),
-        (lambda context, logits: None, "did not give a tensor"),
-        (lambda context, logits: logits * torch.nan, "gave NaN"),
+        (lambda context, logits: logits[:-1], "returned torch.float32 [199]"),
+        (lambda context, logits: logits.double(), "returned torch.float64"),
+        (lambda context, logits: None, "did not return a tensor"),
+        (lambda context, logits: logits * torch.nan, "returned NaN"),
         (lambda context, logits: logits - torch.inf, "no finite logits"),
     ],
 )

@@ -314,7 +314,7 @@ def test_no_messages_and_no_unicode_are_refused(messages):
 
 
 def test_continue_needs_a_final_text_and_no_generation_prompt():
-    with pytest.raises(RequestError, match="exclude each other"):
+    with pytest.raises(RequestError, match="cannot both be true"):
         CHATML.render(user("x"), continue_final_message=True)
     with pytest.raises(RequestError, match="last message with text"):
         CHATML.render(user(" "), add_generation_prompt=False, continue_final_message=True)

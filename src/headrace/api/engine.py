@@ -325,8 +325,8 @@ class Engine(WeightOperations):
         if os.getpid() != self._pid:
             coroutine.close()
             raise ExecutionError(
-                f"this Engine belongs to process {self._pid}, and this is process {os.getpid()}, a fork of it: an Engine cannot be used "
-                "across os.fork(). Make one here, or serve over HTTP"
+                f"this Engine belongs to process {self._pid} and cannot be used in its fork, process {os.getpid()}. "
+                "Make an Engine after os.fork(), or use HTTP"
             )
         if self._is_shut_down:
             coroutine.close()

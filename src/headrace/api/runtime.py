@@ -372,7 +372,7 @@ class Runtime(WeightOperations):
         while time.monotonic() < deadline_s:
             code = self._process.poll()
             if code is not None:
-                raise ExecutionError(f"the server ended while starting (exit code {code}); its log says why")
+                raise ExecutionError(f"the server exited during start-up (exit code {code}); see its log")
             try:
                 with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as reply:
                     if reply.status == 200:

@@ -43,11 +43,11 @@ class TritonAttention(RotatingBackend):
         if not least <= needs.head_dim <= most or needs.head_dim % 8:
             reasons.append(f"head_dim must be a multiple of 8 from {least} to {most}, not {needs.head_dim}")
         if needs.kv_cache_dtype == "int8":
-            reasons.append("it has no int8 KV cache; fp8_e4m3 is as small")
+            reasons.append("it has no int8 KV cache; use fp8_e4m3, which is as small")
         if needs.kv_cache_dtype == "float8_e4m3fn":
             reasons += reasons_against_fp8(needs.device)
         if needs.device == "cpu" and needs.kv_cache_dtype == "bfloat16":
-            reasons.append("its interpreter computes wrong in bfloat16; use --kv-cache-dtype float32")
+            reasons.append("Triton's interpreter gives wrong results in bfloat16; use --kv-cache-dtype float32")
         return reasons
 
     def __init__(self, *, deterministic: bool = False) -> None:

@@ -79,7 +79,7 @@ class LoadOptions:
         if self.rate is not None and self.rate <= 0:
             raise ConfigError(f"--rate must be above 0, got {self.rate}")
         if self.rate is not None and self.concurrency is not None:
-            raise ConfigError("--rate and --concurrency exclude each other: arrivals at a rate do not wait")
+            raise ConfigError("--rate and --concurrency cannot be combined")
 
     def described(self) -> dict[str, Any]:
         """As the results record it."""

@@ -113,7 +113,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
     assert isinstance(worker, TpModelWorker), type(worker)
     try:
         if info.device != "cpu":
-            raise ConfigError(f"bench step measures the CPU; --device {info.device} is not served by it")
+            raise ConfigError(f"bench step measures the CPU; it does not support --device {info.device}")
         before = machine_limits()
         bench = _StepBench(worker.runner, info, room)
         times = bench.measure(shapes, options.repeat)
@@ -194,7 +194,7 @@ def print_phases(console: Console, content: dict[str, Any]) -> None:
     """The parts of each step as a table of at most 80 columns for three steps; nothing when the layers ran op by op."""
     results = [row for row in content["results"] if row["phases"]]
     if not results:
-        console.print("no phases: the fused decoder does not run this model", highlight=False)
+        console.print("no phases: the fused decoder does not support this model", highlight=False)
         return
     table = Table(title="Parts of a step (ms, median)", title_justify="left")
     table.add_column("part")

@@ -269,7 +269,7 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     match models:
         case [{"id": str(name)}, *_]:
             return name
-    raise ConfigError(f"{url}/v1/models names no model; is the server running? Else give its name with --model")
+    raise ConfigError(f"{url}/v1/models lists no model; is the server running? If it is, give the name with --model")
 
 
 def _shown(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Checkpoint(ABC):
     def iter_tensors(self, check_finite: bool = False, check_zero: bool = True) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Every tensor exactly once, in file order, read as it is asked for.
 
-        check_finite: refuse a tensor that holds NaN or infinity (one pass over its values).
+        check_finite: refuse a tensor that contains NaN or infinity (one pass over its values).
         check_zero: refuse a matrix that holds only zeros, which is what a hole in a file reads as.
         Raises ModelError naming the file and the tensor.
         """
@@ -103,7 +103,7 @@ class Checkpoint(ABC):
         if bool(torch.isfinite(values.sum(dtype=torch.float32))):
             return
         if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):
-            raise ModelError(f"{self.file_of(name)}: tensor {name} holds NaN or infinity")
+            raise ModelError(f"{self.file_of(name)}: tensor {name} contains NaN or infinity")
 
     def _check_zero(self, name: str, tensor: "torch.Tensor") -> None:
         if tensor.ndim < 2 or not tensor.numel():

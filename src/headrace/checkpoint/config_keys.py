@@ -154,7 +154,7 @@ class ConfigKeys:
         if value is None:
             value = self.defaults.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise ModelError(f"{self.origin}: {key} is {value!r}; expected a whole number above 0")
+            raise ModelError(f"{self.origin}: {key} is {value!r}; expected a positive whole number")
         return value
 
     def count_or_none(self, key: str) -> int:

@@ -58,7 +58,9 @@ def transformers_config(raw: dict[str, Any], origin: str) -> Any:
         reason = " ".join(str(error).split())
         if len(reason) > _MAX_REASON:
             reason = reason[: _MAX_REASON - 3] + "..."
-        raise ModelError(f"{origin}: transformers takes it for no config of {raw['model_type']}: {reason}") from error
+        raise ModelError(
+            f"{origin}: transformers does not accept it as a config of {raw['model_type']}: {reason}"
+        ) from error
 
 
 def is_known(model_type: str) -> bool:
@@ -83,6 +85,6 @@ def common_fields(raw: dict[str, Any], origin: str) -> dict[str, Any]:
             continue
         except RuntimeError as error:  # transformers asks to be asked layer by layer
             raise ModelError(
-                f"{origin}: model type {raw['model_type']} has a {name} of its own in each layer, which is not served"
+                f"{origin}: model type {raw['model_type']} has a different {name} in each layer, which is not supported"
             ) from error
     return fields

@@ -139,7 +139,7 @@ class GgufFile:
         """The whole number above 0 of `key`. Raises ModelError when it is another value, or absent without a default."""
         value = self.require(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise self._broken(f"metadata key {key} is {value!r:.80}; expected a whole number above 0")
+            raise self._broken(f"metadata key {key} is {value!r:.80}; expected a positive whole number")
         return value
 
     def decimal(self, key: str, default: float | None = None) -> float:

@@ -260,7 +260,7 @@ def _head_count(file: GgufFile, arch: str, key: str) -> int:
             raise ModelError(f"{file.path.name}: layers with different numbers of heads are not supported")
         count = count[0] if count else None
     if not isinstance(count, int) or count < 1:
-        raise ModelError(f"{file.path.name}: {arch}.attention.{key} is {count!r:.80}; expected a whole number above 0")
+        raise ModelError(f"{file.path.name}: {arch}.attention.{key} is {count!r:.80}; expected a positive whole number")
     return count
 
 

@@ -55,7 +55,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                 self._files[name] = opened
         _check_index(path, {name: opened.path.name for name, opened in self._files.items()})
         if not self._files:
-            raise ModelError(f"{path.name} holds no tensors")
+            raise ModelError(f"{path.name} contains no tensors")
 
     @property
     def total_bytes(self) -> int:
@@ -123,7 +123,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
             if missing:
                 raise ModelError(f"{path.name}: quantised layer {layer} has no {', '.join(missing)}")
         if not self._layers:
-            raise ModelError(f"{path.name}: its config says that it is quantised, but it holds no {main[1:]} tensors")
+            raise ModelError(f"{path.name}: its config says that it is quantised, but it has no {main[1:]} tensors")
 
     @property
     def total_bytes(self) -> int:
@@ -173,7 +173,7 @@ class Fp8Checkpoint(HuggingFaceCheckpoint):
         self._scales = {name.removesuffix(suffix): name for name in self._files if name.endswith(f".weight{suffix}")}
         for name, scale in self._scales.items():
             if name not in self._files:
-                raise ModelError(f"{path.name}: {scale} has no weight beside it")
+                raise ModelError(f"{path.name}: {scale} has no corresponding weight")
             self._check_scale(name, scale)
         for name in self._files:
             if self._entry(name).dtype.startswith("F8") and name not in self._scales:
@@ -226,7 +226,7 @@ def _shards(path: Path) -> list[Path]:
     if not found:
         other = next((kind for kind in ("*.bin", "*.pt", "*.pth") if any(path.glob(kind))), None)
         hint = "; its pickled weights are not read, convert them to safetensors" if other else ""
-        raise ModelError(f"{path.name} holds no safetensors file{hint}")
+        raise ModelError(f"{path.name} contains no safetensors file{hint}")
     return found
 
 
@@ -236,7 +236,7 @@ def _weight_map(index_file: Path) -> dict[str, str]:
         raise ModelError(f"{index_file.name} has no usable weight_map")
     for name in weight_map.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index_file.name} names {name!r}, which is no safetensors file of the folder")
+            raise ModelError(f"{index_file.name} names {name!r}, which is not a safetensors file of the folder")
     return weight_map
 
 

@@ -41,8 +41,8 @@ def _stated_types(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[L
     others = sorted(set(stated[:num_layers]) - set(LAYER_TYPES))
     if others:
         raise ModelError(
-            f"{keys.origin}: model type {model_type} has layers of kind {', '.join(others)} (layer_types), which are not served; "
-            "full_attention and sliding_attention are"
+            f"{keys.origin}: model type {model_type} has layers of kind {', '.join(others)} (layer_types), which are not supported; "
+            "only full_attention and sliding_attention are"
         )
     return tuple(stated[:num_layers])
 

@@ -123,7 +123,7 @@ class ModulePattern:
             self._compiled = re2.compile(rf"(?:.*\.)?(?:{pattern})", options) if any_parent else compiled
         except (re2.error, UnicodeEncodeError):
             raise ModelError(
-                f"{CONFIG_NAME}: {key} holds {pattern!r:.60}, which is no regular expression that RE2 takes "
+                f"{CONFIG_NAME}: {key} holds {pattern!r:.60}, which is not a regular expression in RE2 syntax "
                 "(no look-around, no back references); list the names of the modules instead"
             ) from None
 
@@ -152,9 +152,9 @@ class LoraCheckpoint:
         for name, entry in self._file.entries.items():
             suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
             if suffix is None or not name.startswith(_PREFIX):
-                raise ModelError(f"{WEIGHTS_NAME}: tensor {name} is no part of a LoRA on a linear layer")
+                raise ModelError(f"{WEIGHTS_NAME}: tensor {name} is not part of a LoRA on a linear layer")
             if entry.dtype not in _FLOATS:
-                raise ModelError(f"{WEIGHTS_NAME}: tensor {name} is {entry.dtype}; served are {', '.join(_FLOATS)}")
+                raise ModelError(f"{WEIGHTS_NAME}: tensor {name} is {entry.dtype}; supported are {', '.join(_FLOATS)}")
             self.modules[name.removeprefix(_PREFIX).removesuffix(suffix), _SUFFIXES[suffix]] = name
 
     def fingerprint(self) -> str:
@@ -169,28 +169,28 @@ class LoraCheckpoint:
         return self._file.entries[name].shape
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """A copy of the tensor in float32. Raises ModelError when it holds NaN or infinity."""
+        """A copy of the tensor in float32. Raises ModelError when it contains NaN or infinity."""
         import torch
 
         entry = self._file.entries[name]
         data = bytearray(self._file.buffer[entry.offset : entry.offset + entry.num_bytes])
         values = torch.frombuffer(data, dtype=getattr(torch, _FLOATS[entry.dtype])).reshape(entry.shape).float()
         if not bool(torch.isfinite(values).all()):
-            raise ModelError(f"{WEIGHTS_NAME}: tensor {name} holds NaN or infinity")
+            raise ModelError(f"{WEIGHTS_NAME}: tensor {name} contains NaN or infinity")
         return values
 
 
 def parse_lora_config(raw: dict[str, Any]) -> LoraConfig:
     """The settings of an adapter_config.json. Raises ModelError for what is wrong, and by name for what is not served."""
     if raw.get("peft_type") != "LORA":
-        raise ModelError(f"{CONFIG_NAME}: peft_type is {raw.get('peft_type')!r:.40}; only LORA is served")
+        raise ModelError(f"{CONFIG_NAME}: peft_type is {raw.get('peft_type')!r:.40}; only LORA is supported")
     for key, what in _REFUSED.items():
         if raw.get(key):
             raise ModelError(f"{CONFIG_NAME}: {what} is not supported")
     if raw.get("bias", "none") != "none":
-        raise ModelError(f"{CONFIG_NAME}: bias {raw['bias']!r:.40} is not supported: trained biases are not served")
+        raise ModelError(f"{CONFIG_NAME}: bias {raw['bias']!r:.40} is not supported (trained biases)")
     if raw.get("task_type") not in (None, "CAUSAL_LM"):
-        raise ModelError(f"{CONFIG_NAME}: task_type is {raw['task_type']!r:.40}; only CAUSAL_LM is served")
+        raise ModelError(f"{CONFIG_NAME}: task_type is {raw['task_type']!r:.40}; only CAUSAL_LM is supported")
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ModelError(

@@ -93,7 +93,7 @@ class EngineChat:
         room = self._context_length - len(ids)
         if room < 1:
             raise RequestError(
-                f"the conversation fills the context of {self._context_length} tokens; /clear begins again"
+                f"the conversation fills the context of {self._context_length} tokens; /clear starts again"
             )
         sampling_params = {"max_new_tokens": room, **wanted}
         with closing(self._engine.generate(input_ids=ids, sampling_params=sampling_params, stream=True)) as items:
@@ -170,7 +170,7 @@ def run_chat(source: ChatSource, console: Console, system: str | None = None) ->
     interactive = sys.stdin.isatty()
     conversation = Conversation(system)
     if interactive:
-        console.print(f"[bold]{escape(source.name)}[/bold]  [dim]/help lists the commands, Ctrl-D leaves[/dim]")
+        console.print(f"[bold]{escape(source.name)}[/bold]  [dim]/help lists the commands, Ctrl-D quits[/dim]")
     while (line := _read_line(console, interactive)) is not None:
         if interactive and line.startswith("/"):
             if not _command(line, conversation, console):
@@ -230,11 +230,13 @@ def _command(line: str, conversation: Conversation, console: Console) -> bool:
             return False
         case "/clear":
             conversation.clear()
-            console.print("[dim]begun again[/dim]")
+            console.print("[dim]new conversation[/dim]")
         case "/system":
             conversation.set_system(rest.strip())
             console.print(
-                "[dim]system message set; begun again[/dim]" if rest.strip() else "[dim]no system message[/dim]"
+                "[dim]new conversation with this system message[/dim]"
+                if rest.strip()
+                else "[dim]new conversation without a system message[/dim]"
             )
         case "/help":
             console.print(HELP)
@@ -300,8 +302,8 @@ def _chunks(response: Any) -> Iterator[dict[str, Any]]:
                     raise RequestError(_error_message(500, event))
                 yield chunk
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RequestError(f"the reply broke off: {error}") from error
-    raise RequestError("the reply broke off: the server closed the stream early")
+        raise RequestError(f"the reply was cut off: {error}") from error
+    raise RequestError("the reply was cut off: the server closed the stream early")
 
 
 def _error_message(status: int, body: bytes) -> str:

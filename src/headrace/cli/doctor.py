@@ -45,7 +45,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_column(overflow="fold")
     facts.add_row("Headrace", f"{report['headrace']} on Python {report['python']}, {machine['system']}")
     facts.add_row("processor", f"{machine['cpu']}, {machine['num_cores']} cores{quota}")
-    facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that kernels look for")
+    facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that the kernels use")
     facts.add_row("memory", f"{machine['memory_gib']} GiB")
     facts.add_row("torch", _torch_line(torch))
     console.print(facts)

@@ -230,7 +230,7 @@ def _check_compile(args: ServerArgs, device: str, quantization: Scheme, determin
     if FORMATS[quantization].quantizes:
         raise ConfigError(f"--enable-torch-compile does not go with quantised weights ({quantization})")
     if deterministic:
-        raise ConfigError("--enable-torch-compile does not go with --enable-deterministic-inference")
+        raise ConfigError("--enable-torch-compile cannot be combined with --enable-deterministic-inference")
 
 
 def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str, decisions: list[str]) -> str:
@@ -292,7 +292,7 @@ def _why(
         says = f"cannot: {', '.join(reasons)}" if reasons else f"is not verified on {device}"
         why.append(f"{backend.name} {says}")
     if device not in chosen.verified:
-        why.append(f"not verified on {device} yet, and no other that can serve is")
+        why.append(f"not verified on {device} yet, nor is any other that supports the model")
     return why
 
 

@@ -377,15 +377,17 @@ class ServerArgs:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
         for name in ("tokenizer_path", "chat_template"):
             if self.skip_tokenizer_init and getattr(self, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} does not go with --skip-tokenizer-init")
+                raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")
         if self.dp_size > 1 and self.single_process:
-            raise ConfigError("--dp-size needs processes: it does not go with --single-process")
+            raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
         if self.tokenizer_worker_num > 1 and self.single_process:
-            raise ConfigError("--tokenizer-worker-num above 1 needs processes: it does not go with --single-process")
+            raise ConfigError(
+                "--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process"
+            )
         if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
             raise ConfigError("--cuda-graph-bs lists all sizes; leave --cuda-graph-max-bs out")
         if self.cuda_graph_bs and self.disable_cuda_graph:
-            raise ConfigError("--cuda-graph-bs does not go with --disable-cuda-graph")
+            raise ConfigError("--cuda-graph-bs cannot be combined with --disable-cuda-graph")
         if self.page_size not in (None, 1, 16):
             raise ConfigError(f"--page-size must be 1 or 16, got {self.page_size}")
         if self.enable_priority_preemption and self.schedule_policy != "priority":

@@ -247,7 +247,7 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
 def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
     """Raises ModelError when its files are not those that were opened: some tensors may be old and some new."""
     if fingerprint_of(checkpoint) != fingerprint:
-        raise ModelError(f"{checkpoint.path.name} was changed while it was read; load it again once it is written")
+        raise ModelError(f"{checkpoint.path.name} changed while it was read; load it again when it is complete")
 
 
 def model_bytes(model: CausalLM) -> int:
@@ -257,10 +257,10 @@ def model_bytes(model: CausalLM) -> int:
 
 def _model_decision(model_class: str, model_type: str) -> str:
     if model_class != "transformers":
-        return f"model class {model_class}: ours for model type {model_type}"
+        return f"model class {model_class}: Headrace's own for model type {model_type}"
     return (
-        f"model class transformers: its code for model type {model_type} with our attention and linear layers; the last bits of a "
-        "row may depend on what else is in the batch"
+        f"model class transformers: its code for model type {model_type} with Headrace's attention and linear layers; the last bits of a "
+        "row may depend on the rest of the batch"
     )
 
 
@@ -274,7 +274,7 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
         reason = "torch's mixture of experts waits for the device"
     else:
         return config.cuda_graph_sizes
-    decisions.append(f"cuda graphs: no after all, {reason}")
+    decisions.append(f"cuda graphs: none, {reason}")
     return ()
 
 
@@ -312,7 +312,7 @@ def _capture(graphs: GraphPool) -> None:
         graphs.capture()
     except RuntimeError as error:
         raise ConfigError(
-            f"a decode step could not be captured in a CUDA graph ({error}); --disable-cuda-graph does without"
+            f"a decode step could not be captured in a CUDA graph ({error}); start with --disable-cuda-graph"
         ) from error
     _logger.info("captured %d CUDA graphs in %.1f s", len(graphs.sizes), time.perf_counter() - begin)
 
@@ -350,10 +350,10 @@ def _plan_pool(
         decisions.append(f"max_total_tokens {num_tokens}: {budget.reason}")
         if num_tokens == 0 or (args.context_length is not None and num_tokens < context_length):
             raise ConfigError(
-                f"memory has room for {num_tokens} KV tokens ({budget.reason}), but a sequence may have {context_length}; "
+                f"memory has room for {num_tokens} KV tokens ({budget.reason}), but a sequence may have {context_length} tokens; "
                 "raise --mem-fraction-static, or lower --context-length"
             )
     if num_tokens < context_length:
-        decisions.append(f"context_length {num_tokens}: the KV pool holds no longer sequence")
+        decisions.append(f"context_length {num_tokens}: the KV cache has no room for longer sequences")
         context_length = num_tokens
     return _PoolPlan(num_tokens, context_length)

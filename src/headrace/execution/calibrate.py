@@ -61,7 +61,7 @@ def quantize_checkpoint(
     """
     config = checkpoint.config
     if config.quantization is not None:
-        raise ModelError(f"{checkpoint.path.name} is quantised already; quantise the model that it was made from")
+        raise ModelError(f"{checkpoint.path.name} is already quantised; quantise the original model")
     placement = Placement(torch.device("cpu"), torch.float32, max(len(window) for window in windows), "none")
     spec = model_class_for(config)
     model = load_model(checkpoint, spec, placement)

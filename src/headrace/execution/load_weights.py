@@ -125,7 +125,7 @@ def _check(wanted: dict[str, Weight], names: dict[str, str], checkpoint: Checkpo
     stored: dict[str, str] = {}
     for stored_name, name in names.items():
         if name in stored:
-            raise ModelError(f"tensors {stored[name]} and {stored_name} are both {name} of the model")
+            raise ModelError(f"tensors {stored[name]} and {stored_name} are both for {name} of the model")
         stored[name] = stored_name
     missing = [name for name in wanted if name not in stored]
     # A tied output projection is the embedding; checkpoints may carry it all the same.

@@ -82,10 +82,10 @@ class LoraPool:
             checkpoint = LoraCheckpoint(path)
             found = checkpoint.fingerprint()
             if fingerprint and found != fingerprint:
-                raise ModelError("its files are not those that were loaded under its name; unload it and load it again")
+                raise ModelError("its files have changed since it was loaded; unload it and load it again")
             factors = self._read(checkpoint)
             if checkpoint.fingerprint() != found:
-                raise ModelError("its files were changed while they were read; load it again")
+                raise ModelError("its files changed while they were read; load it again")
             self._take(lora_id, factors)
             return found
         finally:
@@ -155,7 +155,7 @@ class LoraPool:
         foreign = sorted(names[key] for key in names if key not in expected)
         if foreign:
             raise ModelError(
-                f"{WEIGHTS_NAME}: {len(foreign)} tensors belong to no linear layer that target_modules names and an adapter can change: "
+                f"{WEIGHTS_NAME}: {len(foreign)} tensors do not belong to a supported linear layer in target_modules: "
                 f"{_some(foreign)}"
             )
         missing = sorted(f"{module}.lora_{side}.weight" for module, side in expected - names.keys())
@@ -178,20 +178,22 @@ class LoraPool:
             if isinstance(config.targets, ModuleNames) and name in config.targets.names:
                 raise ModelError(f"adapters on {name} are not supported, and this one targets it")
         if not wanted:
-            raise ModelError("target_modules names no linear layer of the model")
+            raise ModelError("target_modules matches no linear layer of the model")
         return wanted
 
     def _check_shapes(self, checkpoint: LoraCheckpoint, module: str, names: dict[tuple[str, str], str]) -> None:
         target, rank = self._targets[module], checkpoint.config.rank_of(module)
         if rank > self._max_rank:
-            raise ModelError(f"the adapter has rank {rank} on {module}; this server takes up to {self._max_rank}")
+            raise ModelError(
+                f"the adapter has rank {rank} on {module}; this server allows at most {self._max_rank} (--max-lora-rank)"
+            )
         columns = target.layer.columns(target.projection)
         shapes = {"A": (rank, target.layer.in_size), "B": (columns.stop - columns.start, rank)}
         for side, shape in shapes.items():
             name = names[module, side]
             if checkpoint.shape(name) != shape:
                 raise ModelError(
-                    f"{WEIGHTS_NAME}: {name} is {list(checkpoint.shape(name))}, but the model and the rank make it {list(shape)}"
+                    f"{WEIGHTS_NAME}: {name} is {list(checkpoint.shape(name))}, but the model and the rank require {list(shape)}"
                 )
 
     def _factors(

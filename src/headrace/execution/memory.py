@@ -76,14 +76,12 @@ def kv_token_budget(
     fitting = max(0, budget) // bytes_per_token // page_size * page_size
     useful = -(-max_tokens_useful // page_size) * page_size
     if useful < fitting:
-        return TokenBudget(
-            useful, f"all that max_running_requests x context_length can use (memory has room for {fitting})"
-        )
+        return TokenBudget(useful, f"max_running_requests x context_length (memory has room for {fitting})")
     return TokenBudget(
         fitting,
-        f"{mem_fraction_static:.0%} of {(available + weight_bytes) / 2**30:.1f} GiB less {weight_bytes / 2**30:.2f} GiB of weights"
+        f"{mem_fraction_static:.0%} of {(available + weight_bytes) / 2**30:.1f} GiB minus {weight_bytes / 2**30:.2f} GiB of weights"
         f"{f' and {reserved_bytes / 2**30:.2f} GiB for graphs and penalties' if reserved_bytes else ''}, "
-        f"at {bytes_per_token} bytes a token",
+        f"at {bytes_per_token} bytes per token",
     )
 
 

@@ -48,17 +48,17 @@ class StepProfiler:
 
     def _start(self, request: ProfileReq) -> str:
         if self._folder is None:
-            raise RequestError("this server does not profile: start it with --profile-dir")
+            raise RequestError("profiling is off: start the server with --profile-dir")
         if self._running is not None:
-            raise RequestError("a profile is running: stop it first")
+            raise RequestError("a profile is already running; stop it first")
         chosen = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
         if "GPU" in request.activities and not torch.cuda.is_available():
-            raise RequestError("activities: there is no GPU here", "activities")
+            raise RequestError("activities: this server has no GPU", "activities")
         folder = self._folder / request.output_name
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RequestError(f"the profile's folder cannot be made: {error.strerror}") from None
+            raise RequestError(f"the profile's folder cannot be created: {error.strerror}") from None
         self._path = folder / f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json.gz"
         self._steps_left = request.num_steps or None
         self._running = profile(activities=[chosen[name] for name in request.activities])

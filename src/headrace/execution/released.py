@@ -116,7 +116,7 @@ def _load(place: _Stored | _Plain, fd: int) -> torch.Tensor | _Plain:
     while view.nbytes:
         count = os.preadv(fd, [view], offset)
         if count == 0:
-            raise OSError(0, "the file is shorter than it was")
+            raise OSError(0, "the file has become shorter")
         view, offset = view[count:], offset + count
     return host.to(place.device)
 

@@ -48,7 +48,7 @@ class WeightSaver:
             )
         target = Path(self._save_dir) / name
         if target.exists():
-            raise RequestError(f"{name!r} exists below --save-dir; name a new folder", "path")
+            raise RequestError(f"{name!r} already exists below --save-dir; choose a new name", "path")
         unfinished = target.with_name(f".{name}.unfinished")
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -70,7 +70,7 @@ class WeightSaver:
             except OSError as error:
                 raise ExecutionError(f"the weights could not be written below --save-dir: {error.strerror}") from error
 
-        return Prepared(f"{num_bytes} bytes were saved to {name!r} below --save-dir in {num_files} files", appear)
+        return Prepared(f"saved {num_bytes} bytes to {name!r} below --save-dir ({num_files} files)", appear)
 
 
 def _parts(weights: Iterable[Weight]) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -81,7 +81,7 @@ def check_same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
         shown = [f"{name} is {getattr(theirs, name)!r}, not {getattr(ours, name)!r}" for name in differing]
         more = f"; and {len(shown) - _NAMES_IN_A_MESSAGE} more" if len(shown) > _NAMES_IN_A_MESSAGE else ""
         raise ModelError(
-            "the checkpoint is of another model than the one that is served: "
+            "the checkpoint is not of the served model: "
             f"{'; '.join(text[:200] for text in shown[:_NAMES_IN_A_MESSAGE])}{more}"
         )
 
@@ -252,7 +252,7 @@ class ModelWeights:
     def _init_group(self, operation: InitGroup) -> Prepared:
         name = operation.group_name
         if name in self._groups:
-            raise RequestError(f"the group {name!r} exists; destroy it first", "group_name")
+            raise RequestError(f"the group {name!r} already exists; destroy it first", "group_name")
         group = WeightGroup(
             operation.master_address,
             operation.master_port,
@@ -384,7 +384,7 @@ def _check_tensors(
         elif not tensor.dtype.is_floating_point:
             faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not a float")
         elif tensor.numel() and not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor)):
-            faults.append(f"{name} holds NaN or infinity")
+            faults.append(f"{name} contains NaN or infinity")
         else:
             _check_replaceable(wanted[name])
     if not given:

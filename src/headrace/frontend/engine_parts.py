@@ -98,10 +98,10 @@ class EngineParts:
             asker.lost(replica)
 
     def gone(self, name: str, index: int) -> None:
-        """A scheduler that has died is not started again; the other replicas serve on."""
+        """A scheduler that has died is not restarted; the other replicas continue."""
         if not self._engine_loop.is_here(self.gone, name, index):
             return
-        logger.error("the %s process is not started again; the other replicas serve on", name)
+        logger.error("the %s process is not restarted; the other replicas continue", name)
         self._link.scheduler_gone(index)
 
     def up(self, name: str, index: int | None = None, source: int = 0, sender: Sender | None = None) -> None:

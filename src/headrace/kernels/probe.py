@@ -45,7 +45,7 @@ def machine_limits(repeat: int = 5) -> MachineLimits:
     """The best of `repeat` measurements of each. ConfigError when the native kernels do not load."""
     native = cpu.load()
     if native is None:
-        raise ConfigError(f"the limits of the machine are measured by native code: {cpu.why_not()}")
+        raise ConfigError(f"measuring the machine's limits needs the native kernels: {cpu.why_not()}")
     memory = torch.ones(_READ_BYTES // 4)
     flops = dot_ops = word_ops = 0.0
 

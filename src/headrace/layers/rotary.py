@@ -49,7 +49,7 @@ def inverse_frequencies(
     scaling = rope.scaling
     if rope.rope_type == "dynamic" and max_positions > trained_positions:
         raise ConfigError(
-            f"dynamic NTK scaling changes the keys of a sequence that grows beyond {trained_positions} tokens; "
+            f"dynamic NTK scaling changes the cached keys of a sequence that grows beyond {trained_positions} tokens; "
             f"serve at most {trained_positions}, not {max_positions}"
         )
     plain = 1.0 / rope.theta**exponents

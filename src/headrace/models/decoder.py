@@ -264,7 +264,7 @@ class DecoderLM:
             self._pieces.spec = spec
         kv = attention.paged_kv()
         if kv is None:
-            return f"attention backend {attention.name} keeps no pages in the kernels' layout"
+            return f"attention backend {attention.name} does not keep pages in the kernels' layout"
         spec = self._spec()
         if isinstance(spec, str):
             return spec

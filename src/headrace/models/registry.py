@@ -30,14 +30,14 @@ def model_class_for(config: ModelConfig, impl: ModelImpl = "auto") -> ModelSpec:
     Raises ModelError when `impl` is headrace and we have none, when nothing can serve it, or when its quantisation is not supported.
     """
     stored_scheme(config.quantization)
-    reasons = [f"model_type {config.model_type} has no implementation of ours"]
+    reasons = [f"model_type {config.model_type} has no implementation in Headrace"]
     spec = native_specs().get(config.model_type)
     if spec is not None:
         reasons = spec.unsupported(config)
     if impl != "transformers" and spec is not None and not reasons:
         return spec
     if impl == "headrace":
-        raise ModelError("; ".join(reasons) + ". --model-impl transformers may serve it")
+        raise ModelError("; ".join(reasons) + ". Try --model-impl transformers")
     unsupported = FALLBACK.unsupported(config)
     if unsupported:
         raise ModelError("; ".join([*reasons, *unsupported]))

@@ -209,7 +209,7 @@ class TransformersLM:
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(
-                f"model type {config.model_type} cannot be served: transformers' code of it does not run here: {reason:.200}"
+                f"model type {config.model_type} cannot be served: its code in transformers does not run: {reason:.200}"
             ) from error
         called = sorted(self._step.layers_called)
         if called != list(range(config.num_layers)):
@@ -219,11 +219,11 @@ class TransformersLM:
             )
         if not _same(by_ids, second):
             raise ModelError(
-                f"model type {config.model_type} cannot be served: it does more with the ids of tokens than to embed them"
+                f"model type {config.model_type} cannot be served: it uses token ids for more than their embedding"
             )
         if not _same(first[1], second[1]):
             raise ModelError(
-                f"model type {config.model_type} cannot be served: beside attention something else in it looks at earlier "
+                f"model type {config.model_type} cannot be served: besides attention, another part of it sees earlier "
                 "tokens (a convolution, a recurrence, a shift), and only keys and values are kept"
             )
 
@@ -408,7 +408,7 @@ def _unsupported(config: ModelConfig) -> list[str]:
     if "chunked_attention" in config.layer_types:
         return ["attention in chunks is not supported"]
     if config.raw.get("auto_map"):
-        return ["it brings its own code, which is not run"]
+        return ["it needs its own code, which Headrace does not run"]
     return []
 
 

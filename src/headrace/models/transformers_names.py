@@ -146,6 +146,6 @@ def _stacking(converter: Any, model_type: str) -> Stacking:
     if steps != form or len(targets) != 1 or (len(sources) > 1) != (len(steps) > 1):
         done = ", ".join(name for name, _ in steps)
         raise ModelError(
-            f"model type {model_type} cannot be served: {targets[0]} is made of stored tensors in a way that is not done here ({done})"
+            f"model type {model_type} cannot be served: {targets[0]} is made from stored tensors in a way that is not supported ({done})"
         )
     return Stacking(targets[0], tuple(source.replace("\\.", ".") for source in sources))

@@ -103,8 +103,8 @@ class ChildProcess:
                 case Failed():
                     raise ExecutionError(report.message)
         if should_stop():
-            raise ExecutionError("stopped while starting")
-        raise ExecutionError(f"the {self.name} process died while starting (exit code {self._popen.wait()})")
+            raise ExecutionError("stopped during start-up")
+        raise ExecutionError(f"the {self.name} process died during start-up (exit code {self._popen.wait()})")
 
     def _reports(self, should_stop: Callable[[], bool]) -> Iterator[Report]:
         decoder = msgspec.json.Decoder(Report)

@@ -147,7 +147,7 @@ class Recovery(Generic[P]):
                 logger.warning("%s", error.message)
                 return
             process.kill()
-            logger.error("the %s process could not be started again: %s", process.name, error.message)
+            logger.error("the %s process could not be restarted: %s", process.name, error.message)
             message = f"the {process.name} process has died and could not be started again"
             # What is wrong with the options or the model will be wrong the next time.
             if isinstance(error, ConfigError | ModelError):
@@ -164,7 +164,7 @@ class Recovery(Generic[P]):
             self._on_up(process)
         except HeadraceError as error:
             if not self._take_out(process):
-                return _DiedAgain(f"the {process.name} process died while it was put into service: {error.message}")
+                return _DiedAgain(f"the {process.name} process died before it was in service: {error.message}")
             return error
         return None
 

@@ -67,7 +67,7 @@ class Restarts:
         if dead.kind != "scheduler" or self._manager.weights.can_restore:
             return self._recovery.recover(dead)
         logger.error(
-            "the weights were pushed, and only the schedulers that got them have them: it is not started again"
+            "the weights were pushed, so only the schedulers that received them have them: it is not restarted"
         )
         if not self._others_serve(dead):
             return False

@@ -72,7 +72,7 @@ class Supervisor(Generic[P]):
         for process in tuple(self._processes):
             code = process.exit_code
             if code is not None:
-                logger.error("the %s process has ended (%s)", process.name, describe_exit(code))
+                logger.error("the %s process died (%s)", process.name, describe_exit(code))
                 if self._recover(process):
                     continue
                 self.dead = process.name
@@ -86,10 +86,10 @@ class Supervisor(Generic[P]):
         silent = age_s is not None and age_s > SILENCE_LIMIT_S
         if silent and name not in self._silent:
             self._silent.add(name)
-            logger.warning("the %s process has been silent for %.1f s", name, age_s)
+            logger.warning("no heartbeat from the %s process for %.1f s", name, age_s)
         elif not silent and name in self._silent:
             self._silent.discard(name)
-            logger.info("the %s process is heard again", name)
+            logger.info("the %s process sends heartbeats again", name)
 
     def _run(self) -> None:
         while not self._stop.wait(CHECK_INTERVAL_S) and self.check():

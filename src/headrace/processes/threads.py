@@ -48,7 +48,7 @@ class ThreadParts(Parts):
             num_missing -= self._started.acquire(timeout=START_POLL_S)
         if num_missing or self._error is not None:
             self.stop()
-            raise self._error or ExecutionError("stopped while starting")
+            raise self._error or ExecutionError("stopped during start-up")
         assert self._ready is not None
         return self._ready
 
@@ -60,7 +60,7 @@ class ThreadParts(Parts):
 
         def progress(done: int, total: int) -> None:
             if self._stopped:
-                raise ExecutionError("stopped while starting")
+                raise ExecutionError("stopped during start-up")
             on_progress(done, total)
 
         def on_ready(info: ReadyInfo | None) -> None:

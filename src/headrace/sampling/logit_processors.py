@@ -43,7 +43,7 @@ def load_processors(spec: str) -> dict[str, LogitProcessor]:
         if not (name and equals and module_name and colon and attribute):
             raise ConfigError(f"custom_logit_processors: {entry!r} is not name=module:callable")
         if name in processors:
-            raise ConfigError(f"custom_logit_processors: {name!r} is there twice")
+            raise ConfigError(f"custom_logit_processors: {name!r} appears twice")
         processors[name] = _import_processor(name, module_name, attribute)
     return processors
 
@@ -55,10 +55,10 @@ def run_processor(name: str, processor: LogitProcessor, context: LogitContext, l
     """
     result = processor(context, logits)
     if not isinstance(result, torch.Tensor):
-        raise ExecutionError(f"the custom logit processor {name!r} did not give a tensor")
+        raise ExecutionError(f"the custom logit processor {name!r} did not return a tensor")
     if result.shape != logits.shape or result.dtype != logits.dtype or result.device != logits.device:
         raise ExecutionError(
-            f"the custom logit processor {name!r} gave {result.dtype} {list(result.shape)} on {result.device}, "
+            f"the custom logit processor {name!r} returned {result.dtype} {list(result.shape)} on {result.device}, "
             f"not {logits.dtype} {list(logits.shape)} on {logits.device}"
         )
     return result.detach()

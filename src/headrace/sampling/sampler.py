@@ -237,7 +237,7 @@ class Sampler:
             logger.exception("editing the logits of %s failed", rid)
             if state.processor:
                 return f"the custom logit processor {state.processor!r} failed"
-            return "the logits could not be edited as the sampling parameters ask"
+            return "the sampling parameters could not be applied to the logits"
         return ""
 
     def _edit_row(
@@ -262,7 +262,7 @@ class Sampler:
             )
             row.copy_(result)
             if not bool(row.amax().isfinite()):
-                raise ExecutionError(f"the custom logit processor {state.processor!r} gave NaN or no finite logits")
+                raise ExecutionError(f"the custom logit processor {state.processor!r} returned NaN or no finite logits")
         elif not healthy:
             raise ExecutionError(BAD_LOGITS)
         if state.edits is not None:

@@ -238,6 +238,6 @@ def chosen_warmups(args: ServerArgs) -> list[str]:
         if name not in WARMUPS:
             raise ConfigError(f"--warmups: {name!r} is not one of {', '.join(WARMUPS)}")
     if "chat" in named and args.skip_tokenizer_init:
-        raise ConfigError("--warmups chat does not go with --skip-tokenizer-init")
+        raise ConfigError("--warmups chat cannot be combined with --skip-tokenizer-init")
     first = [] if args.skip_server_warmup else ["generate"]
     return list(dict.fromkeys(first + named))

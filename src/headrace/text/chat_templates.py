@@ -108,7 +108,7 @@ class ChatTemplate:
             raise RequestError("messages is empty", param="messages")
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+                "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         taken = sorted((RESERVED_KWARGS | self._variables.keys()) & (kwargs or {}).keys())
         if taken:
@@ -160,7 +160,7 @@ class ChatTemplate:
         except LimitReached as err:
             raise RequestError(f"the chat template was stopped: {err}", param="messages") from None
         except jinja2.exceptions.SecurityError as err:
-            raise RequestError("the chat template does something that is not allowed", param="messages") from err
+            raise RequestError("the chat template uses a feature that is not allowed", param="messages") from err
         except FAULTS as err:
             raise RequestError(
                 "the chat template cannot be rendered with these messages; check their roles, fields and order",

@@ -137,7 +137,7 @@ class DetokenizerManager:
         if self._enable_faults and fault.stage == "detokenize":
             self._faults.append(fault)
         else:
-            logger.warning("refused a fault request: fault injection is not enabled here")
+            logger.warning("refused a fault request: fault injection is not enabled")
 
     def _handle_row(self, row: TokenIDOut, source: int) -> StrOut | None:
         sample = self._samples.get(row.rid)

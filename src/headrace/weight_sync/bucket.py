@@ -64,7 +64,7 @@ def unpack(
     dtypes: those that are known, by name. Raises ModelError naming what does not fit.
     """
     if set(tensors) != {TENSOR_NAME} or tensors[TENSOR_NAME].ndim != 1:
-        raise ModelError(f"a flattened bucket is one tensor of one dimension called {TENSOR_NAME}")
+        raise ModelError(f"a flattened bucket must be one tensor with one dimension called {TENSOR_NAME}")
     flat = tensors[TENSOR_NAME]
     try:
         parts = _PARTS.decode(metadata.get(METADATA_NAME, ""))

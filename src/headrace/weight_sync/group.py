@@ -49,15 +49,15 @@ class WeightGroup:
         except (RuntimeError, ValueError, OSError) as error:
             log.warning("joining the group %r at %s:%d failed: %s", name, address, port, _first_line(error))
             raise ExecutionError(
-                f"the group {name!r} of {world_size} ranks could not be joined within {timeout_s:g} s: the trainer did not come, or "
-                "something else answers at that address; the server's log has the cause"
+                f"the group {name!r} of {world_size} ranks could not be joined within {timeout_s:g} s: the trainer did not join, or "
+                "something else answers at that address; see the server's log"
             ) from None
 
     def _make(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
         if not dist.is_nccl_available() or not torch.cuda.is_available():
-            raise ExecutionError("backend nccl needs a GPU and a torch with NCCL; use gloo here")
+            raise ExecutionError("backend nccl needs a GPU and a torch with NCCL; use gloo")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -88,7 +88,7 @@ class WeightGroup:
         except (RuntimeError, ValueError) as error:
             log.warning("a broadcast failed: %s", _first_line(error))
             raise ExecutionError(
-                f"a broadcast did not complete within {self.timeout_s:g} s or a peer is gone; the server's log has the cause"
+                f"a broadcast did not complete within {self.timeout_s:g} s, or a peer is gone; see the server's log"
             ) from None
 
     def _wait(self, work: Any, cancelled: threading.Event) -> None:

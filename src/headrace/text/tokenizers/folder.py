@@ -43,7 +43,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         except Exception as err:  # the library raises bare Exception for a malformed file
             raise ModelError(f"tokenizer.json cannot be read: {err}") from err
     if not (path / "tokenizer.model").is_file():
-        raise ModelError(f"{path.name} holds neither tokenizer.json nor tokenizer.model")
+        raise ModelError(f"{path.name} contains neither tokenizer.json nor tokenizer.model")
     import transformers
 
     try:
@@ -124,7 +124,7 @@ def _folder_template(path: Path, config: dict[str, Any]) -> dict[str, str]:
                 case {"name": str(name), "template": str(template)}:
                     templates[name] = template
                 case _:
-                    raise ModelError("tokenizer_config.json: chat_template holds an entry without name and template")
+                    raise ModelError("tokenizer_config.json: chat_template has an entry without name and template")
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     for name, file in files.items():

@@ -104,7 +104,9 @@ def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
         left, _, right = merge.partition(" ")
         # The library aborts on such a merge instead of raising.
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise ModelError(f"{file.path.name}: tokenizer merge {merge!r} is not made of tokens of the vocabulary")
+            raise ModelError(
+                f"{file.path.name}: tokenizer merge {merge!r} does not consist of tokens of the vocabulary"
+            )
         merges.append((left, right))
     model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_KINDS)
     backend = tokenizers.Tokenizer(model)
