@@ -27,7 +27,7 @@ if child == 0:
     sys.exit(0)  # the interpreter ends by itself, with what was registered for its end
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 0, status
-assert len(list(stream)[-1]["output_ids"]) == 3
+assert len([first, *stream][-1]["output_ids"]) == 3  # the first chunk may hold all of them
 assert engine.health()
 engine.shutdown()
 print("done")
