@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from headrace.api import runtime
-from headrace.api.runtime import Runtime, command_line, free_port
+from headrace.api import runtime, server_process
+from headrace.api.runtime import Runtime
+from headrace.api.server_process import command_line, free_port
 from headrace.errors import AuthError, CapacityError, ConfigError, ExecutionError, RequestError
 
 SERVER = r"""
@@ -68,15 +69,15 @@ def stand_in(tmp_path, monkeypatch):
     """Makes `python -m headrace.cli serve ...` run the stand-in."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
-    real = runtime.subprocess.Popen
+    real = server_process.subprocess.Popen
     commands = []
 
     def popen(command, **options):
         commands.append(command)
         return real([sys.executable, str(script), *command[3:]], **options)
 
-    monkeypatch.setattr(runtime.subprocess, "Popen", popen)
-    monkeypatch.setattr(runtime, "READY_POLL_S", 0.01)
+    monkeypatch.setattr(server_process.subprocess, "Popen", popen)
+    monkeypatch.setattr(server_process, "READY_POLL_S", 0.01)
     return commands
 
 
@@ -97,10 +98,10 @@ def test_it_speaks_to_its_server(stand_in):
             list(server.generate("breaks", stream=True))
         with pytest.raises(RequestError, match="not supported yet"):
             server.encode("x")
-        process = server._process
+        process = server._server
     server.shutdown()
 
-    assert process.poll() is not None
+    assert process.exit_code is not None
     assert stand_in[0][:4] == [sys.executable, "-m", "headrace.cli", "serve"]
     assert not any(word.rpartition("=")[2] == "k" for word in stand_in[0])
 
@@ -134,9 +135,11 @@ async def test_it_streams_asynchronously(stand_in):
 
 
 def test_a_server_that_dies_while_starting_is_an_error(monkeypatch):
-    real = runtime.subprocess.Popen
+    real = server_process.subprocess.Popen
     monkeypatch.setattr(
-        runtime.subprocess, "Popen", lambda command, **options: real([sys.executable, "-c", "raise SystemExit(2)"])
+        server_process.subprocess,
+        "Popen",
+        lambda command, **options: real([sys.executable, "-c", "raise SystemExit(2)"]),
     )
     with pytest.raises(ExecutionError, match="exit code 2"):
         Runtime(model_path="tiny")

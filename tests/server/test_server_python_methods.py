@@ -7,6 +7,7 @@ import pytest
 from fake_frontend import MODEL, Running, running_server
 
 from headrace.api.engine import Engine
+from headrace.api.native_client import NativeClient
 from headrace.api.runtime import Runtime
 from headrace.errors import ExecutionError, NotFoundError, RequestError
 from headrace.frontend.runtime_settings import LimitChanges
@@ -101,7 +102,7 @@ def runtime(fake_server: Running) -> Runtime:
     fake_server.frontend.reset()
     client = Runtime.__new__(Runtime)
     client.url = fake_server.url
-    client._headers = {"Content-Type": "application/json"}
+    client._http = NativeClient(fake_server.url)
     return client
 
 
@@ -148,7 +149,7 @@ def test_a_runtime_knows_whether_its_server_is_well(runtime: Runtime, fake_serve
     fake_server.frontend.alive = False
     assert not runtime.health()
     assert not runtime.health(generate=True)
-    runtime.url = "http://127.0.0.1:9"
+    runtime._http = NativeClient("http://127.0.0.1:9")
     assert not runtime.health()
     with pytest.raises(ExecutionError):
         runtime.get_loads()

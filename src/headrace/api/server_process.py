@@ -1,0 +1,139 @@
+"""A server process of our own, `headrace serve`: its command line, its port, the wait until it is ready, and its end."""
+
+import atexit
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import fields
+from typing import Any
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, ExecutionError
+from headrace.processes import lifeline
+
+FIRST_PORT, LAST_PORT = 10000, 40000
+READY_POLL_S = 0.1
+STOP_TIMEOUT_S = 10.0
+KEY_VARIABLES = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_KEY"}
+"""Keys travel in the environment: every user of the machine can read the command line."""
+
+
+class ServerProcess:
+    """A started server. It is ended by `stop`, at exit, and when this process is killed.
+
+    options: fields of `ServerArgs`; without `port` a free one is taken. Raises ConfigError for unknown options.
+    url: where it listens. key: what to authorize with, None when it asks for no key.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        host = options.get("host", "127.0.0.1")
+        port = options.get("port", 0) or free_port(host)
+        self.url = f"http://{host}:{port}"
+        self.key: str | None = options.get("admin_api_key") or options.get("api_key") or None
+        command = [
+            sys.executable,
+            "-m",
+            "headrace.cli",
+            "serve",
+            *command_line({**options, "host": host, "port": port}),
+        ]
+        their_end, self._lifeline_fd = os.pipe()
+        variables = {**_environment(options), lifeline.VARIABLE: f"{their_end}:{os.getpid()}"}
+        try:
+            self._popen = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, pass_fds=(their_end,))
+        except BaseException:
+            os.close(self._lifeline_fd)
+            raise
+        finally:
+            os.close(their_end)
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._owner_pid = os.getpid()
+        atexit.register(self.stop)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives."""
+        return self._popen.poll()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until it answers /ready. Raises ExecutionError when it ends before, or after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            code = self._popen.poll()
+            if code is not None:
+                raise ExecutionError(f"the server exited during start-up (exit code {code}); see its log")
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as reply:
+                    if reply.status == 200:
+                        return
+            except urllib.error.HTTPError as error:
+                error.close()
+            except OSError:
+                pass  # nobody listens yet
+            time.sleep(READY_POLL_S)
+        raise ExecutionError(f"the server was not ready within {timeout_s:g} s")
+
+    def stop(self) -> None:
+        """End the server: gently, then by force. Idempotent. In the child of a fork it does nothing: the server is the parent's."""
+        if os.getpid() != self._owner_pid:
+            return
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+            atexit.unregister(self.stop)
+            self._popen.terminate()
+            try:
+                self._popen.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+            os.close(self._lifeline_fd)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of 10000-40000 that nobody listens on now. Raises ConfigError when none is found."""
+    for port in random.sample(range(FIRST_PORT, LAST_PORT + 1), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {host}")
+
+
+def command_line(options: dict[str, Any]) -> list[str]:
+    """Options of `headrace serve` for fields of `ServerArgs`. Keys are left out. Raises ConfigError for an unknown field."""
+    by_name = {option.name: option for option in fields(ServerArgs)}
+    words = []
+    for name, value in options.items():
+        if name not in by_name:
+            raise ConfigError(f"unknown option: {name}")
+        if name in KEY_VARIABLES or value is None:
+            continue
+        flag = name.replace("_", "-")
+        if not isinstance(value, bool):
+            words.append(f"--{flag}={value}")
+        elif value != by_name[name].default:
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+    return words
+
+
+def _environment(options: dict[str, Any]) -> dict[str, str]:
+    """Ours, with the keys of `options`. A key of ours is meant for another server, and would lock us out of this one."""
+    own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES.values()}
+    given = {variable: options[name] for name, variable in KEY_VARIABLES.items() if options.get(name) is not None}
+    return {**own, **given}
