@@ -10,7 +10,7 @@ from frontend_fakes import READY, STATE, ByteTokenizer, answers_of, request, tur
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError, RequestError
 from headrace.frontend import data_parallel_controller as dp
-from headrace.frontend.replay import Balancer
+from headrace.frontend.engine_link import Balancer
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq, ProfileReply

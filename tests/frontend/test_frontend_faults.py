@@ -20,8 +20,8 @@ POINTS = {
     "parameters": ("headrace.sampling.params.SamplingParams.resolve", None),
     "packing": ("headrace.frontend.encode.pack_int32", None),
     "adapter": ("headrace.frontend.adapters.Adapters.acquire", None),
-    "choosing a replica": ("headrace.frontend.replay.EngineLink._choose", None),
-    "submitting": ("headrace.frontend.replay.EngineLink.submit", None),
+    "choosing a replica": ("headrace.frontend.engine_link.EngineLink._choose", None),
+    "submitting": ("headrace.frontend.engine_link.EngineLink.submit", None),
     "sending": ("headrace.messages.channel.LocalQueue.send", None),
 }
 

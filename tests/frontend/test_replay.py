@@ -9,7 +9,7 @@ import pytest_asyncio
 from frontend_fakes import FakeEngine, Frontend, turns
 
 from headrace.errors import CapacityError, ExecutionError, LateError
-from headrace.frontend import replay
+from headrace.frontend import engine_link
 from headrace.messages.channel import LocalQueue, Ports, ZmqChannels
 from headrace.messages.control import AbortReq, ConfigureLoggingReq, ResetReq, SourceGone
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
@@ -47,7 +47,7 @@ class Lives:
 
     async def settle(self):
         """Let the watcher look once more."""
-        await asyncio.sleep(2 * replay.WATCH_INTERVAL_S)
+        await asyncio.sleep(2 * engine_link.WATCH_INTERVAL_S)
         self.engine.pump()
 
     async def say(self, rid: str, text: str, finish: FinishReason | None = None):
@@ -58,7 +58,7 @@ class Lives:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(replay, "WATCH_INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_link, "WATCH_INTERVAL_S", 0.001)
 
 
 @pytest_asyncio.fixture
@@ -254,7 +254,9 @@ def test_what_was_sent_to_a_dead_one_is_not_for_its_next_life(tmp_path):
     """Both die, and the detokenizer's death is noticed first: over real sockets, whose addresses the next life binds again."""
     channels = ZmqChannels(Ports.in_directory(tmp_path))
     first = channels.receiver("to_scheduler")
-    link = replay.EngineLink([channels.sender("to_scheduler")], {}, lambda *end: None, Metrics("m"), time.monotonic)
+    link = engine_link.EngineLink(
+        [channels.sender("to_scheduler")], {}, lambda *end: None, Metrics("m"), time.monotonic
+    )
     link.send(AbortReq(("a",)))
     assert first.recv(5.0) == AbortReq(("a",))
     first.close()

@@ -19,8 +19,8 @@ from frontend_fakes import ByteTokenizer, request
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
+from headrace.frontend.engine_link import GIVEN_UP
 from headrace.frontend.native_answer import NativeStream
-from headrace.frontend.replay import GIVEN_UP
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import IpcDir, Ports

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from headrace.frontend.communicator import Communicator
+from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.engine_loop import EngineLoop
-from headrace.frontend.replay import EngineLink
 from headrace.messages.lora import RESTORED, LoadLoraReq, LoraReply, UnloadLoraReq
 
 LORA_TIMEOUT_S = 120.0

@@ -10,10 +10,10 @@ from typing import Literal
 from headrace.errors import HeadraceError, NotFoundError, RequestError
 from headrace.frontend.communicator import Communicator
 from headrace.frontend.data_parallel_controller import sum_of_states
+from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.flush import flush_when_idle
 from headrace.frontend.prompts import check_text
-from headrace.frontend.replay import EngineLink
 from headrace.frontend.replica import Replica
 from headrace.messages.channel import Sender
 from headrace.messages.control import (

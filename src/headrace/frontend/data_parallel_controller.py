@@ -2,7 +2,7 @@
 
 Owns the policies and their view of each replica's load and cache. It is a layer within the main process, not a process of its own:
 every request and output passes through the tokenizer manager anyway, which knows all live samples and their lengths; a separate process
-would add two hops to every message and a second copy of that state. Not used with one replica. Does not send: `replay` does, which also
+would add two hops to every message and a second copy of that state. Not used with one replica. Does not send: `engine_link` does, which also
 moves the samples of a replica that has died. Event loop only.
 """
 
@@ -19,7 +19,7 @@ from headrace.messages.control import InternalState, PoolState, ReadyInfo
 from headrace.messages.requests import TokenizedGenerateReqInput
 
 if TYPE_CHECKING:
-    from headrace.frontend.replay import Balancer
+    from headrace.frontend.engine_link import Balancer
 
 Method = Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
 

@@ -1,7 +1,7 @@
 """Ends samples: removes them from the table, counts and logs them, wakes the waiting client.
 
 Owns the order of these effects, and releases what a sample held: its turn in a session, its adapter, its share of a replica's load. Does not
-decide when a sample ends: `outputs` does at the last output, `replay` when it cannot be sent, the tokenizer manager when the client leaves.
+decide when a sample ends: `outputs` does at the last output, `engine_link` when it cannot be sent, the tokenizer manager when the client leaves.
 Used by the tokenizer manager, in its event loop only.
 """
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.frontend.replay import Balancer, leave_replica
+from headrace.frontend.engine_link import Balancer, leave_replica
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.sample_table import SampleTable

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from headrace.errors import ExecutionError
-from headrace.frontend.replay import EngineLink
+from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.replica import nobody_lives
 from headrace.log import get_logger
 from headrace.messages.channel import Receiver

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Callable
 
 from headrace.errors import HeadraceError
 from headrace.frontend.control import Control
+from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.heartbeats import Heartbeats
-from headrace.frontend.replay import EngineLink
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.shared_probe import SharedProbe
 from headrace.messages.requests import GenerateReqInput

@@ -7,7 +7,7 @@ manager's event loop.
 from collections.abc import Callable
 
 from headrace.frontend.endings import Endings, count_prompt
-from headrace.frontend.replay import EngineLink
+from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.sample_table import SampleTable
 from headrace.log import get_logger

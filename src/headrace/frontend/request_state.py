@@ -40,7 +40,7 @@ class ReqState:
     for dumps. turn: its place in a session.
     adapter: what it holds in memory until it leaves the table.
     request: as it was first sent. replica: index of the one that has it, -1 = none. routed_replica: of the only one that may. num_sends, num_deaths,
-    num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `replay`.
+    num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `engine_link`.
     _num_taken_characters and the like: how much of its output updates have told.
     """
 

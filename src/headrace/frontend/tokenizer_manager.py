@@ -26,6 +26,7 @@ from headrace.frontend.control import Control
 from headrace.frontend.data_parallel_controller import make_balancer
 from headrace.frontend.encode import Encoder
 from headrace.frontend.endings import Endings, SpanSink
+from headrace.frontend.engine_link import NOWHERE, EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.engine_parts import EngineParts
 from headrace.frontend.expert_recording import ExpertRecording
@@ -34,7 +35,6 @@ from headrace.frontend.heartbeats import Heartbeats
 from headrace.frontend.outputs import Outputs
 from headrace.frontend.prompts import Call, refuse_text
 from headrace.frontend.records import Records
-from headrace.frontend.replay import NOWHERE, EngineLink
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.runtime_settings import RuntimeSettings

@@ -1,7 +1,7 @@
 """Starts a dead child process again, a bounded number of times.
 
 Owns one thread per restart under way, and the budget of restarts. Does not notice deaths (`supervisor` does, and calls `recover` from
-its thread), does not know how a process is made, and replays nothing (`frontend.replay` does, in the event loop).
+its thread), does not know how a process is made, and replays nothing (`frontend.engine_link` does, in the event loop).
 """
 
 import threading
