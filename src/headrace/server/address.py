@@ -1,4 +1,4 @@
-"""The listening socket. Apart from the server, which takes long to import: a port is bound, or refused, before anything is loaded."""
+"""The listening socket. Separate from the server, which is slow to import, so that the port is bound before anything is loaded."""
 
 import socket
 
@@ -6,7 +6,7 @@ from headrace.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to (host, port); port 0 = any free one. Raises ConfigError saying what to change."""
+    """A socket bound to (host, port); port 0 = any free port. Raises ConfigError, which says what to change."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -17,7 +17,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        # Listening here and not later tells two servers on one port apart at once.
+        # Listen now and not later, so that a second server on the same port fails at once.
         sock.listen(2048)
     except OSError as exc:
         sock.close()
@@ -28,6 +28,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def local_url(host: str, port: int) -> str:
-    """Where clients on this machine reach a server that was bound to `host`."""
+    """URL for clients on this machine of a server bound to `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,6 +1,6 @@
 """The HTTP application: the route table, the middleware around it, start and warm-up.
 
-A new endpoint is a handler in this room and a row in `route_table`, which also says who may call it. Handlers are raw ASGI
+A new endpoint is a handler in this package and a row in `route_table`, which also declares who may call it. Handlers are raw ASGI
 endpoints: requests are decoded by msgspec, and streams are written as bytes. Runs in the event loop of the main process.
 """
 
@@ -49,7 +49,7 @@ log = get_logger(__name__)
 
 
 def route_table(context: ServingContext) -> list[RouteSpec]:
-    """Every route with its access; the busiest first, because they are tried in order."""
+    """Every route with its access; the most used first, because they are tried in order."""
     native, control = NativeAPI(context), ControlAPI(context)
     chat, completions = ChatServing(context), CompletionServing(context)
     loras = LoraAPI(context)
@@ -119,7 +119,7 @@ def create_app(
 ) -> FastAPI:
     """The application that serves `model` through `frontend`.
 
-    status: shared with who stops the server, to tell it that no new requests are welcome. `app.state.context` is the
+    status: shared with the code that stops the server, to refuse new requests. `app.state.context` is the
     handlers' context, `app.state.keys` the keys of --api-key-file.
     Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
@@ -163,8 +163,8 @@ def create_app(
     for spec in table:
         endpoint = Endpoint(spec.handler, bodies)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
-    # The last one added is the outermost: CORS answers preflights without a key, and its headers are on error replies too. What the
-    # gate refuses gets none.
+    # The last one added is the outermost: CORS answers preflights without a key, and adds its headers to error replies too, but not to
+    # refusals of the origin gate.
     access = AccessTable((spec.path, spec.access) for spec in table)
     app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys)
     app.add_middleware(ErrorBoundary)
@@ -193,7 +193,7 @@ def _warn_if_open(args: ServerArgs) -> None:
 
 
 async def _routing_error(request: Request, exc: Exception) -> Response:
-    """No such route, or not with this method, in the shape of every other error."""
+    """The error for an unknown route or method, in the same shape as every other error."""
     assert isinstance(exc, HTTPException), "registered for this type"
     if exc.status_code == 405:
         error = ApiError(

@@ -1,7 +1,7 @@
-"""Who may call what: decided on the path of the request, before routing, denied unless a route says otherwise.
+"""Access control: decided by the path of the request, before routing; denied unless a route declares otherwise.
 
-Every route is declared `public`, `user` or `admin`. With an api key, `user` routes need that key or the admin key. With an
-admin key, `admin` routes need it; without one the api key guards them as well. Keys of a file open `user` routes only.
+Every route is declared `public`, `user` or `admin`. With an API key, `user` routes need that key or the admin key. With an
+admin key, `admin` routes need it; without one, they need the API key. Keys of a file open `user` routes only.
 Runs in the event loop of the main process.
 """
 
@@ -20,7 +20,7 @@ Access = Literal["public", "user", "admin"]
 
 
 class AccessTable:
-    """The decision for each path. A path is matched exactly, or by the prefix before a trailing `{parameter}`."""
+    """The access of each path. A path is matched exactly, or by the prefix before a trailing `{parameter}`."""
 
     def __init__(self, routes: Iterable[tuple[str, Access]]) -> None:
         self.exact: dict[str, Access] = {}
@@ -34,7 +34,7 @@ class AccessTable:
                 self.prefixes.append((head, access))
 
     def access(self, path: str) -> Access | None:
-        """The declared access of `path`; None = not declared, so nobody may."""
+        """The declared access of `path`; None = not declared, so access is denied."""
         found = self.exact.get(path)
         if found is None:
             found = next((access for prefix, access in self.prefixes if path.startswith(prefix)), None)
@@ -42,7 +42,7 @@ class AccessTable:
 
 
 class AuthMiddleware:
-    """Refuses what the keys do not allow; tells the handlers whether the caller is an admin."""
+    """Refuses requests that the keys do not allow, and tells handlers whether the caller is an admin."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class AuthMiddleware:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer 401, or 404 for a path that is not declared."""
+        """Pass the request on, or answer 401, or 404 for an undeclared path."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return

@@ -1,6 +1,6 @@
-"""One HTTP connection: uvicorn's protocol with the limits that it lacks.
+"""One HTTP connection: uvicorn's protocol with additional limits.
 
-Owns the time a request may take to arrive, the size of its headers, the number of connections, and the client that does not
+Owns the limits on the time that a request takes to arrive, the size of its headers, the number of connections, and clients that do not
 read. Does not look at bodies or routes. Runs in the event loop of the main process.
 
 ```
@@ -21,19 +21,19 @@ from headrace.server.http import ApiError, error_body
 HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
 WRITE_STALL_S = 20.0
-"""A client that leaves the send buffer full for so long is cut off; its request is then aborted as for any disconnect."""
+"""A client that leaves the send buffer full for this long is disconnected, and its request aborted."""
 
 LINGER_S = 1.0
-"""After a refusal, what the client still sends is thrown away for so long before the connection is closed."""
+"""After a refusal, discard what the client still sends for this long before closing the connection."""
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_URL_BYTES = 16 << 10
 MAX_CONNECTIONS = 10_000
 MAX_LINGERING = 64
-"""Connections beyond the limit that may linger after having been refused."""
+"""Most refused connections that may linger."""
 MAX_PIPELINED = 16
-"""Requests that may wait behind the one being answered; then the connection is not read until it has been."""
+"""Most pipelined requests behind the one being answered; beyond this, the connection is not read."""
 
 _PHRASES = {
     400: b"Bad Request",
@@ -45,18 +45,18 @@ _PHRASES = {
 
 
 def max_connections() -> int:
-    """How many connections may be open: bounded, with descriptors left over for everything else."""
+    """Most open connections; leaves file descriptors for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = min(256, files // 4)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files - spare)
 
 
 class _Refused(Exception):
-    """The request breaks a limit."""
+    """The request exceeds a limit."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection that cannot be held open, filled or left unread for long."""
+    """A connection with limits on slow, large and unread traffic."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,10 +71,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_headers = 0
         self._refusal = (400, "the request is not valid HTTP")
 
-    # What the transport calls.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected; one too many is told so and closed."""
+        """A client has connected; beyond the limit it is refused and closed."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             self._refuse(503, "too many connections, try again later", b"retry-after: 1\r\n")
@@ -82,24 +82,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone: no timer may act on it."""
+        """The connection is gone: cancel all timers."""
         self._cancel_deadline()
         self._cancel_stall()
         super().connection_lost(exc)
-        # uvicorn tells only the newest request; the ones before it may be what is being answered.
+        # uvicorn notifies only the newest request, but an earlier one may be the one being answered.
         for cycle in self._cycles:
             cycle.disconnected = cycle.disconnected or not cycle.response_complete
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests. The time for the headers starts with their first byte."""
+        """Parse bytes of requests. The time limit of the headers starts with their first byte."""
         if self.parser is None or self._lingering or self.transport.is_closing():
             return
         if not self._receiving and self._deadline is None:
             self._expect(HEADER_TIMEOUT_S)
         super().data_received(data)
         if self._receiving and self._in_headers and not self._lingering and not self.transport.is_closing():
-            # The parser keeps a header to itself until it has all of it, so unfinished ones are counted by the bytes read.
+            # The parser reports only complete headers, so incomplete ones are counted by the bytes read.
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
@@ -111,11 +111,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stall = self.loop.call_later(WRITE_STALL_S, self._abort_stalled)
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """The client has read enough."""
         self._cancel_stall()
         super().resume_writing()
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -150,7 +150,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
-            # uvicorn stops reading behind a pipelined request; then it would not see the client leave.
+            # uvicorn stops reading after a pipelined request and would then not notice a disconnect.
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
@@ -160,12 +160,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or breaks a limit, and close."""
+        """Answer invalid HTTP, or a request that exceeds a limit, and close."""
         self._refuse(*self._refusal)
 
     @property
     def _before_body(self) -> bool:
-        """`cycle` is not yet the one of the request that is arriving."""
+        """Whether `cycle` does not belong to the arriving request yet."""
         return self._in_headers or not self._receiving
 
     # Timers.
@@ -180,7 +180,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         answering = self.cycle is not None and not self.cycle.response_complete
         if self.flow.read_paused or self.pipeline or (self._before_body and answering):
-            # An earlier request of the connection is being answered: this one is not late before that is done.
+            # An earlier request of this connection is still being answered: this one is not late until that is done.
             self._expect(seconds)
             return
         self._refuse(408, f"the request did not arrive within {seconds:g} s")
@@ -200,7 +200,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stall = None
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
-        """Answer unless an answer is under way, and close."""
+        """Send an error unless a reply is in progress, and close."""
         self._cancel_deadline()
         self._unset_keepalive_if_required()
         if self.cycle is None or (
@@ -219,10 +219,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _linger(self) -> None:
-        """Close in two steps: closing while the client still sends would make it lose the answer."""
+        """Close in two steps: closing while the client still sends would make it lose the reply."""
         self._lingering = True
         if self.cycle is not None and not self.cycle.response_complete:
-            # The application waits for the rest of the body, which nobody will read.
+            # The application waits for the rest of the body, which will not be read.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.write_eof()

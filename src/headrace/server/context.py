@@ -1,4 +1,4 @@
-"""What the handlers are given: the way to the engine, the served model and the server's options.
+"""The context of handlers: the front end, the served model and the server's options.
 
 Runs in the event loop of the main process.
 """
@@ -21,26 +21,26 @@ from headrace.text.tokenizers import Tokenizer
 
 T = TypeVar("T")
 TEXT_WORK_LIMIT_S = 10.0
-"""Rendering and tokenizing one request may take so long, from when a thread begins; then the request is refused."""
+"""Time limit for rendering and tokenizing one request in a thread; after it the request is refused."""
 
 TEXT_WAIT_LIMIT_S = 10.0
-"""A request waits so long for a thread to be free; then the server has no room for it."""
+"""Time limit of waiting for a free thread; after it the request gets a 503."""
 
 DEFAULT_MODEL = "default"
-"""The name that clients of SGLang give when they mean whatever is served."""
+"""The name by which SGLang's clients request whatever model is served."""
 
 MAX_CHARS_PER_TOKEN = 256
-"""More than any token of text has, with room for normalizers that shorten: a bound on work, not on prompts."""
+"""More characters than any token of text has, even before a normalizer that shortens it: limits work, not prompts."""
 
 MAX_TEXT_CHARS = 4 << 20
 MAX_WHOLE_CHARS = 1 << 20
 USUAL_CHARS_PER_TOKEN = 8
-"""Where the context is long, a text is refused beyond the larger of so many characters and so many for every token of the context."""
+"""With a long context, the limit of a text is the larger of MAX_TEXT_CHARS and this many characters per token of the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model as clients see it. `chat_template` is None when it has none."""
+    """The model as clients see it. `chat_template`: None if it has none."""
 
     name: str
     context_length: int
@@ -54,14 +54,14 @@ class ServedModel:
 
 @dataclass(slots=True)
 class ServerStatus:
-    """Whether the server takes requests. `draining` is set by the process that is about to stop it."""
+    """Whether the server accepts requests. `draining` is set when the server is about to stop."""
 
     started: bool = False
     draining: bool = False
 
     @property
     def ready(self) -> bool:
-        """New requests are welcome."""
+        """Whether new requests are accepted."""
         return self.started and not self.draining
 
 
@@ -80,7 +80,7 @@ class ServingContext:
     def adapter_of(self, name: str) -> str | None:
         """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself.
 
-        "" and "default" (unless an adapter is called so) are the served model. Raises NotFoundError.
+        "" and "default" (unless an adapter has this name) mean the served model. Raises NotFoundError.
         """
         if name in ("", self.model.name):
             return None
@@ -96,19 +96,19 @@ class ServingContext:
 
     @property
     def max_text_chars(self) -> int:
-        """Characters of a text that is tokenized at all."""
+        """Most characters of a text; longer ones are not even tokenized."""
         context = self.model.context_length
         return min(context * MAX_CHARS_PER_TOKEN, max(MAX_TEXT_CHARS, context * USUAL_CHARS_PER_TOKEN))
 
     def check_tokenizer(self, param: str) -> None:
-        """Raises RequestError when this server has no tokenizer, which `param` needs."""
+        """Raises RequestError if the server has no tokenizer, which `param` needs."""
         if self.args.skip_tokenizer_init:
             refuse_text(param)
 
     def check_text_length(self, param: str, num_chars: int, whole: bool = False) -> None:
-        """Raises RequestError for a text that cannot fit into the context however it is tokenized: it is not even tried.
+        """Raises RequestError for a text that cannot fit in the context, before it is tokenized.
 
-        whole: it would be tokenized to its end, also beyond the context.
+        whole: it would be tokenized as a whole, even beyond the context.
         """
         limit = self.max_text_chars
         if whole:
@@ -121,7 +121,7 @@ class ServingContext:
     def check_prompt_size(
         self, param: str, text: str | list[str] | None, input_ids: list[int | list[int]] | None
     ) -> None:
-        """Raises RequestError for prompts that cannot fit, by their lengths alone: nothing is looked at one by one."""
+        """Raises RequestError for prompts that cannot fit, judged by their lengths alone."""
         for one in [text] if isinstance(text, str) else text or []:
             self.check_text_length(param, len(one))
         ids = input_ids or []
@@ -147,7 +147,7 @@ class ServingContext:
             await asyncio.wait_for(begun.wait(), TEXT_WAIT_LIMIT_S)
         except TimeoutError:
             raise CapacityError(
-                f"the prompt waited {TEXT_WAIT_LIMIT_S:g} s to be prepared: too many long prompts at once"
+                f"the prompt waited {TEXT_WAIT_LIMIT_S:g} s to be tokenized: there are too many long prompts at once"
             ) from None
         finally:
             if not begun.is_set():
@@ -155,4 +155,4 @@ class ServingContext:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), TEXT_WORK_LIMIT_S)
         except TimeoutError:
-            raise RequestError(f"preparing the prompt took longer than {TEXT_WORK_LIMIT_S:g} s") from None
+            raise RequestError(f"tokenizing the prompt took longer than {TEXT_WORK_LIMIT_S:g} s") from None

@@ -18,14 +18,14 @@ from headrace.server.request_frontend import answer
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to abort: the samples of one request, or everything."""
+    """What to abort: one request, or all."""
 
     rid: str | None = None
     abort_all: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Whether it was done. With another status than 200 it was not, and the message says why."""
+    """Result of an operation. If the status is not 200 it failed, and the message says why."""
 
     success: bool
     message: str
@@ -58,28 +58,28 @@ _FAULT = msgspec.json.Decoder(FaultBody)
 
 
 class ControlAPI:
-    """Handlers that ask or steer the server itself."""
+    """Handlers of health, information and control routes."""
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
 
     async def health(self, exchange: Exchange) -> None:
-        """Cheap liveness: 200 while the engine's processes live, else 503."""
+        """Cheap liveness check: 200 while the engine's processes are alive, else 503."""
         await self._answer_health(exchange, await self.context.frontend.health(generate=False))
 
     async def health_generate(self, exchange: Exchange) -> None:
-        """200 when a token could be made just now (or running requests prove it), else 503."""
+        """200 if the engine can generate a token (or requests run, which proves it), else 503."""
         async with exchange.until_client_leaves():
             alive = await self.context.frontend.health(generate=True)
         await self._answer_health(exchange, alive)
 
     async def ready(self, exchange: Exchange) -> None:
-        """200 when new requests are welcome: started, not draining, alive."""
+        """200 if new requests are accepted: started, not draining, alive."""
         alive = self.context.status.ready and await self.context.frontend.health(generate=False)
         await self._answer_health(exchange, alive)
 
     async def ping(self, exchange: Exchange) -> None:
-        """200 while the HTTP loop turns."""
+        """200 while the HTTP server runs."""
         await exchange.reply_json({"status": "ok"})
 
     async def _answer_health(self, exchange: Exchange, alive: bool) -> None:
@@ -89,7 +89,7 @@ class ControlAPI:
             await exchange.reply_json({"status": "unavailable"}, 503, [(b"retry-after", b"1")])
 
     async def model_info(self, exchange: Exchange) -> None:
-        """The served model: name, kind, sizes. Where it was read from is said in full to the admin key, to others without its folder."""
+        """The served model: name, type, sizes. The admin key sees the full path, other keys only its last part."""
         model = self.context.model
         path = self.context.frontend.weights.model_path or self.context.args.model_path
         await exchange.reply_json(
@@ -126,12 +126,12 @@ class ControlAPI:
         await exchange.reply_json({"loads": [describe_load(state) for state in states]})
 
     async def get_load(self, exchange: Exchange) -> None:
-        """The same as SGLang's routers read it: a list with three counts for each replica."""
+        """The load in the form of SGLang's routers: a list with three counts per replica."""
         states = await self.context.frontend.control.internal_states()
         await exchange.reply_json([describe_short_load(state) for state in states])
 
     async def internal_state(self, exchange: Exchange) -> None:
-        """Counters and pool accounting of the scheduler, as they are, and the counters of this process under `frontend`."""
+        """Counters and pool accounting of the scheduler, and the counters of this process under `frontend`."""
         await exchange.reply_json(await self._state())
 
     async def _state(self) -> dict[str, object]:
@@ -143,7 +143,7 @@ class ControlAPI:
         return state
 
     async def flush_cache(self, exchange: Exchange) -> None:
-        """Empty the prefix cache; 409 with the reason when requests run or wait still after the time given."""
+        """Empty the prefix cache; 409 with the reason if requests still run or wait after the timeout."""
         options = exchange.read_query(FlushQuery)
         await exchange.read_no_fields()
         async with exchange.until_client_leaves():
@@ -151,7 +151,7 @@ class ControlAPI:
         await exchange.reply_json({"success": reply.success, "message": reply.message}, 200 if reply.success else 409)
 
     async def abort_request(self, exchange: Exchange) -> None:
-        """Abort a request of the caller's by its rid, or all of them (which needs the admin key)."""
+        """Abort a request of the caller by its rid, or all requests (needs the admin key)."""
         body = await exchange.read_json(_ABORT)
         if body.abort_all:
             if not exchange.is_admin:
@@ -169,7 +169,7 @@ class ControlAPI:
         await send_response(exchange.send, 200, text, CONTENT_TYPE.encode())
 
     async def inject_fault(self, exchange: Exchange) -> None:
-        """Test hook; the route exists only under --enable-fault-injection."""
+        """For tests; the route exists only with --enable-fault-injection."""
         body = await exchange.read_json(_FAULT)
         await self.context.frontend.control.inject_fault(FaultReq(**msgspec.structs.asdict(body)))
         await exchange.reply_json({"success": True, "message": "injected"})

@@ -1,4 +1,4 @@
-"""Routes for whoever looks into a running server: one request's story, profiles, what is logged.
+"""Diagnostic routes: timelines of requests, profiles, logging, dumps.
 
 Runs in the event loop of the main process. Who may call them is declared in app.py.
 """
@@ -13,7 +13,7 @@ from headrace.server.request_frontend import answer
 
 
 class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to record. output_dir: a name below --profile-dir, never a path. num_steps: stop by itself after so many."""
+    """What to record. output_dir: name of a folder below --profile-dir, not a path. num_steps: stop after this many."""
 
     output_dir: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")] | None = None
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
@@ -21,7 +21,7 @@ class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ConfigureLoggingBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to change; what is left out stays."""
+    """What to change; fields that are left out stay as they are."""
 
     level: Literal["debug", "info", "warning", "error"] | None = None
     log_requests: bool | None = None
@@ -33,18 +33,18 @@ _LOGGING = msgspec.json.Decoder(ConfigureLoggingBody)
 
 
 class DiagnosticsAPI:
-    """Handlers that look, and change nothing of what clients get."""
+    """Handlers of the diagnostic routes; none changes the replies to clients."""
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
 
     async def explain_request(self, exchange: Exchange) -> None:
-        """What happened to one of the last requests, without its text. The admin key sees everybody's, other keys their own."""
+        """The timeline of a recent request, without its text. The admin key sees all requests, other keys only their own."""
         samples = await answer(self.context.frontend.records.timelines(exchange.path_param("id"), exchange.caller))
         await exchange.reply_json({"object": "list", "data": samples})
 
     async def start_profile(self, exchange: Exchange) -> None:
-        """Begin to record the worker's steps."""
+        """Start recording the worker's steps."""
         body = await exchange.read_json(_START)
         names = tuple(dict.fromkeys(body.activities)) or ("CPU",)
         message = await self.context.frontend.control.start_profile(body.output_dir or "", body.num_steps or 0, names)
@@ -65,7 +65,7 @@ class DiagnosticsAPI:
         await exchange.reply_json({"success": True, **now})
 
     async def dump_requests(self, exchange: Exchange) -> None:
-        """Write what the last requests were to the operator's folder; the file's name, and how many they are."""
+        """Write a dump of the most recent requests to the operator's folder. Returns the file's name and their number."""
         await exchange.read_no_fields()
         name, count = await self.context.frontend.records.dump()
         message = f"{count} requests are in {name}"

@@ -1,6 +1,6 @@
-"""Embeddings within a JSON body: millions of numbers, read row by row.
+"""Embeddings in a JSON body: may be millions of numbers, so they are read row by row.
 
-Decoding all of them at once would hold up every other request. Pure functions, for the thread that decodes bodies.
+Decoding all of them at once would block every other request. Pure functions, for the thread that decodes bodies.
 """
 
 import base64
@@ -18,7 +18,7 @@ _SKIPPED = _BLANK + b",["
 
 
 class _EmbedsOfBody(msgspec.Struct):
-    """A body of /generate, of which only this is looked at."""
+    """The only field of a /generate body that is read here."""
 
     input_embeds: msgspec.Raw = msgspec.Raw()
 
@@ -29,10 +29,10 @@ _ROW = msgspec.json.Decoder(list[float])
 
 
 def embeds_to_base64(body: bytes, hidden_size: int) -> bytes:
-    """A JSON body of /generate whose `input_embeds`, when they are rows of numbers, are base64 instead.
+    """Rewrite a JSON body of /generate: `input_embeds` given as rows of numbers become base64.
 
-    Time without a break is that of one row. A body without such rows comes back as it is; what is no JSON as well, for the decoder to
-    say so. Raises RequestError, TooLargeError.
+    Holds the GIL for one row at a time. A body without such rows is returned unchanged; so is invalid JSON, which the decoder
+    reports. Raises RequestError, TooLargeError.
     """
     try:
         embeds = bytes(_BODY.decode(body).input_embeds)
@@ -56,11 +56,11 @@ def _check_rest(body: bytes, embeds: bytes) -> None:
 
 
 def _read_prompts(embeds: bytes, hidden_size: int) -> tuple[list[bytes], bool]:
-    """The prompts of a JSON value, which is well formed, and whether they are a list of prompts; none when they are no numbers."""
+    """The prompts of a well-formed JSON value, and whether it is a list of prompts; none if they are not numbers."""
     prompts: list[bytearray] = []
     depth_of_rows = 0
     for row, depth, num_opened in _rows_of(embeds):
-        # Two brackets are open in a row of one prompt, three in one of several prompts.
+        # Two brackets are open within a row of a single prompt, three within one of several prompts.
         depth_of_rows = depth_of_rows or depth
         if depth_of_rows not in (2, 3):
             return [], False

@@ -25,18 +25,18 @@ class ExpertsAPI:
         ]
 
     async def start(self, exchange: Exchange) -> None:
-        """Count from zero."""
+        """Start counting from zero."""
         await exchange.read_no_fields()
         await self.context.frontend.experts.start()
         await exchange.reply_json({"success": True, "message": "the choice of experts is being recorded"})
 
     async def stop(self, exchange: Exchange) -> None:
-        """Count no more."""
+        """Stop counting."""
         await exchange.read_no_fields()
         await self.context.frontend.experts.stop()
         await exchange.reply_json({"success": True, "message": "the choice of experts is not recorded any more"})
 
     async def dump(self, exchange: Exchange) -> None:
-        """What was counted, which begins again at zero."""
+        """Return the counts and reset them."""
         await exchange.read_no_fields()
         await exchange.reply_json({"success": True, **await self.context.frontend.experts.dump()})

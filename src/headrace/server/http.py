@@ -1,4 +1,4 @@
-"""One HTTP exchange over raw ASGI: body in with limits, JSON out, one mapping from errors to replies, clients that leave.
+"""One HTTP exchange over raw ASGI: reads a limited body, writes JSON, maps errors to replies, notices disconnects.
 
 Owns what every route shares. Does not own routes, keys (auth.py) or the socket (connection.py).
 Runs in the event loop of the main process.
@@ -61,8 +61,8 @@ class ApiError(msgspec.Struct, frozen=True):
 def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
     """The status, extra headers and body that answer `exc`.
 
-    Messages of RequestError, CapacityError and ExecutionError are meant for clients. Anything else is our own fault: it is
-    logged here, once, and the client learns only that.
+    Messages of RequestError, CapacityError and ExecutionError are meant for clients. Anything else is a bug: it is
+    logged here, once, and the client gets only "internal error".
     """
     if isinstance(exc, RequestError):
         # OpenAI's clients retry after a 408 unless told not to.
@@ -185,7 +185,7 @@ class Exchange:
 
     @property
     def tenant(self) -> Tenant | None:
-        """Whose key of the key file this request carries (set by auth.py); None = another key, or none."""
+        """The owner of the key in the key file that this request carries (set by auth.py); None = another key, or none."""
         found: Tenant | None = self.scope["headrace.tenant"]
         return found
 
@@ -209,7 +209,7 @@ class Exchange:
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
     def read_query(self, kind: type[T]) -> T:
-        """The options after the path's question mark, each as text that `kind` can read. Raises RequestError."""
+        """The query parameters decoded as `kind`. Raises RequestError."""
         given = parse_qs(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
         try:
             return msgspec.convert({name: values[-1] for name, values in given.items()}, kind, strict=False)

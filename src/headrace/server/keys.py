@@ -1,6 +1,6 @@
-"""The keys of --api-key-file: who each belongs to and what it may use.
+"""The keys of --api-key-file: their names and limits.
 
-Owns the file and the table from key to tenant. Does not own routes and access (auth.py) nor the counting (frontend/tenants.py).
+Owns the file and the table from key to tenant. Does not own access to routes (auth.py) or the counting (frontend/tenants.py).
 Read before the server starts and again on SIGHUP, in the event loop of the main process.
 """
 
@@ -45,7 +45,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ApiKeys:
     """Tenants by the SHA-256 of their keys. `path` is a .toml or a .json file. Raises ConfigError.
 
-    generation: how often the file was asked to be read again.
+    generation: number of reloads, successful or not.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,11 +65,11 @@ class ApiKeys:
         return len(self._by_digest)
 
     def find(self, key: bytes) -> Tenant | None:
-        """Whose key this is. Looked up by its digest, so that the time it takes says nothing about other keys."""
+        """The owner of a key. Looked up by its digest, so that the time it takes reveals nothing about other keys."""
         return self._by_digest.get(hashlib.sha256(key).digest())
 
     def load(self) -> None:
-        """Read the file. Tenants that stay keep what they use. Raises ConfigError; then everything is as it was."""
+        """Read the file. Tenants that remain keep their current use. Raises ConfigError; then nothing has changed."""
         entries = self._read()
         by_digest: dict[bytes, TenantLimits] = {}
         for entry in entries:
@@ -89,7 +89,7 @@ class ApiKeys:
         self._by_digest = {digest: self._by_name[limits.name] for digest, limits in by_digest.items()}
 
     def reload(self) -> None:
-        """As `load`; a file that cannot be used is logged and changes nothing."""
+        """Like `load`, but an invalid file is logged and changes nothing."""
         self.generation += 1
         try:
             self.load()
@@ -101,7 +101,7 @@ class ApiKeys:
     def _read(self) -> list[_Entry]:
         try:
             if not self._path.is_file() and self._path.exists():
-                # A FIFO would hold the event loop, which reads the file again on SIGHUP.
+                # Reading a FIFO would block the event loop, which reloads the file on SIGHUP.
                 raise self._error("is not a regular file")
             text = self._path.read_text(encoding="utf-8")
             value = tomllib.loads(text) if self._path.suffix == ".toml" else json.loads(text)

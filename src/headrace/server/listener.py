@@ -1,6 +1,6 @@
 """The HTTP server: the listening socket, uvicorn's loop around the application, start and stop.
 
-Signals are the caller's: uvicorn's own handlers are off. Runs in the thread that calls `Server.run`; `shutdown` may
+The caller handles signals: uvicorn's own handlers are off. Runs in the thread that calls `Server.run`; `shutdown` may
 be called from any thread.
 """
 
@@ -23,12 +23,12 @@ from headrace.server.connection import LimitedProtocol
 log = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 3.0
-"""After `shutdown`, replies that are still being written have so long. Draining running requests is the caller's, before it."""
+"""After `shutdown`, replies may still be written for this long. The caller drains running requests before it."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long another thread keeps Python's lock while the event loop waits for it, in the whole process.
+"""How long another thread may keep the GIL while the event loop waits for it (a setting of the whole process).
 
-The loop asks for the lock again after every call of the system. At Python's 5 ms a small request waits dozens of times 5 ms
+The loop needs the GIL again after every system call. With Python's default of 5 ms, a small request would wait dozens of times 5 ms
 beside a thread that decodes or tokenizes a large one.
 """
 
@@ -36,8 +36,8 @@ beside a thread that decodes or tokenizes a large one.
 class Server:
     """Serves one application on one socket. The port is bound when this is made, so `port` is the real one.
 
-    should_exit: asked about ten times a second; True stops the server. started: set once requests are accepted.
-    listening: what `bind` gave, when the port was taken before the model was loaded; clients then wait instead of being refused.
+    should_exit: polled about ten times a second; True stops the server. started: set once requests are accepted.
+    listening: the socket from `bind`, if the port was bound before the model was loaded; clients then wait instead of being refused.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine reach it."""
+        """URL for clients on this machine."""
         return local_url(self.host, self.port)
 
     def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serve in an event loop of its own until stopped. `on_started` is called in the loop once requests are accepted.
 
-        Raises what the start of the application raised.
+        Raises any error of the application's start.
         """
         self._on_started_callback = on_started
         with self._own_errors():
             self._uvicorn.run(sockets=[self._socket])
 
     async def serve(self, on_started: Callable[[], None] = lambda: None) -> None:
-        """As `run`, in the running event loop."""
+        """Like `run`, in the running event loop."""
         self._on_started_callback = on_started
         with self._own_errors():
             await self._uvicorn.serve(sockets=[self._socket])
 
     def shutdown(self, force: bool = False) -> None:
-        """Stop: no new connections, idle ones closed, replies under way get `CLOSE_TIMEOUT_S`; `force` does not wait."""
+        """Stop: refuse new connections, close idle ones, give replies in progress `CLOSE_TIMEOUT_S`; with `force`, do not wait."""
         self._uvicorn.force_exit = self._uvicorn.force_exit or force
         self._uvicorn.should_exit = True
 
@@ -114,7 +114,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers, with a callback at the start and a question at every tick."""
+    """uvicorn without signal handlers, with a callback at the start and `should_exit` polled at every tick."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None], ask_exit: Callable[[], bool]) -> None:
         super().__init__(config)
@@ -133,7 +133,7 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:
-            # uvicorn leaves this out, and the application's task then ends with a traceback.
+            # uvicorn does not do this, and the application's task would then end with a traceback.
             await self.lifespan.shutdown()
 
     async def on_tick(self, counter: int) -> bool:
@@ -141,7 +141,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Forward(logging.Handler):
-    """Hands uvicorn's warnings and errors to our logger."""
+    """Passes uvicorn's warnings and errors to our logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if log.isEnabledFor(record.levelno):

@@ -11,7 +11,7 @@ from headrace.server.http import Exchange
 
 
 class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
-    """lora_path: a folder on the server's machine, as peft saves it. pinned: never thrown out of memory to make room."""
+    """lora_path: a folder on the server's machine, as saved by peft. pinned: never evicted."""
 
     lora_name: str
     lora_path: str
@@ -19,7 +19,7 @@ class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which adapter to forget."""
+    """Which adapter to unload."""
 
     lora_name: str
 
@@ -35,7 +35,7 @@ class LoraAPI:
         self.context = context
 
     async def load(self, exchange: Exchange) -> None:
-        """Load an adapter; 400 with the reason when it is refused, 503 when there is no room."""
+        """Load an adapter; 400 with the reason if it is refused, 503 if there is no room."""
         body = await exchange.read_json(_LOAD)
         if body.lora_name == self.context.model.name:
             raise RequestError(f"{body.lora_name!r} is the model's own name", "lora_name")
@@ -44,7 +44,7 @@ class LoraAPI:
         await self._done(exchange, "the adapter is loaded")
 
     async def unload(self, exchange: Exchange) -> None:
-        """Forget an adapter once the requests that use it have ended; 404 when there is none of this name."""
+        """Unload an adapter once the requests that use it have ended; 404 for an unknown name."""
         body = await exchange.read_json(_UNLOAD)
         async with exchange.until_client_leaves():
             await self.context.frontend.adapters.unload(body.lora_name)

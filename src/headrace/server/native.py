@@ -1,6 +1,6 @@
 """The native route: `POST | PUT /generate`.
 
-Runs in the event loop of the main process. Checking, tokenizing and sampling defaults are the TokenizerManager's.
+Runs in the event loop of the main process. The TokenizerManager checks, tokenizes and applies sampling defaults.
 """
 
 import uuid
@@ -26,7 +26,7 @@ class NativeAPI:
         self.context = context
 
     async def generate(self, exchange: Exchange) -> None:
-        """One prompt or a batch; streams frames of outputs when the request says so."""
+        """Answer one request for one prompt or a batch, streaming if requested."""
         request = await exchange.read_json(_DECODER, self._shorten)
         if request.rid is None:
             request = msgspec.structs.replace(request, rid=uuid.uuid4().hex)
@@ -44,14 +44,14 @@ class NativeAPI:
         await exchange.reply_json(answer)
 
     def _shorten(self, body: bytes) -> bytes:
-        """Embeddings as rows of numbers may be millions of them."""
+        """Convert embeddings given as rows of numbers, which may be millions."""
         return embeds_to_base64(body, self.context.model.ready.hidden_size)
 
 
 def render_update(stream: NativeStream, update: SampleUpdate) -> bytes:
     """The frames of one update: its answer, and an error frame when the only sample has failed.
 
-    In a list one failing sample is reported by its finish_reason alone: the others go on.
+    In a list, a failing sample is reported only by its finish_reason, and the others continue.
     """
     frames = frame(encode_json(stream.answer(update)))
     if update.finish is not None and not update.is_listed:

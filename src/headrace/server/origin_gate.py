@@ -1,14 +1,14 @@
-"""Keeps web pages out that have no business here: what a browser sends for a page of another origin, or to a name that is not ours.
+"""Refuses requests of web pages from other origins, and requests to host names that are not the server's.
 
-A page may make any browser send requests to any address, this machine's loopback included. Two checks, before keys and routes:
+A page can make a browser send requests to any address, including this machine's loopback. Two checks, before keys and routes:
 
-- Host: a page whose name was pointed at our address (DNS rebinding) still says its own name. On a loopback bind only loopback names
-  and those of --allowed-hosts are served.
-- Origin: a page of another origin is served only when --allow-origins names it, whether or not it could read the reply, because a
-  form or a `no-cors` request acts without reading.
+- Host: a page whose name was resolved to our address (DNS rebinding) still sends its own name. On a loopback address, only loopback
+  names and those of --allowed-hosts are served.
+- Origin: a page of another origin is served only if --allow-origins lists it. This applies even if it could not read the reply, because
+  a form or a `no-cors` request takes effect without that.
 
-Clients that are no browsers send neither Origin nor Sec-Fetch-Site and are not concerned. Owns no CORS headers: those of origins that are
-listed come from Starlette's middleware, behind this one. Runs in the event loop of the main process.
+Clients other than browsers send neither Origin nor Sec-Fetch-Site and are not affected. Does not own CORS headers: Starlette's
+middleware, behind this one, adds them for listed origins. Runs in the event loop of the main process.
 """
 
 import ipaddress
@@ -22,21 +22,21 @@ from headrace.server.http import ASGIApp, Receive, Scope, Send, send_error
 log = get_logger(__name__)
 
 MAX_LOGGED = 20
-"""So many different refusals are logged: clients choose what they send."""
+"""Most different refusals to log, since clients choose what they send."""
 
 
 class HostList:
     """Which Host headers are answered."""
 
     def __init__(self, bound_host: str, allowed: str | None) -> None:
-        """bound_host: --host. allowed: --allowed-hosts; None = any on an address that others reach, else none but loopback names."""
+        """bound_host: --host. allowed: --allowed-hosts; None = any on an address that other machines reach, else only loopback names."""
         self._hosts = parse_hosts(allowed) if allowed is not None else frozenset()
         if allowed is None and not is_loopback(bound_host):
             self._hosts = frozenset({ANY})
         self._bound_host = bound_host.lower()
 
     def allows(self, values: list[bytes]) -> bool:
-        """Whether a request with these Host headers is answered. None at all is what HTTP/1.0 clients send, and no browser."""
+        """Whether a request with these Host headers is answered. HTTP/1.0 clients, but no browsers, send none."""
         if ANY in self._hosts or not values:
             return True
         split = split_authority(values[0].decode("latin-1")) if len(values) == 1 else None
@@ -46,7 +46,7 @@ class HostList:
 
 
 class OriginGate:
-    """See the module's text. origins: those of --allow-origins."""
+    """See the module docstring. origins: those of --allow-origins."""
 
     def __init__(self, app: ASGIApp, origins: frozenset[str], hosts: HostList) -> None:
         self.app = app
@@ -55,7 +55,7 @@ class OriginGate:
         self._logged: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer 403."""
+        """Pass the request on, or answer 403."""
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
             await self.app(scope, receive, send)
@@ -90,26 +90,26 @@ class OriginGate:
 
     def _allows_page(self, method: str, hosts: list[bytes], origins: list[bytes], fetch: dict[bytes, bytes]) -> bool:
         site = fetch.get(b"sec-fetch-site")
-        # A page cannot set Sec-Fetch headers, and the browser knows the origin also where a proxy has changed the Host.
+        # Pages cannot set Sec-Fetch headers, and the browser knows the origin even if a proxy has changed the Host.
         if ANY in self._origins or site == b"same-origin":
             return True
         if origins:
             return all(self._is_ours(origin.decode("latin-1"), hosts) for origin in origins)
         if site in (None, b"none"):
             return True
-        # Somebody followed a link to us: the page that held it sees nothing of the reply, and GET changes nothing.
+        # A user followed a link to us: the page with the link cannot see the reply, and a GET changes nothing.
         is_visit = fetch.get(b"sec-fetch-mode") == b"navigate" and fetch.get(b"sec-fetch-dest") == b"document"
         return is_visit and method in ("GET", "HEAD")
 
     def _is_ours(self, origin: str, hosts: list[bytes]) -> bool:
-        """The origin is listed, or is that of our own pages."""
+        """Whether the origin is listed, or is that of our own pages."""
         if normal_origin(origin) in self._origins:
             return True
         return len(hosts) == 1 and is_same_origin(origin, hosts[0].decode("latin-1"))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server bound to `host`, a name or an address, is reached from this machine only."""
+    """Whether a server bound to `host`, a name or an address, can be reached only from this machine."""
     if _is_address(host):
         return _is_loopback(host)
     try:

@@ -1,6 +1,6 @@
-"""What the server needs of the front end, as Protocols: one for a call, and one for each part that it exposes.
+"""The server's view of the front end, as Protocols: one for calls, and one for each part that it exposes.
 
-The front end is the `TokenizerManager` where the server runs in the main process, and a `RemoteFrontend` in an HTTP worker.
+The front end is the `TokenizerManager` if the server runs in the main process, and a `RemoteFrontend` in an HTTP worker.
 """
 
 from collections.abc import AsyncGenerator, Awaitable
@@ -16,11 +16,11 @@ from headrace.messages.weights import WeightOperation, WeightOpReply
 
 T = TypeVar("T")
 Soon: TypeAlias = T | Awaitable[T]
-"""An answer that is there at once when the front end is in this process, and is awaited when it is not (`remote_frontend`)."""
+"""A result that is returned directly if the front end is in this process, and awaited if it is not (`remote_frontend`)."""
 
 
 async def answer(soon: Soon[T]) -> T:
-    """The answer, once it is there."""
+    """The result, awaited if necessary."""
     return await soon if isinstance(soon, Awaitable) else soon
 
 
@@ -37,7 +37,7 @@ class AdaptersFrontend(Protocol):
         ...
 
     async def unload(self, name: str) -> None:
-        """Waits for those who use it. Raises NotFoundError, ExecutionError."""
+        """Wait for the requests that use it, then unload it. Raises NotFoundError, ExecutionError."""
         ...
 
 
@@ -53,7 +53,7 @@ class ControlFrontend(Protocol):
         ...
 
     async def internal_states(self) -> list[InternalState]:
-        """Of each that lives."""
+        """Counters and pool accounting of each live scheduler."""
         ...
 
     async def start_profile(
@@ -63,7 +63,7 @@ class ControlFrontend(Protocol):
         ...
 
     async def stop_profile(self) -> str:
-        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        """Stop and write the trace. Returns a line with the file's name. Raises RequestError."""
         ...
 
     async def inject_fault(self, fault: FaultReq) -> None:
@@ -75,11 +75,11 @@ class ExpertsFrontend(Protocol):
     """What the server needs of the `ExpertRecording`."""
 
     async def start(self) -> None:
-        """Count from zero. Raises RequestError, ExecutionError."""
+        """Start counting from zero. Raises RequestError, ExecutionError."""
         ...
 
     async def stop(self) -> None:
-        """Count no more. Raises RequestError, ExecutionError."""
+        """Stop counting. Raises RequestError, ExecutionError."""
         ...
 
     async def dump(self) -> dict[str, Any]:
@@ -91,11 +91,11 @@ class RecordsFrontend(Protocol):
     """What the server needs of the `Records`."""
 
     def timelines(self, rid: str, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
-        """What happened to a request's samples, of the caller's or for an admin of anybody's. Raises NotFoundError."""
+        """The timelines of a request of the caller, or for an admin of any caller. Raises NotFoundError."""
         ...
 
     async def dump(self) -> tuple[str, int]:
-        """Write what the last requests were; the file's name and how many. Raises RequestError, ExecutionError."""
+        """Write a dump of the most recent requests. Returns the file's name and their number. Raises RequestError, ExecutionError."""
         ...
 
 
@@ -108,19 +108,19 @@ class SettingsFrontend(Protocol):
         log_requests: bool | None,
         log_requests_level: int | None,
     ) -> Soon[dict[str, Any]]:
-        """Change what is logged; what now holds. Raises RequestError."""
+        """Change what is logged. Returns the current settings. Raises RequestError."""
         ...
 
     def freeze_gc(self) -> Soon[None]:
-        """Leave what lives now out of garbage collection, in every process. Raises CapacityError, ExecutionError."""
+        """Exclude all objects that exist now from garbage collection, in every process. Raises CapacityError, ExecutionError."""
         ...
 
     def change_limits(self, changes: LimitChanges) -> Soon[Limits]:
-        """Change limits in every replica; what now holds. Raises RequestError, CapacityError."""
+        """Change limits in every replica. Returns the current limits. Raises RequestError, CapacityError."""
         ...
 
     def changed_options(self) -> Soon[dict[str, Any]]:
-        """Options that were changed since the start, with their values of now."""
+        """Options changed since the start, with their current values."""
         ...
 
 
@@ -129,12 +129,12 @@ class WeightFrontend(Protocol):
 
     @property
     def version(self) -> str:
-        """What the weights are called now."""
+        """Version name of the current weights."""
         ...
 
     @property
     def model_path(self) -> str | None:
-        """Where the weights that serve were read from, when that was after the start."""
+        """From where the current weights were read, if that was after the start."""
         ...
 
     async def operate(self, operation: WeightOperation) -> WeightOpReply:
@@ -152,16 +152,16 @@ class RequestFrontend(Protocol):
         default_max_new_tokens: int = ...,
         caller: Caller = ...,
     ) -> AsyncGenerator[SampleUpdate, None]:
-        """What is new of the samples of one call. Without `stream` one update of each, in prompt-major order, once all have ended.
+        """Yields the new output of the samples of one call. Without `stream`, one update per sample in prompt-major order, once all have ended.
 
-        default_max_new_tokens: where the request does not say; never more than the context has room for.
-        caller: whose limits count. Closing the generator early aborts what is unfinished.
+        default_max_new_tokens: used if the request sets none; limited to the room in the context.
+        caller: its limits apply. Closing the generator early aborts what is unfinished.
         Raises RequestError, CapacityError, ExecutionError.
         """
         ...
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ...) -> None:
-        """Abort the caller's samples of `rid`, or all; an unknown rid is harmless."""
+        """Abort the caller's samples of `rid`, or all; unknown rids are ignored."""
         ...
 
     def open_session(
@@ -171,15 +171,15 @@ class RequestFrontend(Protocol):
         timeout_s: float | None = None,
         caller: Caller = ...,
     ) -> Soon[str]:
-        """A new session's id. Raises RequestError, CapacityError."""
+        """Open a session and return its id. Raises RequestError, CapacityError."""
         ...
 
     def close_session(self, session_id: str, caller: Caller = ...) -> Soon[None]:
-        """Forget a session of the caller's, or for an admin anybody's. Raises NotFoundError."""
+        """Close a session of the caller, or for an admin any session. Raises NotFoundError."""
         ...
 
     async def health(self, generate: bool = False) -> bool:
-        """The engine is alive; with `generate`, it has also just made a token."""
+        """Whether the engine is alive and, with `generate`, can generate a token."""
         ...
 
     @property
@@ -194,12 +194,12 @@ class RequestFrontend(Protocol):
 
     @property
     def records(self) -> RecordsFrontend:
-        """What happened to the last requests."""
+        """Timelines and dumps of recent requests."""
         ...
 
     @property
     def settings(self) -> SettingsFrontend:
-        """What may change at run time."""
+        """Settings that may change at run time."""
         ...
 
     @property

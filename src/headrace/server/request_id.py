@@ -1,6 +1,6 @@
-"""`x-request-id` of every reply: what the client sent as its own, else the rid, else a fresh id.
+"""`x-request-id` of every reply: the id that the client sent, else the rid, else a new id.
 
-Owns the header. A client's id is only ever given back: it names nothing here, so two requests may carry the same. Runs in the event loop
+Owns the header. A client's id is only echoed and not used otherwise, so two requests may have the same. Runs in the event loop
 of the main process.
 """
 
@@ -14,7 +14,7 @@ _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class RequestIdMiddleware:
-    """Adds the header to what the application answers."""
+    """Adds the header to every reply."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""What a row of the route table says."""
+"""A row of the route table."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from headrace.server.http import Handler
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
-    """One route: where, who may, what it does.
+    """One route: its path, access and handler.
 
     For the OpenAPI document: body: type of the JSON body. failure: what it may answer besides the error object when the status is not
     200. octets: type of the options in the query when the body is a file (application/octet-stream) instead. query: of those in the query

@@ -11,7 +11,7 @@ from headrace.server.request_frontend import answer
 
 
 class OpenSessionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """session_id: a name of the caller's own instead of a random one. See `Sessions.open` for the others."""
+    """session_id: a name chosen by the caller; default: random. See `Sessions.open` for the other fields."""
 
     capacity_of_str_len: int = 0
     session_id: str | None = None
@@ -19,7 +19,7 @@ class OpenSessionBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CloseSessionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which session to forget."""
+    """Which session to close."""
 
     session_id: str
 
@@ -35,7 +35,7 @@ class SessionAPI:
         self.context = context
 
     async def open(self, exchange: Exchange) -> None:
-        """A new session of the caller's; the answer is its id, a JSON string."""
+        """Open a session for the caller. The reply is its id, a JSON string."""
         body = await exchange.read_json(_OPEN)
         session_id = await answer(
             self.context.frontend.open_session(body.capacity_of_str_len, body.session_id, body.timeout, exchange.caller)
@@ -43,7 +43,7 @@ class SessionAPI:
         await exchange.reply_json(session_id)
 
     async def close(self, exchange: Exchange) -> None:
-        """Forget a session of the caller's, or anybody's with the admin key; 404 when there is none of this id."""
+        """Close a session of the caller, or any session with the admin key; 404 for an unknown id."""
         body = await exchange.read_json(_CLOSE)
         await answer(self.context.frontend.close_session(body.session_id, exchange.caller))
         await exchange.reply_json({"success": True, "message": "the session is closed"})

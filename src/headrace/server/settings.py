@@ -12,7 +12,7 @@ from headrace.server.request_frontend import answer
 
 
 class SetInternalStateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options by their names, and the values they get."""
+    """Options by name, with their new values."""
 
     server_args: LimitChanges
 
@@ -21,19 +21,19 @@ _SET_STATE = msgspec.json.Decoder(SetInternalStateBody)
 
 
 class SettingsAPI:
-    """Handlers that steer the server itself."""
+    """Handlers of these routes."""
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
 
     async def set_internal_state(self, exchange: Exchange) -> None:
-        """Change limits in every replica; answers with all of them as they are now."""
+        """Change limits in every replica. The reply has all current limits."""
         body = await exchange.read_json(_SET_STATE)
         now = await answer(self.context.frontend.settings.change_limits(body.server_args))
         await exchange.reply_json({"success": True, "updated": True, "server_args": now})
 
     async def freeze_gc(self, exchange: Exchange) -> None:
-        """Leave what lives now out of garbage collection, in every process."""
+        """Exclude all objects that exist now from garbage collection, in every process."""
         await exchange.read_no_fields()
         await answer(self.context.frontend.settings.freeze_gc())
         message = "what lives now is left out of garbage collection, in every process"

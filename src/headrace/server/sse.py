@@ -1,4 +1,4 @@
-"""Server-sent events: framing, and the one loop that turns a generator of outputs into a stream.
+"""Server-sent events: framing, and the loop that turns a generator of outputs into a stream.
 
 Runs in the event loop of the main process. Frames are bytes made by the caller; nothing here knows a protocol.
 """
@@ -22,7 +22,7 @@ _HEADERS: Headers = [
 
 
 def frame(payload: bytes) -> bytes:
-    """One event. JSON has no raw line ends, so one `data:` line is enough."""
+    """One event. JSON contains no raw newlines, so one `data:` line is enough."""
     return b"data: " + payload + b"\n\n"
 
 
@@ -32,7 +32,7 @@ def error_frame(error: ApiError) -> bytes:
 
 
 def failure_frames(finish: FinishReason) -> bytes:
-    """The event that reports why a sample failed; nothing when it did not."""
+    """The event that reports why a sample failed; empty if it did not."""
     failure = failure_of(finish)
     return b"" if failure is None else error_frame(describe_error(failure)[2])
 
@@ -43,9 +43,9 @@ async def stream_reply(
     render: Callable[[T], bytes],
     tail: Callable[[], bytes],
 ) -> None:
-    """Stream `items`: `render` makes each one's frames (may be empty), `tail` what follows the last.
+    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last.
 
-    A failure before the first item raises, so that it can be answered with a true status; a later one becomes an error
+    A failure before the first item raises, so that the reply has an error status; a later one becomes an error
     frame. `[DONE]` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
     """
     async with exchange.until_client_leaves(), aclosing(items):

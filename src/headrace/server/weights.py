@@ -1,7 +1,7 @@
-"""Routes that pause generation, change weights and give memory back. Field names are those of SGLang's clients.
+"""Routes that pause generation, change weights and release memory. Field names are those of SGLang's clients.
 
-Runs in the event loop of the main process. All of it needs the admin key, but for the version of the weights. An operation that has
-begun goes on when its client leaves; /cancel_weight_update ends it.
+Runs in the event loop of the main process. All routes except the version of the weights need the admin key. An operation that has
+begun continues when its client disconnects; /cancel_weight_update cancels it.
 """
 
 from typing import Annotated, Literal
@@ -43,7 +43,7 @@ from headrace.server.http import Exchange
 from headrace.server.routes import RouteSpec
 
 BODY_BYTES_PER_WEIGHT_BYTE = 16
-"""A body with tensors may be so many times as large as the weights are in memory: float32 in base64 for a model in 4 bits."""
+"""Largest body with tensors, relative to the weights in memory: float32 in base64 for a model in 4 bits."""
 
 
 _PORT = r"^([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])$"
@@ -58,13 +58,13 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EmptyBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Nothing."""
+    """A body without fields."""
 
 
 class DiskBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which checkpoint. flush_cache: old KV is never used with new weights, so the cache is emptied also when this is false.
+    """Which checkpoint. flush_cache: has no effect; the cache is always emptied, since old KV is never used with new weights.
 
-    keep_pause, recapture_cuda_graph: what is done anyway: a pause outlasts an update, and graphs that hold weights are made anew.
+    keep_pause, recapture_cuda_graph: have no effect; a pause always outlasts an update, and graphs are always captured again.
     """
 
     model_path: str
@@ -77,7 +77,7 @@ class DiskBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TensorBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A safetensors file in base64, in a list of one. load_format flattened_bucket: it is a bucket. flush_cache: as in `DiskBody`."""
+    """A safetensors file in base64, in a list with one item. load_format flattened_bucket: the file is a bucket. flush_cache: as in `DiskBody`."""
 
     serialized_named_tensors: Annotated[list[bytes], msgspec.Meta(extra_json_schema={"minItems": 1, "maxItems": 1})]
     load_format: Literal["safetensors", "flattened_bucket"] | None = None
@@ -99,7 +99,7 @@ class GroupBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DistributedBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What rank 0 will broadcast. bucketed, or load_format flattened_bucket: one uint8 tensor. flush_cache: as in `DiskBody`."""
+    """The tensors that rank 0 will broadcast. bucketed, or load_format flattened_bucket: one uint8 tensor. flush_cache: as in `DiskBody`."""
 
     names: Annotated[list[str], msgspec.Meta(min_length=1)]
     dtypes: Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -113,7 +113,7 @@ class DistributedBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DestroyBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which group."""
+    """Which group to leave."""
 
     group_name: str = GROUP_NAME
 
@@ -126,26 +126,26 @@ class GetWeightBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What the weights are called from now on."""
+    """The new version name of the weights."""
 
     new_version: str
     abort_all_requests: bool = False
 
 
 class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
-    """path: name of a new folder below --save-dir, never a path."""
+    """path: name of a new folder below --save-dir, not a path."""
 
     path: str
 
 
 class MemoryBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to release or resume; null or empty: everything. cuda_graph: there is nothing of it here, and nothing is done for it."""
+    """What to release or resume; null or empty: everything. cuda_graph: accepted without effect."""
 
     tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
 
 
 class OperationReply(msgspec.Struct, frozen=True):
-    """What became of an operation. With status 400 it failed, and nothing has changed."""
+    """Result of an operation. With status 400 it failed, and nothing has changed."""
 
     success: bool
     message: str
@@ -196,17 +196,17 @@ class WeightsAPI:
         # fmt: on
 
     async def pause(self, exchange: Exchange) -> None:
-        """Pause; what ran is aborted, taken back to the queue, or frozen."""
+        """Pause; running requests are aborted, moved back to the queue, or frozen."""
         body = await exchange.read_json(_PAUSE)
         await self._operate(exchange, PauseGeneration(body.mode))
 
     async def continue_(self, exchange: Exchange) -> None:
-        """Go on."""
+        """Continue after a pause."""
         await exchange.read_json(_EMPTY)
         await self._operate(exchange, ContinueGeneration())
 
     async def from_disk(self, exchange: Exchange) -> None:
-        """All weights from a checkpoint of the same model."""
+        """Load all weights from a checkpoint of the same model."""
         body = await exchange.read_json(_DISK)
         load_format = checked_load_format(body.load_format)
         await self._operate(
@@ -238,12 +238,12 @@ class WeightsAPI:
             await self._operate(exchange, update)
 
     async def cancel(self, exchange: Exchange) -> None:
-        """Updates, and joinings of groups, that have not taken effect fail."""
+        """Cancel updates and joins of groups that have not taken effect."""
         await exchange.read_json(_EMPTY)
         await self._operate(exchange, CancelUpdate())
 
     async def init_group(self, exchange: Exchange) -> None:
-        """Join; answers once every rank has."""
+        """Join a group; replies once every rank has joined."""
         body = await exchange.read_json(_GROUP)
         try:
             port = int(body.master_port)
@@ -255,7 +255,7 @@ class WeightsAPI:
         await self._operate(exchange, operation)
 
     async def from_distributed(self, exchange: Exchange) -> None:
-        """Receive what rank 0 broadcasts."""
+        """Receive tensors that rank 0 broadcasts."""
         body = await exchange.read_json(_DISTRIBUTED)
         names, dtypes, shapes = checked_tensors(body.names, body.dtypes, body.shapes)
         bucketed = body.bucketed or body.load_format is not None
@@ -265,12 +265,12 @@ class WeightsAPI:
         await self._operate(exchange, operation)
 
     async def destroy_group(self, exchange: Exchange) -> None:
-        """Leave."""
+        """Leave a group."""
         body = await exchange.read_json(_DESTROY)
         await self._operate(exchange, DestroyGroup(body.group_name))
 
     async def get_weight(self, exchange: Exchange) -> None:
-        """Nested lists."""
+        """Return a weight as nested lists."""
         body = await exchange.read_json(_GET)
         operation = GetWeight(body.name, checked_truncate_size(body.truncate_size))
         reply = await self.context.frontend.weights.operate(operation)
@@ -280,26 +280,26 @@ class WeightsAPI:
             await self._answer(exchange, reply)
 
     async def set_version(self, exchange: Exchange) -> None:
-        """Only the name changes."""
+        """Change only the version name of the weights."""
         body = await exchange.read_json(_VERSION)
         await self._operate(exchange, SetWeightVersion(body.new_version, body.abort_all_requests))
 
     async def save(self, exchange: Exchange) -> None:
-        """A new folder below --save-dir."""
+        """Save the weights to a new folder below --save-dir."""
         body = await exchange.read_json(_SAVE)
         await self._operate(exchange, SaveWeights(body.path))
 
     async def version(self, exchange: Exchange) -> None:
-        """{weight_version}."""
+        """Return {weight_version}."""
         await exchange.reply_json({"weight_version": self.context.frontend.weights.version})
 
     async def release_memory(self, exchange: Exchange) -> None:
-        """Refused while requests run, unless generation is paused."""
+        """Release memory; refused while requests run, unless generation is paused."""
         body = await exchange.read_json(_MEMORY)
         await self._on_memory(exchange, ReleaseMemory(checked_tags(body.tags)), note_on_tags(body.tags))
 
     async def resume_memory(self, exchange: Exchange) -> None:
-        """Everything is as it was, but the prefix cache is empty."""
+        """Take released memory back; only the prefix cache is empty afterwards."""
         body = await exchange.read_json(_MEMORY)
         await self._on_memory(exchange, ResumeMemory(checked_tags(body.tags)), note_on_tags(body.tags))
 

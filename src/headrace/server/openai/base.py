@@ -1,4 +1,4 @@
-"""What the OpenAI generation routes share: validate, convert, stream or not, count tokens, name errors.
+"""Common parts of the OpenAI generation routes: validating, converting, streaming, counting tokens, naming errors.
 
 Owns `OpenAIServingBase` and the walk from updates of samples to choices. The shapes of the replies are the
 subclasses'. Runs in the event loop of the main process.
@@ -89,7 +89,7 @@ class Ending:
 
     @classmethod
     def of(cls, finish: FinishReason, request: GenerationRequest) -> "Ending":
-        """As the engine says it."""
+        """From the engine's finish reason."""
         matched = finish.matched
         was_asked_for = isinstance(matched, str) or matched in (request.stop_token_ids or ())
         return cls(finish.type, matched, matched if was_asked_for else None)
@@ -103,7 +103,7 @@ class Ending:
         }
 
     def json(self) -> bytes:
-        """The fields as they stand in a chunk, without braces."""
+        """The fields as JSON in a chunk, without braces."""
         return encode_json(self.fields())[1:-1]
 
 
@@ -120,19 +120,19 @@ class NewLogprobs:
 
     @classmethod
     def of(cls, update: SampleUpdate, request: GenerationRequest) -> "NewLogprobs":
-        """Those that an update adds. Ids that were asked for stand for the most likely."""
+        """The logprobs that an update adds. Requested ids replace the most likely alternatives."""
         assert update.logprobs is not None, "they were asked for"
         output = update.logprobs.output
         if request.logprob_token_ids:
             return cls(output.tokens, [row or [] for row in output.picked or ()])
-        # There may be more, which belong to the prompt's logprobs.
+        # There may be more alternatives, which belong to the prompt's logprobs.
         count = request.num_top_logprobs
         return cls(output.tokens, [(row or [])[:count] for row in output.top or ()])
 
 
 @dataclass(slots=True)
 class Generation(Generic[R]):
-    """A converted request and what its replies need."""
+    """A converted request, and what is needed for its replies."""
 
     request: R
     call: GenerateReqInput
@@ -171,7 +171,7 @@ class OpenAIServingBase(ABC, Generic[R]):
             raise self._renamed(exc, request) from None
 
     def _with_adapter(self, request: R) -> R:
-        """The request with the model's name where it gave none, and the adapter that the name means.
+        """The request with the model's name filled in, and the adapter that the name means.
 
         Raises NotFoundError, and RequestError when lora_path names another adapter.
         """
@@ -184,7 +184,7 @@ class OpenAIServingBase(ABC, Generic[R]):
 
     @abstractmethod
     def validate(self, request: R) -> None:
-        """Raises RequestError for what this route does not do."""
+        """Raises RequestError for what this route does not support."""
 
     @abstractmethod
     async def convert(self, request: R) -> Generation[R]:
@@ -192,11 +192,11 @@ class OpenAIServingBase(ABC, Generic[R]):
 
     @abstractmethod
     def response(self, generation: Generation[R], updates: list[SampleUpdate], usage: Usage) -> object:
-        """The whole reply of a request that does not stream; `updates` of all its samples, in prompt-major order."""
+        """The reply of a request that does not stream; `updates` of all its samples, in prompt-major order."""
 
     @abstractmethod
     def chunk_writer(self, generation: Generation[R]) -> "ChunkWriter":
-        """What makes the chunks of one stream."""
+        """The writer of the chunks of one stream."""
 
     def new_id(self, request: R) -> str:
         """The completion's id, which is also the rid of the call."""
@@ -250,9 +250,9 @@ class OpenAIServingBase(ABC, Generic[R]):
 
 
 class ChunkWriter(ABC):
-    """Makes the frames of one stream: bytes that stay the same are made once.
+    """Makes the frames of one stream; bytes that do not change are made only once.
 
-    id, object name, time and model of all chunks: see `head`. With usage asked for, every chunk carries `"usage":null`.
+    id, object name, time and model of all chunks: see `head`. If usage is requested, every chunk has `"usage":null`.
     """
 
     def __init__(self, generation: Generation[Any], object_name: str, model: str, fingerprint: str) -> None:
@@ -271,7 +271,7 @@ class ChunkWriter(ABC):
         self.counts_everywhere = generation.request.wants_usage_everywhere
 
     def tail(self, update: SampleUpdate, with_ids: bool = True, in_choice: bytes = b"", beside: bytes = b"") -> bytes:
-        """What ends a chunk made from `update`: its token ids and the counts so far, as asked for.
+        """The end of a chunk made from `update`: its token ids and the counts so far, if requested.
 
         in_choice, beside: more fields of the choice and of the chunk, each after a comma.
         """
@@ -286,7 +286,7 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def delta(self, update: SampleUpdate, ending: Ending | None) -> bytes:
-        """Frames for what `update` adds to a choice; may be empty.
+        """Frames for the new output of a choice; may be empty.
 
         ending: of the choice's last update. Its text and its finish reason are one chunk.
         """
@@ -297,5 +297,5 @@ class ChunkWriter(ABC):
 
 
 def finite_logprob(value: float | None) -> float:
-    """A logprob that JSON and clients can hold: -inf and "none" as the vendor writes them."""
+    """A logprob that JSON and clients can represent; -inf and a missing one as OpenAI writes them."""
     return -9999.0 if value is None or value < -9999.0 or value != value else value

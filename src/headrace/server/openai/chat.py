@@ -51,7 +51,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
 
     def __init__(self, context: ServingContext) -> None:
         super().__init__(context, ChatCompletionRequest)
-        # Cut down to what the context has room for.
+        # Limited to the room in the context.
         self.default_max_tokens = context.model.context_length
 
     def validate(self, request: ChatCompletionRequest) -> None:
@@ -77,7 +77,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
             )
 
     async def convert(self, request: ChatCompletionRequest) -> Generation[ChatCompletionRequest]:
-        """Render the messages and tokenize the result. Without a limit the output may fill the context."""
+        """Render and tokenize the messages. Without a limit, the output may fill the context."""
         ids = await self.context.in_text_thread(lambda: chat_prompt_ids(self.context, request))
         ids = truncated(ids, request, self.context.model.context_length)
         generation_id = self.new_id(request)
@@ -134,7 +134,7 @@ _FIRST_DELTA = b'{"role":"assistant","content":"","reasoning_content":null}'
 
 
 class ChatChunks(ChunkWriter):
-    """Chunks of a chat: per choice the role, content deltas, the finish reason with the last of them."""
+    """Chunks of a chat: for each choice the role, then content deltas, the last with the finish reason."""
 
     def __init__(self, serving: ChatServing, generation: Generation[ChatCompletionRequest]) -> None:
         super().__init__(generation, "chat.completion.chunk", generation.request.model, serving.fingerprint)
@@ -144,7 +144,7 @@ class ChatChunks(ChunkWriter):
         self.started: set[int] = set()
 
     def delta(self, update: SampleUpdate, ending: Ending | None) -> bytes:
-        """The role before the first delta, then the new text. A choice that ends without any more text has an empty delta."""
+        """The role before the first delta, then the new text. A choice that ends without more text gets an empty delta."""
         frames, index = b"", update.index
         if index not in self.started:
             self.started.add(index)
@@ -194,7 +194,7 @@ def _token(tokenizer: Tokenizer, entry: LogprobItem) -> dict[str, object]:
 
 
 def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None:
-    """Raises RequestError naming the message that this server cannot use."""
+    """Raises RequestError that names the unsupported or invalid message."""
     if not messages:
         raise RequestError("messages is empty", "messages")
     if len(messages) > context_length:
@@ -231,7 +231,7 @@ def check_messages(messages: Sequence[ChatMessage], context_length: int) -> None
 
 
 def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> list[int]:
-    """Token ids of the rendered messages. Raises RequestError, also when the model has no template."""
+    """Token ids of the rendered messages. Raises RequestError, including when the model has no template."""
     template = context.model.chat_template
     if template is None:
         raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
@@ -239,7 +239,7 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
     known = RESERVED_KWARGS | _words(template.source)
     given = request.chat_template_kwargs or {}
     kwargs = {name: value for name, value in given.items() if name in known or not is_empty(value)}
-    # The reserved names have a message of their own when the template is rendered.
+    # Reserved names are refused with their own message when the template is rendered.
     if unknown := kwargs.keys() - known:
         shown = sorted(unknown)[0][:100]
         raise RequestError(
@@ -248,7 +248,7 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
             "unsupported_parameter",
         )
     if request.reasoning_effort is not None:
-        # A wish, not a promise: where a template knows neither name it has no effect, as on SGLang and vLLM.
+        # If the template uses neither name it has no effect, as on SGLang and vLLM.
         thinks = request.reasoning_effort != "none"
         for name, value in (("reasoning_effort", request.reasoning_effort), ("enable_thinking", thinks)):
             if name in known:
@@ -266,7 +266,7 @@ def chat_prompt_ids(context: ServingContext, request: ChatCompletionRequest) -> 
 
 @functools.lru_cache(maxsize=8)
 def _words(source: str) -> frozenset[str]:
-    """What looks like a name in the source of a template."""
+    """All words in the source of a template that look like names."""
     return frozenset(re.findall(r"\w+", source))
 
 
@@ -278,7 +278,7 @@ def _num_chars(message: ChatMessage) -> int:
 
 
 def template_message(message: ChatMessage, keep_parts: bool) -> dict[str, object]:
-    """A message as templates know it: `developer` is `system`; text parts are joined by line ends unless kept."""
+    """A message in the form for templates: `developer` becomes `system`; text parts are joined by newlines unless kept."""
     shown: dict[str, object] = {"role": "system" if message.role == "developer" else message.role}
     if isinstance(message.content, list):
         parts = [part.text or "" for part in message.content]

@@ -58,7 +58,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
             raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {request.logprobs}", "logprobs")
 
     async def convert(self, request: CompletionRequest) -> Generation[CompletionRequest]:
-        """Texts stay texts unless their ids are needed here; echo with logprobs asks for the prompt's logprobs as well."""
+        """Texts stay texts unless their ids are needed here. Echo with logprobs also requests the prompt's logprobs."""
         text, ids = split_prompt(request.prompt)
         if ids is not None:
             ids = self._truncated(ids, request)
@@ -88,14 +88,14 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         return Generation(request, call, generation_id)
 
     def _truncated(self, ids: list[int | list[int]], request: CompletionRequest) -> list[int | list[int]]:
-        """Each prompt cut down to what was asked for."""
+        """Each prompt truncated as requested."""
         length = self.context.model.context_length
         if not isinstance(ids[0], list):
             return [*truncated(cast("list[int]", ids), request, length)]
         return [truncated(row, request, length) if isinstance(row, list) else row for row in ids]
 
     def prompt_ids(self, generation: Generation[CompletionRequest], index: int) -> list[int]:
-        """The tokens of the prompt of choice `index`, which came as tokens or was made into them."""
+        """The tokens of the prompt of choice `index`, given as tokens or tokenized here."""
         ids = generation.call.input_ids
         assert ids is not None, "a completion has a prompt"
         own = ids[index // generation.request.num_samples] if isinstance(ids[0], list) else ids
@@ -103,7 +103,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
         return [i for i in own if isinstance(i, int)]
 
     def prompt_text(self, generation: Generation[CompletionRequest], index: int) -> str:
-        """What echo puts before the text of choice `index`."""
+        """The text that echo puts before choice `index`."""
         number = index // generation.request.num_samples
         text = generation.call.text
         if isinstance(text, str):
@@ -162,14 +162,14 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
 
 @dataclass(slots=True)
 class _ChoiceStream:
-    """What a stream remembers of one choice: its logprobs and the length of the text before the next token."""
+    """State of one choice in a stream: its logprobs, and the length of the text before the next token."""
 
     logprobs: "LegacyLogprobs | None"
     length: int
 
 
 class CompletionChunks(ChunkWriter):
-    """Chunks of /v1/completions: text, the finish reason with the last of it."""
+    """Chunks of /v1/completions: text, the last with the finish reason."""
 
     def __init__(self, serving: CompletionServing, generation: Generation[CompletionRequest]) -> None:
         super().__init__(generation, "text_completion", generation.request.model, serving.fingerprint)
@@ -217,8 +217,8 @@ class LegacyLogprobs:
     """The logprobs object of the completions route: parallel lists over tokens.
 
     `text_offset` is where a token's text begins, in characters of the choice's text (with echo, of prompt and text). A token
-    that ends inside a character counts for the character's place. `top_logprobs` always has the token itself, also with
-    `logprobs: 0`, which asks for no alternatives.
+    that ends within a character has that character's offset. `top_logprobs` always includes the token itself, even with
+    `logprobs: 0`, which requests no alternatives.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, length: int) -> None:
@@ -248,7 +248,7 @@ class LegacyLogprobs:
         alternatives: Sequence[Sequence[LogprobItem] | None] | None,
         first_is_unknown: bool = False,
     ) -> None:
-        """Tokens in order."""
+        """Add tokens, in order."""
         for position, (value, token_id, text) in enumerate(entries):
             shown = text if text is not None else self._tokenizer.decode([token_id], False)
             unknown = first_is_unknown and position == 0 and value is None
@@ -268,7 +268,7 @@ class LegacyLogprobs:
             self._tops.append(top)
 
     def take(self, length: int | None) -> dict[str, object]:
-        """What was added since the last call. `length` of the whole text when it is final: trimmed tokens end there."""
+        """What was added since the last call. length: of the whole text if it is final; trimmed tokens end there."""
         result = {
             "tokens": self.tokens,
             "token_logprobs": self._values,

@@ -1,8 +1,8 @@
-"""Request bodies of the OpenAI routes: every field of the vendor's API, and ours on top.
+"""Request bodies of the OpenAI routes: every field of OpenAI's API, and additional ones.
 
-A field is honoured, or refused by name where it asks for something this server does not do; `refuse_unsupported` and
-`NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they ask for nothing
-(`messages/neutral.py`). Bounds in `extra_json_schema` are for openapi.json: they are checked where the message can be better.
+A field is supported, or refused by name if it requests something that is not supported; `refuse_unsupported` and
+`NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they request nothing
+(`messages/neutral.py`). Bounds in `extra_json_schema` are for openapi.json; they are checked elsewhere, with better messages.
 Runs in the event loop of the main process.
 """
 
@@ -17,7 +17,7 @@ from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token on the OpenAI routes, as the vendor's."""
+"""Most alternatives per token on the OpenAI routes, the same as OpenAI's."""
 
 AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
@@ -27,7 +27,7 @@ ROLES = ("system", "developer", "user", "assistant")
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
-"""Accepted without effect: labels for the vendor's own bookkeeping, which cannot change a reply."""
+"""Accepted without effect: labels for OpenAI's bookkeeping, which do not change a reply."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,9 +42,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions have in common; None = not said.
+    """Fields of both completions and chat completions; None = not set.
 
-    model: "" and "default" stand for the served model. max_tokens: -1 = as many as fit.
+    model: "" and "default" mean the served model. max_tokens: -1 = as many as fit.
     """
 
     model: str = ""
@@ -102,31 +102,31 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def output_limit(self) -> int | None:
-        """Most output tokens, by either of its names."""
+        """Most output tokens, from either field name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def wants_usage(self) -> bool:
-        """A usage chunk ends the stream."""
+        """Whether a usage chunk ends the stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_usage_everywhere(self) -> bool:
-        """Every chunk carries the counts of its choice."""
+        """Whether every chunk has the counts of its choice."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def limit_field(self) -> str:
-        """The field that bounds the output, as this request spells it."""
+        """Name of the field that limits the output in this request."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_samples(self) -> int:
-        """Choices per prompt; bounds are checked with the other sampling parameters."""
+        """Choices per prompt; its range is checked with the other sampling parameters."""
         return 1 if self.n is None else self.n
 
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
-        """The sampling part of the request in the runtime's own names."""
+        """The sampling parameters of the request under the runtime's names."""
         return SamplingParams(
             max_new_tokens=None if max_new_tokens == AS_MANY_AS_FIT else max_new_tokens,
             min_new_tokens=self.min_tokens or 0,
@@ -155,13 +155,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
     def check_output_limit(self) -> None:
-        """Raises RequestError when the two names of the output limit have different values."""
+        """Raises RequestError if both names of the output limit are given with different values."""
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise RequestError("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
 
     def check_stream_options(self) -> None:
-        """Raises RequestError for stream options that ask for something without a stream."""
+        """Raises RequestError for stream options without a stream."""
         if not self.stream and (self.wants_usage or self.wants_usage_everywhere):
             raise RequestError("stream_options is only allowed when stream is true", "stream_options")
 
