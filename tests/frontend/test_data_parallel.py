@@ -9,8 +9,9 @@ from frontend_fakes import READY, STATE, ByteTokenizer, answers_of, request, tur
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ConfigError, RequestError
-from headrace.frontend import data_parallel_controller as dp
-from headrace.frontend.engine_link import Balancer
+from headrace.frontend import balancers
+from headrace.frontend.all_replicas import of_all_replicas, sum_of_states
+from headrace.frontend.balancers import Balancer
 from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalQueue
 from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq, ProfileReply
@@ -32,12 +33,12 @@ def give(balancer: Balancer, one: TokenizedGenerateReqInput, replicas: list[int]
 
 
 def test_round_robin_gives_to_each_in_turn():
-    balancer = dp.make_balancer("round_robin", 3)
+    balancer = balancers.make_balancer("round_robin", 3)
     assert [give(balancer, asked([1]), [0, 1, 2]) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_shortest_queue_counts_what_is_live():
-    balancer = dp.make_balancer("shortest_queue", 2)
+    balancer = balancers.make_balancer("shortest_queue", 2)
     one = asked([1])
     assert sorted(give(balancer, one, [0, 1]) for _ in range(4)) == [0, 0, 1, 1]
     balancer.left(1, one)
@@ -46,7 +47,7 @@ def test_shortest_queue_counts_what_is_live():
 
 
 def test_total_tokens_weighs_prompts_and_what_may_be_made():
-    balancer = dp.make_balancer("total_tokens", 2)
+    balancer = balancers.make_balancer("total_tokens", 2)
     long = give(balancer, asked([1] * 100, 900), [0, 1])
     assert {give(balancer, asked([1] * 10, 10), [0, 1]) for _ in range(20)} == {1 - long}
 
@@ -55,14 +56,14 @@ PREFIX = list(range(200))
 
 
 def test_cache_aware_goes_where_the_prefix_is():
-    balancer = dp.make_balancer("cache_aware", 3)
+    balancer = balancers.make_balancer("cache_aware", 3)
     home = give(balancer, asked([*PREFIX, 1]), [0, 1, 2])
     assert [give(balancer, asked([*PREFIX, i]), [0, 1, 2]) for i in range(10)] == [home] * 10
     assert give(balancer, asked([*range(500, 700)]), [0, 1, 2]) != home, "another prefix goes to who has least to do"
 
 
 def test_cache_aware_does_not_mix_namespaces_nor_remember_what_is_gone():
-    balancer = dp.make_balancer("cache_aware", 2)
+    balancer = balancers.make_balancer("cache_aware", 2)
     home = give(balancer, asked(PREFIX), [0, 1])
     assert give(balancer, asked(PREFIX, namespace="other"), [0, 1]) == 1 - home
     for replica in (0, 1):
@@ -72,15 +73,15 @@ def test_cache_aware_does_not_mix_namespaces_nor_remember_what_is_gone():
 
 
 def test_cache_aware_leaves_a_replica_that_has_far_more_to_do():
-    balancer = dp.make_balancer("cache_aware", 2)
+    balancer = balancers.make_balancer("cache_aware", 2)
     chosen = [give(balancer, asked(PREFIX), [0, 1]) for _ in range(200)]
-    assert chosen[: dp.MAX_LEAD_REQUESTS] == [chosen[0]] * dp.MAX_LEAD_REQUESTS
+    assert chosen[: balancers.MAX_LEAD_REQUESTS] == [chosen[0]] * balancers.MAX_LEAD_REQUESTS
     assert {0, 1} == set(chosen)
 
 
 def test_cache_aware_forgets_the_least_recently_used(monkeypatch):
-    monkeypatch.setattr(dp, "MAX_BLOCKS", 8)
-    balancer = dp.CacheAware(1)
+    monkeypatch.setattr(balancers, "MAX_BLOCKS", 8)
+    balancer = balancers.CacheAware(1)
     for i in range(20):
         give(balancer, asked([*range(i, i + 64)]), [0])
     assert len(balancer._blocks[0]) == 8
@@ -88,19 +89,19 @@ def test_cache_aware_forgets_the_least_recently_used(monkeypatch):
 
 def test_replicas_together_are_what_a_client_may_ask_for():
     infos = [msgspec.structs.replace(READY, max_total_tokens=n, context_length=n // 2) for n in (4096, 4000)]
-    both = dp.of_all_replicas(infos)
+    both = of_all_replicas(infos)
     assert (both.max_total_tokens, both.context_length, both.max_running_requests) == (4000, 2000, 16)
     with pytest.raises(ConfigError, match="GPU"):
-        dp.of_all_replicas([READY, msgspec.structs.replace(READY, device="cuda")])
+        of_all_replicas([READY, msgspec.structs.replace(READY, device="cuda")])
 
 
 def test_states_add_up():
-    total = dp.sum_of_states([STATE, msgspec.structs.replace(STATE, dp_rank=1, num_retracted=4)])
+    total = sum_of_states([STATE, msgspec.structs.replace(STATE, dp_rank=1, num_retracted=4)])
     assert (total.num_retracted, total.pool.total_tokens, total.pool.consistent) == (7, 8192, True)
     assert total.new_token_ratio == 0.5
     assert (total.paused, total.released, total.weight_version) == ("", (), "default")
     other = msgspec.structs.replace(STATE, paused="retract", released=("weights",), weight_version="2")
-    mixed = dp.sum_of_states([STATE, other])
+    mixed = sum_of_states([STATE, other])
     assert (mixed.paused, mixed.released, mixed.weight_version) == ("", (), "default")
 
 
@@ -292,6 +293,6 @@ async def test_every_replica_is_profiled_and_one_that_had_ended_by_itself_is_no_
 
 @pytest.mark.parametrize("method", ["round_robin", "shortest_queue", "total_tokens", "cache_aware"])
 def test_every_policy_keeps_to_the_replicas_that_live(method):
-    balancer = dp.make_balancer(method, 4)
+    balancer = balancers.make_balancer(method, 4)
     for i, replicas in enumerate(itertools.islice(itertools.cycle(([1, 3], [0], [2, 3, 0])), 30)):
         assert give(balancer, asked([*PREFIX, i]), list(replicas)) in replicas

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from headrace.errors import HeadraceError, NotFoundError, RequestError
+from headrace.frontend.all_replicas import sum_of_states
 from headrace.frontend.communicator import Communicator
-from headrace.frontend.data_parallel_controller import sum_of_states
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.flush import flush_when_idle

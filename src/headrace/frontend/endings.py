@@ -10,7 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.frontend.engine_link import Balancer, leave_replica
+from headrace.frontend.balancers import Balancer
+from headrace.frontend.engine_link import leave_replica
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.sample_table import SampleTable

@@ -4,7 +4,7 @@ Owns which replica has which sample, and the samples that are held while no sche
 with the outputs that have arrived here, and the new scheduler continues after them, as after a retraction. Outputs are functions of the
 prompt, the seed and the position, so the text continues as if nothing had happened. Late outputs of a dead scheduler are recognised by
 their `source` and dropped. Does not notice deaths or start processes (`supervisor`, `recovery`), or choose among replicas
-(`data_parallel_controller`). Used by the tokenizer manager, in its event loop only, except `new_source`.
+(`balancers`). Used by the tokenizer manager, in its event loop only, except `new_source`.
 
 A request itself may be what kills a scheduler. Samples that were in flight at SUSPECT_DEATHS deaths, without PROBATION_TOKENS new tokens
 between them, are suspects: they are sent one at a time, each until it has made that much progress, while all others continue. The suspect
@@ -14,10 +14,10 @@ that is on probation when the next death comes, or that was alone in flight, is 
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
+from headrace.frontend.balancers import Balancer
 from headrace.frontend.replica import Replica
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
@@ -42,22 +42,6 @@ GIVEN_UP = "the engine died repeatedly while it worked on this request; the requ
 NOT_SENT = "the request could not be sent to the engine"
 LEFT_FOR_GOOD = "the replica that the request names has died and cannot be started again; leave out routed_dp_rank"
 TOO_LATE = "the request took longer than the server allows"
-
-
-class Balancer(Protocol):
-    """Chooses a replica by index. Owns its own view of their load."""
-
-    def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
-        """One of `replicas`, which is not empty, for `request`."""
-
-    def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """`replica` has been given `request`."""
-
-    def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
-        """`request`, as it was given to `replica`, has ended or was moved away."""
-
-    def forget(self, replica: int) -> None:
-        """`replica` was restarted: its cache is empty."""
 
 
 class EngineLink:

@@ -22,8 +22,8 @@ from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapter_replicas import AdapterReplicas
 from headrace.frontend.adapters import Adapters
+from headrace.frontend.balancers import make_balancer
 from headrace.frontend.control import Control
-from headrace.frontend.data_parallel_controller import make_balancer
 from headrace.frontend.encode import Encoder
 from headrace.frontend.endings import Endings, SpanSink
 from headrace.frontend.engine_link import NOWHERE, EngineLink

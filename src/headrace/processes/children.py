@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.config.server_args import ServerArgs
-from headrace.frontend.data_parallel_controller import of_all_replicas
+from headrace.frontend.all_replicas import of_all_replicas
 from headrace.messages.channel import Ports, ZmqChannels
 from headrace.messages.control import ReadyInfo
 from headrace.processes.child import ChildProcess

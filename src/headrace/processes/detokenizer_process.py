@@ -1,8 +1,8 @@
 """What the detokenizer process runs. Also the body of its thread with --single-process."""
 
 from headrace.config.server_args import ServerArgs
-from headrace.frontend.data_parallel_controller import FanOutSender
 from headrace.messages.channel import Channels
+from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady
 from headrace.processes.model_files import open_tokenizer

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace.frontend.data_parallel_controller import FanOutSender
 from headrace.messages.channel import Channels
 from headrace.messages.control import ReadyInfo, ShutdownReq
+from headrace.messages.fan_out import FanOutSender
 from headrace.processes.handshake import OnProgress
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from headrace.errors import AuthError, RequestError
-from headrace.frontend.data_parallel_controller import sum_of_states
+from headrace.frontend.all_replicas import sum_of_states
 from headrace.frontend.server_info import describe_load, describe_server, describe_short_load, model_name_of
 from headrace.messages.control import FaultReq
 from headrace.metrics.export import CONTENT_TYPE

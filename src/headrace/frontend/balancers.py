@@ -1,4 +1,4 @@
-"""Load balancing: which of several replicas gets a request (--dp-size, --load-balance-method), and their combined properties.
+"""Load balancing: which of several replicas gets a request (--dp-size, --load-balance-method).
 
 Owns the policies and their view of each replica's load and cache. It is a layer within the main process, not a process of its own:
 every request and output passes through the tokenizer manager anyway, which knows all live samples and their lengths; a separate process
@@ -9,17 +9,9 @@ moves the samples of a replica that has died. Event loop only.
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
-import msgspec
-
-from headrace.errors import ConfigError
-from headrace.messages.channel import Message, Sender
-from headrace.messages.control import InternalState, PoolState, ReadyInfo
 from headrace.messages.requests import TokenizedGenerateReqInput
-
-if TYPE_CHECKING:
-    from headrace.frontend.engine_link import Balancer
 
 Method = Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
 
@@ -33,21 +25,20 @@ MAX_LEAD_FACTOR = 1.5
 """A replica gets no more requests for its cache when it has MAX_LEAD_REQUESTS more and MAX_LEAD_FACTOR times as many as the least loaded one."""
 
 
-class FanOutSender:
-    """Several senders as one."""
+class Balancer(Protocol):
+    """Chooses a replica by index. Owns its own view of their load."""
 
-    def __init__(self, senders: Sequence[Sender]) -> None:
-        self._senders = senders
+    def choose(self, request: TokenizedGenerateReqInput, replicas: Sequence[int]) -> int:
+        """One of `replicas`, which is not empty, for `request`."""
 
-    def send(self, message: Message) -> None:
-        """Send to all."""
-        for sender in self._senders:
-            sender.send(message)
+    def sent(self, replica: int, request: TokenizedGenerateReqInput) -> None:
+        """`replica` has been given `request`."""
 
-    def close(self) -> None:
-        """See `Sender`."""
-        for sender in self._senders:
-            sender.close()
+    def left(self, replica: int, request: TokenizedGenerateReqInput) -> None:
+        """`request`, as it was given to `replica`, has ended or was moved away."""
+
+    def forget(self, replica: int) -> None:
+        """`replica` was restarted: its cache is empty."""
 
 
 class RoundRobin:
@@ -158,7 +149,7 @@ def _prefix_hashes(request: TokenizedGenerateReqInput) -> list[int]:
     return hashes
 
 
-def make_balancer(method: Method, num_replicas: int) -> "Balancer":
+def make_balancer(method: Method, num_replicas: int) -> Balancer:
     """The policy of --load-balance-method."""
     match method:
         case "round_robin":
@@ -169,44 +160,3 @@ def make_balancer(method: Method, num_replicas: int) -> "Balancer":
             return LeastLoaded(num_replicas, by_tokens=True)
         case "cache_aware":
             return CacheAware(num_replicas)
-
-
-def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
-    """The properties of all replicas together: a prompt must fit into each, and all of them run requests.
-
-    Raises ConfigError if they differ.
-    """
-    first = infos[0]
-    if len({info.device for info in infos}) > 1:
-        raise ConfigError("--dp-size: there are fewer GPUs than replicas; use --device cpu, or fewer replicas")
-    if len({(info.fingerprint, info.lora_fingerprints) for info in infos}) > 1:
-        raise ConfigError(
-            "the checkpoint or an adapter changed while the replicas read it, so they would differ; start again"
-        )
-    return msgspec.structs.replace(
-        first,
-        max_total_tokens=min(info.max_total_tokens for info in infos),
-        context_length=min(info.context_length for info in infos),
-        max_running_requests=sum(info.max_running_requests for info in infos),
-        weight_bytes=sum(info.weight_bytes for info in infos),
-        kv_bytes=sum(info.kv_bytes for info in infos),
-        load_s=max(info.load_s for info in infos),
-    )
-
-
-def sum_of_states(states: Sequence[InternalState]) -> InternalState:
-    """Counters and gauges of all replicas together; `new_token_ratio` is the mean. What was asked of all is as the first one has it."""
-    if len(states) == 1:
-        return states[0]
-    pools = [state.pool for state in states]
-    totals = {
-        name: sum(getattr(pool, name) for pool in pools) for name in PoolState.__struct_fields__ if name != "consistent"
-    }
-    pool = PoolState(**totals, consistent=all(pool.consistent for pool in pools))
-    plain = {
-        name: sum(getattr(state, name) for state in states)
-        for name in InternalState.__struct_fields__
-        if isinstance(getattr(states[0], name), int | float) and name not in ("new_token_ratio", "dp_rank")
-    }
-    ratio = sum(state.new_token_ratio for state in states) / len(states)
-    return msgspec.structs.replace(states[0], pool=pool, new_token_ratio=ratio, dp_rank=0, **plain)
