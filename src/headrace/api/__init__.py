@@ -1,1 +1,1 @@
-"""What a Python program uses: `Engine` (the runtime in this process) and `Runtime` (a client that owns a server)."""
+"""What a Python program uses: `Engine` (a model in this process and its children) and `Runtime` (a client that owns a server)."""

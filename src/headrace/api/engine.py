@@ -87,14 +87,14 @@ class Engine(WeightOperations):
         sampling_params: object = None,
         input_ids: TokenIds | None = None,
         stream: bool = False,
-        **fields_of_h1: Any,
+        **others: Any,
     ) -> Any:
         """Continue one prompt (a dict) or several (a list of dicts, also with n > 1); with `stream` an iterator of dicts.
 
-        sampling_params: a dict, a SamplingParams, or a list of them. fields_of_h1: the other fields of `GenerateReqInput`.
+        sampling_params: a dict, a SamplingParams, or a list of them. others: the other fields of `GenerateReqInput`.
         Closing the iterator early aborts the rest. Raises RequestError, CapacityError, ExecutionError.
         """
-        request = _request(prompt, sampling_params, input_ids, stream, fields_of_h1)
+        request = _request(prompt, sampling_params, input_ids, stream, others)
         updates = self._manager.generate_request(request)
         return self._iterate(updates) if stream else whole_answer(self._wait(self._submit(_all(updates))))
 
@@ -104,10 +104,10 @@ class Engine(WeightOperations):
         sampling_params: object = None,
         input_ids: TokenIds | None = None,
         stream: bool = False,
-        **fields_of_h1: Any,
+        **others: Any,
     ) -> Any:
         """As `generate`, awaited in any event loop; with `stream` the result is an async iterator."""
-        request = _request(prompt, sampling_params, input_ids, stream, fields_of_h1)
+        request = _request(prompt, sampling_params, input_ids, stream, others)
         updates = self._manager.generate_request(request)
         if stream:
             return self._aiterate(updates)
