@@ -1,1 +1,1 @@
-"""A model at work: loading, memory, the step, the worker that the scheduler talks to."""
+"""Runs a model: loading, memory, the step, and the worker that the scheduler uses."""

@@ -1,6 +1,6 @@
-"""From options to a worker that can run: resolve, load, measure memory, make the pools.
+"""Builds a worker from options: resolve, load, measure memory, allocate the pools.
 
-Owns the order of start-up in the process that computes, and `ReadyInfo`. Runs once, in the scheduler's process.
+Owns the order of start-up in the scheduler's process, and `ReadyInfo`. Runs once, in the scheduler's process.
 """
 
 import math
@@ -64,9 +64,9 @@ class _PoolPlan:
 
 
 def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None) -> tuple[Worker, ReadyInfo]:
-    """A worker for the model of `args`, ready for its first step, and what it says of itself.
+    """A worker for the model of `args`, ready for its first step, and its description.
 
-    progress: called with (bytes loaded, bytes in all). Raises ConfigError or ModelError.
+    progress: called with (bytes loaded, total bytes). Raises ConfigError or ModelError.
     """
     begin = time.perf_counter()
     checkpoint = open_model(args)
@@ -105,7 +105,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         if cache is not None and cache.needs_writing:
             resources.callback(cache.write_in_background(model.weights()))
         if config.native_kernels:
-            # What is left to torch is small, and its spinning OpenMP threads take the cores from the kernels' own.
+            # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         weight_bytes = model_bytes(model)
@@ -148,7 +148,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
             return model, before
 
         weights = ModelWeights(model, attention, pool, rename, spec.ignored, load)
-        # transformers builds a model under a default dtype of its own, which is the whole process's. On a CPU it is the usual one.
+        # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
         weights.holds_steps = spec.name == "transformers" and config.device != "cpu"
         weights.saver = WeightSaver(args.save_dir, model_config.raw, config.quantization)
         loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
@@ -196,7 +196,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
 
 
 def _load_adapters(args: ServerArgs, loras: LoraPool) -> tuple[str, ...]:
-    """Those of --lora-paths, numbered from 1; the fingerprints of their files. Raises ModelError naming the adapter."""
+    """Load the adapters of --lora-paths, numbered from 1. Returns the fingerprints of their files. Raises ModelError that names the adapter."""
     fingerprints = []
     for lora_id, (name, path) in enumerate(lora_paths(args), start=1):
         try:
@@ -207,7 +207,7 @@ def _load_adapters(args: ServerArgs, loras: LoraPool) -> tuple[str, ...]:
 
 
 def device_facts() -> DeviceFacts:
-    """What this process may compute with."""
+    """The devices and kernels available to this process."""
     has_cuda = torch.cuda.is_available()
     reason = native_cpu.why_not()
     return DeviceFacts(
@@ -221,7 +221,7 @@ def device_facts() -> DeviceFacts:
 
 
 def open_model(args: ServerArgs) -> Checkpoint:
-    """The checkpoint that `args` names. Raises ModelError, also when it is not of the kind that --load-format asks for."""
+    """The checkpoint that `args` names. Raises ModelError, including when its kind does not match --load-format."""
     path = resolve_model(args.model_path)
     if args.load_format == "dummy":
         return dummy_checkpoint(path)
@@ -235,7 +235,7 @@ def open_model(args: ServerArgs) -> Checkpoint:
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:
-    """Of the files that hold the weights (see `identity`) and of what the config says; empty for random weights. Raises ModelError."""
+    """Fingerprint of the weight files (see `identity`) and of the config; empty for random weights. Raises ModelError."""
     if checkpoint.kind == "dummy":
         return ""
     try:
@@ -245,13 +245,13 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
 
 
 def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
-    """Raises ModelError when its files are not those that were opened: some tensors may be old and some new."""
+    """Raises ModelError if the files have changed since they were opened, so that some tensors may be old and some new."""
     if fingerprint_of(checkpoint) != fingerprint:
         raise ModelError(f"{checkpoint.path.name} changed while it was read; load it again when it is complete")
 
 
 def model_bytes(model: CausalLM) -> int:
-    """Bytes that the model's weights take by their shapes and kept precision."""
+    """Bytes of the model's weights, by their shapes and precision in memory."""
     return round(sum(math.prod(weight.shape) * weight.itemsize for weight in model.weights()))
 
 
@@ -279,7 +279,7 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
 
 
 def _reserved_bytes(config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...]) -> int:
-    """What penalties on a GPU and graphs of these sizes need."""
+    """Bytes that penalties on a GPU and graphs of these sizes need."""
     if config.device == "cpu":
         return 0
     penalties = penalty_bytes(config.max_running_requests, model_config.vocab_size, config.context_length)
@@ -287,7 +287,7 @@ def _reserved_bytes(config: Config, model_config: ModelConfig, graph_sizes: tupl
         return penalties
     partials = 0
     if config.deterministic:
-        from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # Triton, which other choices do without
+        from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # needs Triton, so it is imported only here
 
         splits = -(-config.context_length // DETERMINISTIC_SPLIT)
         partials = model_config.num_q_heads * splits * model_config.head_dim * 4
@@ -306,7 +306,7 @@ def _compile(model: CausalLM, model_class: str) -> None:
 
 
 def _capture(graphs: GraphPool) -> None:
-    """Raises ConfigError saying how to do without."""
+    """Capture the graphs. Raises ConfigError, which names the option that turns them off."""
     begin = time.perf_counter()
     try:
         graphs.capture()
@@ -326,7 +326,7 @@ def _plan_pool(
     device: torch.device,
     decisions: list[str],
 ) -> _PoolPlan:
-    """How many tokens the pool holds. Raises ConfigError when that is not enough for one sequence."""
+    """The number of tokens in the pool. Raises ConfigError if it is too small for one sequence."""
     page_size, context_length = config.page_size, config.context_length
     if args.max_total_tokens is not None:
         num_tokens = args.max_total_tokens // page_size * page_size

@@ -1,7 +1,7 @@
-"""Writes a quantised checkpoint: rounded to nearest, or calibrated on the inputs of a text where the format asks for that.
+"""Writes a quantised checkpoint: rounded to nearest, or calibrated on a text if the format requires it.
 
-Owns the walk over the layers and the files written. Does not own the arithmetic (`layers.quantization`) nor the format
-(`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command that asks, on CPU.
+Owns the walk over the layers and the files written. Does not own the arithmetic (`layers.quantization`) or the format
+(`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command, on CPU.
 """
 
 import json
@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 _HESSIAN_BUDGET_BYTES = 2 << 30
-"""Layers whose Hessians take more than this together are calibrated in several passes over the text."""
+"""Most bytes of Hessians at a time; larger models are calibrated in several passes over the text."""
 
 
 class _InputHessian:
@@ -53,11 +53,11 @@ def quantize_checkpoint(
     backend: str,
     progress: Progress = lambda line: None,
 ) -> None:
-    """Write `output`/config.json and model.safetensors; the other files of a model folder are the caller's to copy.
+    """Write `output`/config.json and model.safetensors; the caller copies the other files of a model folder.
 
-    windows: tokens of the text for formats that calibrate; the longest sets how long a sequence the model is built for.
-    backend: of attention. Matrices of linear layers are quantised, the output projection in the format that is given for it; everything
-    else is stored as it is. Raises ModelError for a model that is already quantised by another scheme than a GGUF file's.
+    windows: tokens of the text, for formats that calibrate; the model is built for the longest one. backend: for attention.
+    Matrices of linear layers are quantised, the output projection in its own format; everything else is stored unchanged.
+    Raises ModelError for a model that is already quantised, except in a GGUF file.
     """
     config = checkpoint.config
     if config.quantization is not None:
@@ -81,7 +81,7 @@ def _quantized(
     windows: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, QuantizedMatrix]:
-    """The matrices of the linear layers and of an output projection of its own, by name."""
+    """The matrices of the linear layers, and of the output projection unless it is tied, by name."""
     linears = [weight for weight in weights.values() if weight.layer is not None and weight.name not in (_HEAD, _TABLE)]
     weight_format = integer_format(scheme)
     matrices: dict[str, QuantizedMatrix] = {}
@@ -101,7 +101,7 @@ def _tensors(
     weights: Mapping[str, Weight],
     matrices: Mapping[str, QuantizedMatrix],
 ) -> dict[str, torch.Tensor]:
-    """What is stored: the matrices in parts, everything else that the model has as it is."""
+    """The tensors to store: quantised matrices in parts, everything else unchanged."""
     tensors: dict[str, torch.Tensor] = {}
     for stored_name in checkpoint.tensor_names():
         name = rename(stored_name)
@@ -124,7 +124,7 @@ def _config(config: ModelConfig, scheme: StoredScheme) -> dict[str, Any]:
 
 
 def _passes(linears: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """Runs of layers, in order, whose Hessians fit the budget; parts of one layer stay together."""
+    """Consecutive groups of layers whose Hessians fit in the budget; parts of one layer stay together."""
     group: list[Weight] = []
     num_bytes = 0
     seen: set[int] = set()
@@ -148,7 +148,7 @@ def _calibrate(
     matrices: dict[str, QuantizedMatrix],
     progress: Progress,
 ) -> None:
-    """One pass over the text, then the matrices of these layers."""
+    """Run the text through the model once, then quantise the matrices of these layers."""
     hessians: dict[int, _InputHessian] = {}
     layers: list[Observable] = []
     for weight in weights:

@@ -1,7 +1,7 @@
-"""What the runner asks of a GPU beside arithmetic: copies that nobody waits for, events, captured graphs.
+"""What the runner needs from a GPU besides arithmetic: asynchronous copies, events, captured graphs.
 
-Owns the seam (`Device`, `Download`, `Graph`) and its CUDA form. A test's form runs on the CPU. Does not own what is copied or
-captured. Used by the thread that runs the steps.
+Owns the interface (`Device`, `Download`, `Graph`) and its CUDA implementation; the one of the tests runs on the CPU. Does not own what is
+copied or captured. Used by the thread that runs the steps.
 
     compute stream   inputs n | layers, sample n | inputs n+1 | layers, sample n+1 | ...
     copy stream                                  | ids of n -> host
@@ -16,38 +16,38 @@ import numpy.typing as npt
 import torch
 
 ALIGNMENT = 64
-"""Bytes at which each part of a shared upload begins. Kernels are compiled for aligned addresses."""
+"""Alignment of each part of a shared upload, in bytes. Kernels are compiled for aligned addresses."""
 
 
 class Download(Protocol):
     """A tensor on its way to the host."""
 
     def wait(self) -> npt.NDArray[np.int64]:
-        """Its values as they were when the download was asked for; waits for them."""
+        """Wait for the values, as they were when the download was queued."""
 
 
 class Graph(Protocol):
-    """Work that was captured."""
+    """Captured work."""
 
     def replay(self) -> None:
-        """Queue it again, on the memory that it was captured on."""
+        """Queue it again, on the same memory."""
 
 
 class Device(Protocol):
-    """A device beside the host. Work is queued in order; only `Download.wait` waits."""
+    """A device that works asynchronously. Work is queued in order; only `Download.wait` waits."""
 
     def upload(self, values: npt.NDArray[np.generic], out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy on the device, in `out` where it is given. `values` may be changed at once."""
+        """Copy `values` to the device, into `out` if given. `values` may be changed at once."""
 
     def download(self, values: torch.Tensor) -> Download:
-        """Queue the copy of int64 `values`, which nobody writes to afterwards, behind the work queued so far."""
+        """Queue a copy of int64 `values` to the host, after the work queued so far. `values` must not be written afterwards."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Run `run` to warm up, then capture what it queues. All graphs share one pool of memory: capture the largest first."""
+        """Run `run` to warm up, then capture what it queues. All graphs share one memory pool: capture the largest first."""
 
 
 def upload_parts(device: Device, parts: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
-    """Arrays of one dtype and one dimension as tensors on the device, by one copy; each part aligned."""
+    """Copy one-dimensional arrays of the same dtype to the device in one copy; each part is aligned."""
     size = ALIGNMENT // parts[0].dtype.itemsize
     starts = np.cumsum([0, *(-(-len(part) // size) * size for part in parts)])
     joined = np.zeros(int(starts[-1]), dtype=parts[0].dtype)
@@ -70,8 +70,8 @@ class _CudaDownload:
 class CudaDevice:
     """`Device` over torch's CUDA streams.
 
-    Pinned memory comes from torch's caching allocator of the host, which reuses a block only when the copies that were queued from it
-    are done; so each step may take a fresh one.
+    Pinned memory comes from torch's caching host allocator, which reuses a block only when the copies queued from it are done; so each
+    step may allocate a new one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,20 +92,20 @@ class CudaDevice:
         with torch.cuda.stream(self._copies):
             host.copy_(values, non_blocking=True)
             done.record(self._copies)
-        # Its memory is not given to later work of the compute stream before the copy is done.
+        # Its memory must not be reused by later work of the compute stream before the copy is done.
         values.record_stream(self._copies)
         return _CudaDownload(host, done)
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""
-        # Libraries and kernels set themselves up in their first run, by calls that cannot be captured.
+        # Libraries and kernels initialise in their first run, with calls that cannot be captured.
         side, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             run()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph

@@ -1,11 +1,11 @@
 """Steps on a GPU, queued without waiting for one another.
 
-Owns which way a step goes: a captured graph (decode of few enough rows), the same layers eagerly (prefill and mixed steps), or the
-`ModelRunner` that waits for every value (rows that want logprobs, hidden states, input embeddings, adapters or logits edited by
-more than penalties, and injected faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
+Owns the choice of how a step runs: as a captured graph (decode of few enough rows), eagerly (prefill and mixed steps), or in the
+`ModelRunner`, which waits for every value (rows that need logprobs, hidden states, input embeddings, adapters, logit edits other
+than penalties, and injected faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
 
-A step's tokens stay on the device: it writes them to the token buffer, from which the next step, queued before this one has run, takes
-its input. The host reads a copy of them when it collects the step.
+A step's tokens stay on the device, in the token buffer, from which the next step reads its input; that step may be queued before this one
+has run. The host reads a copy of the tokens when it collects the step.
 """
 
 import time
@@ -24,10 +24,10 @@ from headrace.sampling.sampler import BAD_LOGITS
 
 
 class Pending(Protocol):
-    """A step that was queued."""
+    """A queued step."""
 
     def result(self) -> StepResult:
-        """What it gave; waits for it. Once, in the order of the launches."""
+        """Wait for the result. To be called once, in the order of the launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class _Done:
 
 @dataclass(slots=True)
 class _Busy:
-    """until: when the step that was collected last was done."""
+    """until: when the step that was collected last had finished."""
 
     until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """rows: those that sample, in the order of the ids. begin: when it was queued; it runs when the one before is done."""
+    """rows: those that sample, in the order of the ids. begin: when it was queued; it runs when the previous step is done."""
 
     step: int
     num_rows: int
@@ -76,7 +76,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, plan: ModelWorkerBatch) -> Pending:
-        """Queue a step. Raises what failed on the host."""
+        """Queue a step. Raises errors of the host."""
         begin = time.perf_counter()
         runner = self.runner
         runner.add(plan)
@@ -110,7 +110,7 @@ class DeviceRunner:
         batch = ForwardBatch.from_plan(plan, runner.table)
         hidden = runner.hidden_states(batch)
         if not len(rows):
-            # Waited for all the same, or the scheduler would plan chunk after chunk of a long prompt ahead.
+            # Wait anyway, or the scheduler would plan all chunks of a long prompt ahead.
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
         ends = np.cumsum(plan.counts, dtype=np.int64)[rows]
         seqs, positions = plan.seqs[rows], (plan.starts + plan.counts)[rows]

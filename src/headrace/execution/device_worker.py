@@ -1,7 +1,7 @@
-"""A model on a GPU as the scheduler sees it: `submit` queues a step, `collect` waits for the oldest.
+"""The worker of a model on a GPU: `submit` queues a step, `collect` waits for the oldest.
 
-Owns the steps in flight. With two of them the device computes one while the scheduler commits the one before and plans the one after.
-Runs in the scheduler's thread: the device is the other one.
+Owns the steps in flight. With two of them, the device computes one while the scheduler commits the previous one and plans the next.
+Runs in the scheduler's thread; the device works beside it.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ class DeviceWorker:
         self._in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
-        """Queue the step; its failure waits for `collect`."""
+        """Queue the step; errors are raised by `collect`."""
         with self.profiler.step(batch.step):
             self._in_flight.append((batch, _alive(guarded(batch, lambda: self.runner.launch(batch)))))
 
@@ -54,13 +54,13 @@ class DeviceWorker:
         return result
 
     def close(self) -> None:
-        """Release what the worker holds. Idempotent."""
+        """Release all resources. Idempotent."""
         self._in_flight.clear()
         self._resources.close()
 
 
 def _alive(result: _Result | ExecutionError) -> _Result | ExecutionError:
-    """The same. Raises the error that only another process gets over: after a fault of the device every later call fails, too."""
+    """`result`, unless it is an error of the device: that is raised and ends the process, since every later call would fail too."""
     if isinstance(result, ExecutionError) and isinstance(result.__cause__, torch.AcceleratorError):
         raise result.__cause__
     return result

@@ -1,6 +1,6 @@
-"""Which experts a mixture's routers chose, layer by layer, from `start` on.
+"""Counts which experts a mixture's routers choose, per layer.
 
-Used by the thread that runs the steps, between two of them.
+Used by the thread that runs the steps, between two steps.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 
 
 class ExpertRecorder:
-    """counts: by layer; none = refused. refusal: why nothing can be recorded all the same; "" when it can."""
+    """counts: by layer; empty = not available. refusal: why nothing can be recorded; "" if it can."""
 
     def __init__(self, counts: Mapping[int, ExpertCounts], device: torch.device, refusal: str = "") -> None:
         self._counts = counts
@@ -21,7 +21,7 @@ class ExpertRecorder:
         self._refusal = refusal if counts else "this model has no experts whose choice can be recorded"
 
     def handle(self, request: ExpertCountsReq) -> ExpertCountsReply:
-        """Start from zero, stop, or tell what there is and begin again at zero. Raises RequestError."""
+        """Start from zero, stop, or return the counts and reset them. Raises RequestError."""
         if self._refusal:
             raise RequestError(self._refusal)
         layers: dict[int, list[int]] = {}

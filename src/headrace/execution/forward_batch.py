@@ -1,7 +1,7 @@
-"""One step as tensors: what `ModelWorkerBatch` says, with the tokens and slots of the runner's tables.
+"""One step as tensors: the plan, with the tokens and slots from the runner's tables.
 
-Owns `ForwardBatch`. Made and used by the thread that runs the steps. On the CPU it is made by numpy, and with as few calls as possible:
-between two steps the caches are full of weights, so that each call costs several times what it costs in a loop of its own.
+Owns `ForwardBatch`. Made and used by the thread that runs the steps. On the CPU it is made with numpy and as few calls as possible:
+between two steps the CPU caches are full of weights, so that each call costs several times as much as in a tight loop.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _NO_SLOTS = torch.empty(0, 0, dtype=torch.int32)
 class ForwardBatch:
     """A step's inputs on the model's device.
 
-    token_ids: int64[num_tokens]; ids of positions that have input embeddings are placeholders. row_starts: host copy of
+    token_ids: int64[num_tokens]; ids at positions with input embeddings are placeholders. row_starts: host copy of
     rows.row_starts.
     """
 
@@ -88,7 +88,7 @@ def _slots_and_pages(
     positions: Int32Array,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Enter the step's slots into the tables; what `StepRows` says of them."""
+    """Enter the step's slots in the tables. Returns them in the form of `StepRows`."""
     if not page_size:
         host.slots[token_rows, positions] = plan.out_slots
         return torch.from_numpy(host.slots[plan.seqs, :longest]), None
@@ -99,6 +99,6 @@ def _slots_and_pages(
 
 @lru_cache(maxsize=1024)
 def _single_tokens(num_rows: int) -> tuple[torch.Tensor, list[int]]:
-    """`row_starts` of a step of one token a row, as a tensor on the CPU and as a list. Nobody writes to them."""
+    """`row_starts` of a step with one token per row, as a tensor on the CPU and as a list. Read-only."""
     row_starts = list(range(num_rows + 1))
     return torch.tensor(row_starts, dtype=torch.int32), row_starts

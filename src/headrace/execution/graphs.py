@@ -1,10 +1,10 @@
-"""Decode steps as captured graphs, one for each size of batch: a step costs the host one copy and one launch.
+"""Decode steps as captured CUDA graphs, one per batch size: a step costs the host one copy and one launch.
 
 Owns the persistent inputs and outputs that the graphs read and write, and the choice of a size. Does not own the capture itself
 (`device.Device`) nor the tables. Used by the thread that runs the steps.
 
-A graph runs a fixed number of rows. Those that a step does not need are padding: they are of a row of the tables that no sequence has
-(`SequenceTable.spare`), at position 0, and their KV goes to a slot that the scheduler does not know (`dummy_slot`).
+A graph runs a fixed number of rows. Unused rows are padding: they use a row of the tables without a sequence
+(`SequenceTable.spare`), at position 0, and write their KV to a slot that the scheduler does not use (`dummy_slot`).
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from headrace.models.spec import CausalLM
 from headrace.sampling.draw import greedy_ids
 
 _FIXED_BYTES = 512 << 20
-"""Set aside for the graphs themselves and for the workspaces of the libraries."""
+"""Bytes reserved for the graphs themselves and for library workspaces."""
 
 _BYTES_PER_LOGIT = 24
-"""Of one row and id: the logits that stay, those of the step in two precisions, and what finding the largest takes."""
+"""Bytes per row and vocabulary entry: the persistent logits, those of the step in two precisions, and temporaries of the argmax."""
 
 _NOTHING = np.empty(0, np.int32)
 
@@ -32,14 +32,14 @@ _logger = get_logger(__name__)
 
 
 def graph_bytes(size: int, vocab_size: int, hidden_size: int, context_length: int, attention_row_bytes: int = 0) -> int:
-    """Memory that the graphs of batches up to `size` may need, to be kept free of KV cache. attention_row_bytes: of a row, beside it."""
+    """Bytes that the graphs of batches up to `size` may need, to be reserved. attention_row_bytes: further bytes per row for attention."""
     row = vocab_size * _BYTES_PER_LOGIT + context_length * 4 + hidden_size * 64 + attention_row_bytes
     return _FIXED_BYTES + size * row
 
 
 @dataclass(frozen=True, slots=True)
 class GraphStep:
-    """What a replay leaves, to be used before the next one. logits: float32[num_rows, V]. greedy: int64[num_rows], the most likely ids, -1
+    """The result of a replay, to be used before the next one. logits: float32[num_rows, V]. greedy: int64[num_rows], the most likely ids, -1
     in rows without a finite largest logit; the token buffer holds them. seqs, positions: int64[num_rows] on the device."""
 
     logits: torch.Tensor
@@ -82,7 +82,7 @@ class GraphPool:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every size, the largest first. Again when the weights have moved."""
+        """Capture every size, the largest first. To be repeated when the weights have moved."""
         self._graphs.clear()
         for size in reversed(self.sizes):
             self._fill(size, _NOTHING, _NOTHING, _NOTHING)
@@ -90,7 +90,7 @@ class GraphPool:
         _logger.debug("captured decode steps of %s rows", ", ".join(map(str, self.sizes)))
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest size that holds so many rows; None when none does."""
+        """The smallest size with at least `num_rows` rows; None if there is none."""
         return next((size for size in self.sizes if size >= num_rows), None)
 
     def replay(self, seqs: Int32Array, positions: Int32Array, out_slots: Int32Array) -> GraphStep:
@@ -112,7 +112,7 @@ class GraphPool:
         self._device.upload(inputs.reshape(-1), self._inputs[: 3 * size])
 
     def _step(self, size: int) -> None:
-        """What is captured: one decode step over the persistent inputs, to the persistent outputs. Nothing in it waits for the device."""
+        """The work to capture: one decode step from the persistent inputs to the persistent outputs, without waiting for the device."""
         table = self._table
         seqs, positions, out_slots = self._inputs[: 3 * size].view(3, size)
         table.slots.index_put_((seqs, positions), out_slots.int())

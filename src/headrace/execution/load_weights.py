@@ -34,8 +34,8 @@ def load_model(
 ) -> CausalLM:
     """Build the model of `config` (default: the checkpoint's own) and fill it.
 
-    A checkpoint of kind `dummy` gives random weights from `seed`. cache: what it holds is not loaded.
-    Raises ModelError naming what is missing, extra or misshaped.
+    A checkpoint of kind `dummy` gives random weights from `seed`. cache: weights found in it are not read from the checkpoint.
+    Raises ModelError that lists missing, unexpected or misshaped tensors.
     """
     model = spec.build(config or checkpoint.config, placement)
     if checkpoint.kind == "dummy":
@@ -57,8 +57,8 @@ def fill_from_checkpoint(
 ) -> None:
     """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read.
 
-    quantization: of the model. A matrix that is stored on such a grid is taken as it is stored. restored: names of weights
-    that are there already, and are not read. What is kept afterwards lies in memory of its own: the files may change.
+    quantization: of the model. A matrix that is stored in this format is used as it is stored. restored: names of weights
+    that are already loaded. Loaded weights do not refer to the files, which may change afterwards.
     """
     wanted = {weight.name: weight for weight in weights}
     rename = spec.renaming(checkpoint.config)
@@ -78,13 +78,13 @@ def fill_from_checkpoint(
             if weight is not None:
                 weight.load(tensor)
             done += tensor.numel() * tensor.element_size()
-        if not restored:  # what is left is small, and the bar has moved already
+        if not restored:  # the rest is small, and the progress bar has already moved
             progress(done, total)
     _leave_files(wanted.values(), checkpoint)
 
 
 def _leave_files(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
-    """Copy what layers kept of the mapped files as it was. Who writes a checkpoint in place would change the weights that serve."""
+    """Copy tensors that layers kept as views of the mapped files: overwriting the checkpoint must not change the current weights."""
     spans = [(memory.ctypes.data, memory.ctypes.data + memory.nbytes) for memory in checkpoint.mapped_memory()]
 
     def owned(value: torch.Tensor | int | str | None) -> torch.Tensor | int | str | None:
@@ -103,7 +103,7 @@ def _leave_files(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
 def _as_stored(
     weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme
 ) -> QuantizedMatrix | None:
-    """The matrix `name` as it is stored, when its layer computes with one and it is of a format that `quantization` takes."""
+    """The matrix `name` as it is stored, if `quantization` can use its format; else None."""
     takes = FORMATS[quantization].takes
     if weight is None or weight.load_quantized is None or not takes:
         return None
@@ -112,7 +112,7 @@ def _as_stored(
 
 
 def fill_random(weights: Iterable[Weight], seed: int, device: torch.device = _CPU) -> None:
-    """Small normal matrices, neutral norms and zero biases; the same for the same seed. A GPU makes its own, in seconds."""
+    """Small normal matrices, neutral norms and zero biases; the same for the same seed. On a GPU they are generated there, in seconds."""
     generator = torch.Generator(device).manual_seed(seed)
     for weight in weights:
         if weight.init == "normal":
@@ -128,7 +128,7 @@ def _check(wanted: dict[str, Weight], names: dict[str, str], checkpoint: Checkpo
             raise ModelError(f"tensors {stored[name]} and {stored_name} are both for {name} of the model")
         stored[name] = stored_name
     missing = [name for name in wanted if name not in stored]
-    # A tied output projection is the embedding; checkpoints may carry it all the same.
+    # A tied output projection is the embedding, but checkpoints may contain it anyway.
     extra = [
         name
         for name in stored

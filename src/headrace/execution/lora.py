@@ -1,7 +1,7 @@
-"""The adapters in memory, and which rows of a step use which.
+"""The adapters in memory, and the adapter of each row of a step.
 
-Owns the loading of an adapter into a model's linear layers, all of it or nothing, and its removal. Does not choose what is loaded or thrown
-out: the front end does. `rows` runs in the thread that runs the steps, `load` in one of its own, `unload` in either.
+Owns loading an adapter into a model's linear layers, as a whole or not at all, and removing it. Does not choose what is loaded or
+evicted: the front end does. `rows` runs in the thread that runs the steps, `load` in one of its own, `unload` in either.
 """
 
 import threading
@@ -29,7 +29,7 @@ _NAMES_IN_A_MESSAGE = 3
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One projection of a linear layer; `layer` holds it and perhaps others."""
+    """One projection in a linear layer; `layer` may contain several."""
 
     layer: Linear
     projection: str
@@ -38,8 +38,8 @@ class _Target:
 class LoraPool:
     """At most `max_loras` adapters on the linear layers of a model.
 
-    rename: the model's name of a tensor as other checkpoints of the family spell it (`ModelSpec.renaming`). One adapter is loaded at a
-    time, beside those that were given up.
+    rename: maps tensor names of other checkpoints of the family to the model's (`ModelSpec.renaming`). One adapter is loaded at a
+    time, not counting loads that were given up.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class LoraPool:
         return lora_id in self._loaded
 
     def __len__(self) -> int:
-        """Adapters loaded."""
+        """Number of loaded adapters."""
         return len(self._loaded)
 
     def load(self, lora_id: int, path: str, fingerprint: str = "") -> str:
-        """Read the adapter in the folder `path`, whose files have this fingerprint (empty = any); theirs.
+        """Load the adapter in the folder `path`, whose files must have this fingerprint (empty = any). Returns the fingerprint.
 
-        Raises ModelError, and then nothing has changed.
+        Raises ModelError; then nothing has changed.
         """
         assert lora_id > 0, lora_id
         with self._lock:
@@ -78,7 +78,7 @@ class LoraPool:
             self._check_room()
             self._loading.add(lora_id)
         try:
-            # Not under the lock: a file system that hangs holds up this adapter alone.
+            # Without the lock: a hanging file system delays only this adapter.
             checkpoint = LoraCheckpoint(path)
             found = checkpoint.fingerprint()
             if fingerprint and found != fingerprint:
@@ -97,7 +97,7 @@ class LoraPool:
             raise ModelError(f"{len(self._loaded)} adapters are loaded, and no more fit (--max-loras)")
 
     def _take(self, lora_id: int, factors: dict[Linear, LoraFactors]) -> None:
-        """All of it or nothing."""
+        """Enter the whole adapter, or nothing."""
         with self._lock:
             if lora_id not in self._loading:
                 raise ModelError("the adapter was unloaded while it was read")
@@ -108,18 +108,18 @@ class LoraPool:
                     layer.adapters = LinearAdapters(self.step)
                 layer.adapters.by_id[lora_id] = of_layer
                 touched.append(layer.adapters)
-            # Last: from now on sequences may use it.
+            # Last, since from now on sequences may use it.
             self._loaded[lora_id] = touched
 
     def unload(self, lora_id: int) -> None:
-        """Forget an adapter that no step in flight uses, or that is still read. Unknown ids are ignored."""
+        """Remove an adapter that no step in flight uses, or that is still being read. Unknown ids are ignored."""
         with self._lock:
             self._loading.discard(lora_id)
             for adapters in self._loaded.pop(lora_id, ()):
                 del adapters.by_id[lora_id]
 
     def rows(self, lora_ids: Sequence[int], row_starts: Sequence[int]) -> LoraRows | None:
-        """The step's rows by adapter; None when all are of the base model.
+        """The step's rows grouped by adapter; None if all use the base model.
 
         lora_ids: of each sequence of the step. Sequence i has the rows row_starts[i] .. row_starts[i + 1]. Raises AssertionError for an
         adapter that is not loaded.
@@ -143,7 +143,7 @@ class LoraPool:
         return LoraRows(row_starts[-1], tuple(groups), index.to(device))
 
     def _read(self, checkpoint: LoraCheckpoint) -> dict[Linear, LoraFactors]:
-        """The factors by layer: everything is checked and converted before anything is kept."""
+        """The factors by layer. Everything is checked and converted before anything is kept."""
         names: dict[tuple[str, str], str] = {}
         for (module, side), name in checkpoint.modules.items():
             ours = self._rename(f"{module}.weight").removesuffix(".weight")
@@ -207,7 +207,7 @@ class LoraPool:
         ends = list(accumulate(config.rank_of(module) for module in modules))
         parts = []
         for end, module in zip(ends, modules, strict=True):
-            # The scale goes into B: one product less a step, and a rounding of float32 apart from peft's order.
+            # The scale is multiplied into B, which saves a product per step and differs from peft by one float32 rounding.
             scaled = checkpoint.tensor(names[module, "B"]) * config.scale_of(module)
             parts.append(
                 LoraPart(

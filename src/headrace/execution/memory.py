@@ -1,6 +1,6 @@
-"""How much memory there is for the KV cache, on CPU and on a GPU.
+"""Memory available for the KV cache, on CPU and on a GPU.
 
-Owns the reading of limits; a container's limit counts as the machine's. Runs once, in the thread that builds the worker.
+Owns reading the limits, including those of a container. Runs once, in the thread that builds the worker.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """How many tokens the KV pool holds, and why."""
+    """Size of the KV pool in tokens, and the reason for it."""
 
     max_total_tokens: int
     reason: str
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated: on CPU the least of what the machine and the control groups leave."""
+    """Bytes that can still be allocated: on CPU the minimum of what the machine and the control groups allow."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left to the allocator
+        torch.cuda.empty_cache()  # return what loading left in the allocator
         return int(torch.cuda.mem_get_info(device)[0])
     return min(available_on_host(Path("/proc/meminfo")), available_in_cgroup())
 
@@ -67,10 +67,10 @@ def kv_token_budget(
     max_tokens_useful: int,
     reserved_bytes: int = 0,
 ) -> TokenBudget:
-    """Tokens that fit: mem_fraction_static of what was free before the weights came, less the weights.
+    """Tokens that fit in mem_fraction_static of the memory that was free before loading, minus the weights.
 
-    available: bytes free now, weights loaded. max_tokens_useful: more would never be used at once. A multiple of page_size, which may
-    be 0 when nothing fits. reserved_bytes: for something else.
+    available: bytes free now, with the weights loaded. max_tokens_useful: more could never be used at once. reserved_bytes: for other
+    purposes. Returns a multiple of page_size, possibly 0.
     """
     budget = int((available + weight_bytes) * mem_fraction_static) - weight_bytes - reserved_bytes
     fitting = max(0, budget) // bytes_per_token // page_size * page_size
@@ -100,7 +100,7 @@ def _upwards(root: Path, path: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """The file's text; "" when there is no such file or it may not be read."""
+    """The file's text; "" if it does not exist or cannot be read."""
     try:
         return path.read_text()
     except OSError:

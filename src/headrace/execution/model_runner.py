@@ -1,7 +1,7 @@
-"""Runs one step: tokens in, one sampled token a row out.
+"""Runs one step: tokens in, one sampled token per row out.
 
 Owns the tables of sequences and the order of a step (add, forward, logits where they are needed, sample, write back). Does not own
-the model, the attention backend or the sampler, nor any decision about what runs. Used by one thread: the worker's.
+the model, the attention backend or the sampler, and does not decide what runs. Used by one thread: the worker's.
 """
 
 import os
@@ -28,14 +28,14 @@ from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler
 
 PROMPT_LOGIT_ROWS = 64
-"""Prompt logprobs take logits of so many positions at a time: rows x vocabulary x 4 bytes each."""
+"""Prompt logprobs are computed for this many positions at a time, to limit memory (rows x vocabulary x 4 bytes)."""
 
 _logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """What a step gathers, by row of the plan. token_ids: -1 where a row gives none."""
+    """Results of a step, by row of the plan. token_ids: -1 = none."""
 
     token_ids: list[int]
     errors: dict[int, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Outcome:
 
 
 class ModelRunner:
-    """A model with its attention backend (whose pool is made), its tables, its sampler and the adapters on its layers."""
+    """A model with its attention backend (with an allocated pool), its tables, its sampler and the adapters of its layers."""
 
     def __init__(
         self, model: CausalLM, attention: AttentionBackend, table: SequenceTable, sampler: Sampler, loras: LoraPool
@@ -58,9 +58,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """One step. Raises ExecutionError when the whole step failed; a fault of one row is in the result's `errors`.
+        """Run one step. Raises ExecutionError if the whole step failed; an error of one row is in the result's `errors`.
 
-        on_layers: called when all is prepared and the layers are about to run.
+        on_layers: called when everything is prepared and the layers are about to run.
         """
         self.add(plan)
         return self.compute(plan, on_layers)
@@ -72,13 +72,13 @@ class ModelRunner:
             self.sampler.add(new.seq, new)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """[num_tokens, hidden_size] after the final norm, of rows whose input is token ids alone."""
+        """[num_tokens, hidden_size] after the final norm, of rows without input embeddings."""
         inputs = self.model.embed(batch.token_ids)
         self.attention.prepare(batch.rows)
         return self.model.forward(inputs, batch.rows.positions, self.attention)
 
     def compute(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """`run` of a plan whose new sequences were added."""
+        """Like `run`, for a plan whose new sequences have been added."""
         begin = time.perf_counter()
         if plan.faults:
             self._forward_faults(plan)
@@ -139,7 +139,7 @@ class ModelRunner:
         spec: LogprobSpec,
         num_prompt_tokens: int,
     ) -> None:
-        """Logprobs of the prompt tokens that this chunk's positions predict."""
+        """Logprobs of the prompt tokens predicted by this chunk's positions."""
         start, count = batch.rows.starts[row], batch.rows.counts[row]
         first = max(start, spec.prompt_start - 1)
         end = min(start + count, num_prompt_tokens - 1)
@@ -180,7 +180,7 @@ class ModelRunner:
         token_ids = output.token_ids
         errors = {**output.errors, **failed} if failed else output.errors
         if errors:
-            # A step planned before the error is known may still embed the token: it must be an id.
+            # A step planned before the error is known may still read this token, so it must be a valid id.
             token_ids = token_ids.clone()
             token_ids[torch.tensor(list(errors), device=token_ids.device)] = 0
         host_ids = token_ids.tolist()
@@ -201,7 +201,7 @@ class ModelRunner:
                 outcome.logprobs[sampled[index]] = block
 
     def _forward_faults(self, plan: ModelWorkerBatch) -> None:
-        """Test hook: do what a FaultReq of stage forward asks, when its sample is about to make output `at_token`."""
+        """Test hook: inject faults of stage forward when their sample is about to generate output `at_token`."""
         for fault in plan.faults:
             if fault.stage != "forward":
                 continue
