@@ -1,4 +1,4 @@
-"""When requests are sent: a closed loop of so many at a time, or arrivals at a rate.
+"""When requests are sent: a closed loop with a fixed number in flight, or arrivals at a rate.
 
 Owns the schedule of one workload and the wall clock around it. Runs in the event loop of the benchmark client.
 """

@@ -36,12 +36,12 @@ MAX_TURNS = 6
 WARM_UP_SHARE = 1 / 3
 """Memory is judged after this share of the time; before, caches and arenas fill (it takes ten minutes, see docs/operations.md)."""
 JUDGED_MINUTES = 30.0
-"""The slope of memory and the throughput of the last part are judged from so long a run on, without kills; others only report them."""
+"""Runs of at least this length without kills must keep the limits on memory growth and throughput; other runs only report them."""
 MAX_SLOPE_MB_PER_HOUR = 1.0
 MIN_LAST_TO_FIRST = 0.95
 SETTLE_S = 20.0
 RECOVER_S = 120.0
-"""A killed scheduler has to be back within so long."""
+"""A killed scheduler has to be back within this time."""
 MAX_RESTARTS = 1_000_000
 REQUEST_TIMEOUT_S = 120.0
 MB = 1 << 20
@@ -253,7 +253,7 @@ async def _repeat(client: Client, end_s: float) -> None:
 
 
 async def _kill(run: Soak, session: aiohttp.ClientSession, pid: int, every_s: float, end_s: float) -> None:
-    """kill -9 of a scheduler every so often; not while one is being started."""
+    """Kill a scheduler (kill -9) every `every_s` seconds, except while one is being started."""
     while time.monotonic() + every_s < end_s:
         await asyncio.sleep(every_s)
         if await _health(session) == 200:
@@ -410,13 +410,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "scripts/soak", description="A seeded mix of clients against a server, and its state after."
     )
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1; hours for a real one)")
-    parser.add_argument("--model", default="smollm2", help="as `headrace serve` takes it")
-    parser.add_argument("--clients", type=int, default=12, help="at once (default 12)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-total-tokens", type=int, default=4096, help="of the KV pool (default 4096: it fills)")
     parser.add_argument(
-        "--kill-every-s", type=float, default=0.0, help="kill -9 of the scheduler so often (default 0: never)"
+        "--minutes", type=float, default=1.0, help="length of the run (default 1; use hours for a real one)"
+    )
+    parser.add_argument("--model", default="smollm2", help="as `headrace serve` takes it")
+    parser.add_argument("--clients", type=int, default=12, help="number of concurrent clients (default 12)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--max-total-tokens", type=int, default=4096, help="size of the KV pool (default 4096, so that it gets full)"
+    )
+    parser.add_argument(
+        "--kill-every-s", type=float, default=0.0, help="kill -9 the scheduler every N seconds (default 0: never)"
     )
     parser.add_argument("--out", type=Path, help="folder for the JSON report, such as benchmarks/results")
     options = parser.parse_args(argv)

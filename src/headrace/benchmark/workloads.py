@@ -106,7 +106,7 @@ def make_workloads(
     """Draw the prompts of every preset from `text_ids`.
 
     All presets are drawn each time, in one order, so that a preset has the same prompts whichever others are asked for.
-    max_requests: keep only so many requests of each preset. rounds: only so many for each that runs at a time.
+    max_requests: keep at most this many requests of each preset. rounds: at most this many per request in flight.
     """
     rng = random.Random(seed)
 

@@ -285,7 +285,7 @@ def clear() -> int:
 
 
 def _make_room(num_bytes: int) -> None:
-    """Delete what was used longest ago until so many bytes more are within the cache's share of the disk."""
+    """Delete the least recently used files until `num_bytes` more fit in the cache's share of the disk."""
     files = cached_files()
     taken = sum(file.num_bytes for file in files)
     share = int((shutil.disk_usage(folder()).free + taken) * _MAX_SHARE)

@@ -23,7 +23,7 @@ from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels import cpu
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
-_HELD_OUT_EVERY = 4  # one topic in so many is never calibrated on
+_HELD_OUT_EVERY = 4  # every Nth topic is kept out of the calibration text
 _WINDOW = 512
 
 

@@ -19,7 +19,7 @@ LONG_CHARACTERS = 16 * 1024
 """A longer text goes to a thread of its own kind, so that short ones do not wait behind it."""
 
 BATCH_CHARACTERS = 1 << 20
-"""Texts of a list are tokenized so much at a time: the library takes some hundred bytes for every token while it works."""
+"""Texts of a list are tokenized in batches of at most this many characters: the library needs some hundred bytes per token while it works."""
 
 USUAL_CHARACTERS = 8
 """Characters of a token, at most, in nearly all texts: one that has more for every token of the context is counted in pieces first."""
@@ -181,7 +181,7 @@ class AsyncDynamicBatchTokenizer:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The texts in order, so many together as have BATCH_CHARACTERS, and at least one."""
+    """The texts in order, in batches of at most BATCH_CHARACTERS characters; a longer text is a batch of its own."""
     start = num_characters = 0
     for end, text in enumerate(texts):
         if num_characters + len(text) > BATCH_CHARACTERS and end > start:

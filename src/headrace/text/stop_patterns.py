@@ -30,7 +30,7 @@ _CACHED_SETS = 128
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern (RE2 ships no types). reach: a match that ends in new text begins at most so many characters before it."""
+    """A compiled pattern (RE2 ships no types). reach: a match that ends in new text begins at most this many characters before it."""
 
     source: str
     compiled: Any

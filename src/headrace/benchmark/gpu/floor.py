@@ -48,7 +48,7 @@ class Work:
         return 2 * (self.layers + experts + tables * self.head)
 
     def fits(self, bench: Bench, num_tokens: int, batch: int, context: int) -> bool:
-        """Whether weights, so many tokens of KV cache and graphs find room on the device."""
+        """Whether the weights, a KV cache of `num_tokens` tokens and the graphs fit on the device."""
         if bench.options.device == "cpu":
             return True
         free = torch.cuda.mem_get_info()[0] - _SPARE_BYTES
