@@ -1,10 +1,10 @@
-"""The model behind a thread of its own, so that the scheduler plans while the model computes.
+"""Runs the model in a thread of its own, so that the scheduler plans while the model computes.
 
 Owns the thread and the order of steps. The next step may be submitted before this one is collected: it reads the tokens that this
-one samples from the runner's token buffer. Every step runs in the one thread; `submit` and `collect` are the scheduler's.
+one samples from the runner's token buffer. Every step runs in this thread; the scheduler's thread calls `submit` and `collect`.
 
-A result is handed over when the next step's layers begin, if that step is already there: preparing it is what the cores would wait
-for, and the scheduler, woken earlier, would compete with it for the interpreter.
+If the next step has already been submitted, a result is handed over only when that step's layers begin. If the scheduler were woken earlier,
+it would compete for the GIL with the preparation of that step, while the cores wait for it.
 
     worker      prepare n+1 | layers, logits of n+1 .................. | sample | prepare n+2 | layers ...
     scheduler               | commit n, plan n+2 | (waits)                                    | commit n+1, ...
@@ -22,18 +22,18 @@ from headrace.messages.step import ModelWorkerBatch, StepResult
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 _Todo = ModelWorkerBatch | Callable[[], None] | None
-"""A step; what is to be done after the steps before it; the end."""
+"""A step; a function to call after the steps before it; None = stop."""
 
 
 class _InThread(Generic[_Request, _Reply]):
-    """A part of the worker that is asked between two steps: `handle` runs in the thread of the steps, after those before it."""
+    """A part of the worker that is called between two steps: `handle` runs in the thread of the steps, after those submitted before."""
 
     def __init__(self, todo: "queue.SimpleQueue[_Todo]", handle: Callable[[_Request], _Reply]) -> None:
         self._todo = todo
         self._handle = handle
 
     def handle(self, request: _Request) -> _Reply:
-        """Its reply; waits for it. Raises its HeadraceError."""
+        """Wait for the reply. Raises its HeadraceError."""
         done: queue.SimpleQueue[_Reply | HeadraceError] = queue.SimpleQueue()
 
         def run() -> None:
@@ -66,7 +66,7 @@ class TpModelWorkerClient:
         self._thread.start()
 
     def submit(self, batch: ModelWorkerBatch) -> None:
-        """Hand the step to the thread; returns at once."""
+        """Pass the step to the thread; returns at once."""
         self._num_in_flight += 1
         self._todo.put(batch)
 
@@ -89,12 +89,12 @@ class TpModelWorkerClient:
     def _run(self) -> None:
         while (batch := self._todo.get()) is not None:
             if not isinstance(batch, ModelWorkerBatch):
-                self._hand_over()  # nothing follows that would
+                self._hand_over()  # no step follows that would do it
                 batch()
                 continue
             with self._worker.profiler.step(batch.step):
                 result = run_guarded(self._worker.runner, batch, self._hand_over)
-            self._hand_over()  # of the step before, should this one have failed before its layers
+            self._hand_over()  # the previous result, in case this step failed before its layers
             self._finished = result
             if self._todo.empty():
                 self._hand_over()

@@ -1,4 +1,4 @@
-"""How well a model predicts a text. Runs in whichever process asks, on a model that serves nothing meanwhile."""
+"""Perplexity of a model on a text. Runs in the calling process, on a model that serves nothing else."""
 
 import math
 from collections.abc import Sequence
@@ -49,6 +49,6 @@ class WindowRunner:
 
 
 def perplexity(runner: WindowRunner, windows: Sequence[Sequence[int]]) -> float:
-    """e^(mean negative log likelihood) over all tokens but the first of each window. windows: of at least two tokens."""
+    """e^(mean negative log likelihood) over all tokens except the first of each window. windows: at least two tokens each."""
     losses = torch.cat([runner.negative_log_likelihoods(window) for window in windows])
     return math.exp(float(losses.double().mean()))

@@ -1,7 +1,7 @@
-"""Traces of the worker's steps by torch.profiler, below a folder that the operator named.
+"""Records traces of the worker's steps with torch.profiler, in a folder chosen by the operator.
 
-Owns the running profile and its file. Used by one thread, the one that runs the steps: torch records the operations of the thread that
-starts it.
+Owns the running profile and its file. Used by the thread that runs the steps: torch records the operations of the thread that
+starts the profile.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _logger = get_logger(__name__)
 
 
 class StepProfiler:
-    """At most one profile at a time. folder None: refused."""
+    """At most one profile at a time. folder None: profiling is off."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder)
@@ -30,12 +30,12 @@ class StepProfiler:
         self._steps_left: int | None = None
 
     def handle(self, request: ProfileReq) -> str:
-        """Start or stop as asked; a line for the operator. Raises RequestError."""
+        """Start or stop a profile. Returns a line for the operator. Raises RequestError."""
         return self._start(request) if request.start else self._stop()
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around one step: names it in the trace, and ends the profile after its last one."""
+        """Context of one step: names it in the trace, and ends the profile after its last step."""
         if self._running is None:
             yield
             return

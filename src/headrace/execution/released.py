@@ -1,7 +1,7 @@
-"""Memory that was given back to the system, and how to take it again.
+"""Releases memory to the system and takes it back.
 
-Weights go to a file without a name in the temporary directory (TMPDIR) and come back from it to the bit, whatever they were updated
-from; the KV cache's pages are dropped, and are zeros when they are next touched. Files are written and read in the thread of the operation,
+Weights are written to an unnamed file in the temporary directory (TMPDIR) and restored from it bit for bit. The pages of the KV cache are
+dropped; they read as zeros when they are next touched. Files are written and read in the thread of the operation,
 beside the steps; `let_go`, and what `read` returns, run between two steps.
 """
 
@@ -21,10 +21,10 @@ from headrace.layers.weight import Keeper
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Memory that can be let go, and then had again.
+    """Memory that can be released and restored.
 
-    num_bytes: that are given back. let_go: gives them back, quick; raises ExecutionError, with nothing changed. read: makes what is needed
-    to have them again, which the function that it returns puts in place; raises ExecutionError, and then they are still released.
+    num_bytes: the number of bytes released. let_go: releases them, quickly; raises ExecutionError, then nothing has changed. read: reads what
+    is needed to restore them and returns a function that puts it in place; raises ExecutionError, then they are still released.
     """
 
     num_bytes: int
@@ -33,7 +33,7 @@ class Released:
 
 
 def release_kv(pool: KvPool) -> Released:
-    """The pages of the KV cache; it stays where it is in the address space. Raises ExecutionError on a GPU."""
+    """The pages of the KV cache, which keeps its address range. Raises ExecutionError on a GPU."""
     tensors = [*pool.k, *pool.v]
     if any(tensor.device.type != "cpu" for tensor in tensors):
         raise ExecutionError("the KV cache of a GPU cannot be released")
@@ -46,7 +46,7 @@ def release_kv(pool: KvPool) -> Released:
 
 
 def release_weights(keepers: Sequence[Keeper]) -> Released:
-    """Write what the layers keep to a file, so that they can let go of it. Raises ExecutionError when there is no room."""
+    """Write the layers' weights to a file, so that they can be released. Raises ExecutionError if there is no room."""
     kept = [keeper.kept() for keeper in keepers]
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed when the weights are back
     try:
@@ -122,7 +122,7 @@ def _load(place: _Stored | _Plain, fd: int) -> torch.Tensor | _Plain:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU. Keep the tensor for as long."""
+    """The bytes of a contiguous tensor on the CPU. The caller keeps the tensor alive."""
     num_bytes = tensor.numel() * tensor.element_size()
     return (
         memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
@@ -132,13 +132,13 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 def _drop_pages(tensor: torch.Tensor) -> None:
-    """Give the tensor's own pages back; they read as zeros afterwards (madvise(2)). Pages that it shares with others stay."""
+    """Release the pages that belong only to this tensor; they read as zeros afterwards (madvise(2))."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= start:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     address, length = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-    # Shared anonymous memory is given back by REMOVE, which private memory refuses.
+    # Shared anonymous memory is released by MADV_REMOVE, which fails for private memory.
     if libc.madvise(address, length, mmap.MADV_REMOVE) and libc.madvise(address, length, mmap.MADV_DONTNEED):
         raise ExecutionError(f"the KV cache could not be released: {os.strerror(ctypes.get_errno())}")

@@ -1,7 +1,7 @@
-"""Writes the weights that serve to a folder, from which they can be served again.
+"""Writes the current weights to a folder, from which they can be served again.
 
 Owns the files: config.json, and `model-rank-0-part-N.safetensors` as SGLang names them (there is one rank). They are written beside the
-steps under another name, and appear at once when they are whole. Does not write a tokenizer. Runs in the thread of the operation.
+steps under a temporary name, and the folder appears when it is complete. Does not write a tokenizer. Runs in the thread of the operation.
 """
 
 import json
@@ -20,12 +20,12 @@ from headrace.messages.safetensors_bytes import safetensors_parts
 from headrace.messages.weights import Prepared
 
 PART_BYTES = 1 << 30
-"""A file is begun anew after so many bytes of weights: they are unpacked a file at a time."""
+"""Start a new file after this many bytes: the weights of one file are unpacked at a time."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class WeightSaver:
-    """save_dir: the operator's folder; None = nothing is saved. config: of the model, as config.json has it. quantization: of the weights."""
+    """save_dir: the operator's folder; None = saving is off. config: of the model, in the form of config.json. quantization: of the weights."""
 
     def __init__(self, save_dir: str | None, config: Mapping[str, Any], quantization: Scheme) -> None:
         self._save_dir = save_dir
@@ -33,7 +33,7 @@ class WeightSaver:
         self._quantization = quantization
 
     def save(self, weights: Iterable[Weight], name: str) -> Prepared:
-        """Write them to the new folder `name` of `save_dir`. Raises RequestError, and ExecutionError when there is no room."""
+        """Write them to the new folder `name` of `save_dir`. Raises RequestError, and ExecutionError if there is no room."""
         if self._save_dir is None:
             raise RequestError("saving weights is off: start the server with --save-dir FOLDER", "path")
         if _NAME.fullmatch(name) is None:
@@ -74,7 +74,7 @@ class WeightSaver:
 
 
 def _parts(weights: Iterable[Weight]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The weights in Hugging Face's layout, in the precision in which they are kept, some PART_BYTES at a time."""
+    """The weights in Hugging Face's layout, in the precision in which they are kept, about PART_BYTES at a time."""
     part: list[tuple[str, torch.Tensor]] = []
     num_bytes = 0
     for weight in weights:

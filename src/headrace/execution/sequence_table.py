@@ -1,7 +1,7 @@
-"""The runner's tables of sequences: tokens, KV slots, and what each sequence asked for.
+"""The runner's tables of sequences: tokens, KV slots, and the needs of each sequence.
 
-Owns the token buffer (through which the next step can be planned before this one's tokens are known to the host) and where the KV of
-each position lies. Does not allocate slots: the scheduler does. Used by the thread that runs the steps.
+Owns the token buffer (which allows the next step to be planned before this one's tokens are known to the host) and the KV slot of each
+position. Does not allocate slots: the scheduler does. Used by the thread that runs the steps.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from headrace.messages.step import NewSequence
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What the runner remembers of a `NewSequence`. input_embeds: float32[num_prompt_tokens, hidden_size], or None."""
+    """What the runner keeps of a `NewSequence`. input_embeds: float32[num_prompt_tokens, hidden_size], or None."""
 
     new: NewSequence
     input_embeds: torch.Tensor | None
 
     @property
     def is_plain(self) -> bool:
-        """True when nothing but token ids goes in and nothing but a sampled token comes out."""
+        """Whether its only input is token ids and its only output a sampled token."""
         return self.input_embeds is None and self.new.logprobs is None and not self.new.return_hidden_states
 
 
 @dataclass(frozen=True, slots=True)
 class HostTables:
-    """The tables' own memory as numpy arrays, where the model is on the CPU: a step of one token a row is a matter of microseconds,
-    which torch would spend on each of its calls."""
+    """The tables' memory as numpy arrays, if the model is on the CPU: preparing a step with one token per row takes microseconds,
+    which torch would spend on every call."""
 
     tokens: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int32]
@@ -38,10 +38,10 @@ class HostTables:
 
 
 class SequenceTable:
-    """Rows 0 .. max_seqs - 1, one a live sequence; row contents of ended sequences are junk until reused.
+    """Rows 0 .. max_seqs - 1, one per live sequence; rows of ended sequences contain old values until they are reused.
 
     tokens: int64[max_seqs + 1, context_length + 1]. slots: int32[max_seqs + 1, context_length]. Both on the model's device; the last row,
-    `spare`, is no sequence's. special: rows whose `SequenceSpec` is not plain. adapted: rows with an adapter.
+    `spare`, belongs to no sequence. special: rows whose `SequenceSpec` is not plain. adapted: rows with an adapter.
     link: how values reach a device without waiting; None where the tables are in host memory. host: the same memory; None with a link.
     page_size: given (without a link), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
     """

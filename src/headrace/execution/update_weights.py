@@ -1,9 +1,9 @@
-"""Changes and reads the weights of a model that serves, and gives memory back.
+"""Updates and reads the weights of a running model, and releases memory.
 
-An update is made beside the old weights, whole, and then switched to between two steps: whatever goes wrong before that has changed
-nothing. Owns the process groups with trainers and what was released. Does not decide when: the scheduler does. Each operation runs in
-a thread of its own beside the steps, one at a time; `install` of its result in the scheduler's. What a thread that was given up on still
-does, it does to nothing but what it alone holds.
+An update is prepared as a whole beside the old weights and then switched to between two steps: a failure before that changes
+nothing. Owns the process groups with trainers, and released memory. Does not decide when to switch: the scheduler does. Each operation is
+prepared in a thread of its own beside the steps, one at a time; `install` of its result runs in the scheduler's thread. A thread that was
+given up on touches only its own data.
 
 Memory while an update is prepared: the old weights, the new ones in the kernels' layout (of the updated layers only), and the tensors
 as they came (a mapped file, or what was received).
@@ -52,7 +52,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf"]
 MAX_RECEIVED_PER_WEIGHT_BYTE = 16
 _NAMES_IN_A_MESSAGE = 4
 _NICE = 5
-"""Priority of an update beside the steps: about a quarter of a core where they want all of them (setpriority(2), sched(7))."""
+"""Nice value of an update: it gets about a quarter of a core while steps use all cores (setpriority(2), sched(7))."""
 _UNRELATED = frozenset(
     {
         "architectures",
@@ -65,13 +65,13 @@ _UNRELATED = frozenset(
         "raw",
     }
 )
-"""Fields of a config that do not change what is computed."""
+"""Config fields that do not affect the computation."""
 _FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 _DTYPES: dict[str, torch.dtype] = {stored: getattr(torch, name) for name, stored in DTYPE_NAMES.items()}
 
 
 def check_same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
-    """Raises ModelError naming what differs in the computation."""
+    """Raises ModelError that lists the differences that affect the computation."""
     differing = [
         name
         for name in ours.__struct_fields__
@@ -87,16 +87,16 @@ def check_same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
 
 
 class Job:
-    """An operation in a thread of its own, of low priority: steps come first. See `WeightJob`.
+    """An operation in a low-priority thread of its own. See `WeightJob`.
 
-    work: is given an event that is set when nobody wants its outcome any more.
+    work: gets an event that is set when the operation is abandoned.
     """
 
     def __init__(self, work: Callable[[threading.Event], Prepared]) -> None:
         self._outcome: Prepared | BaseException | None = None
         self._abandoned = threading.Event()
         self._lock = threading.Lock()
-        # A daemon: a trainer or a file system that never answers must not keep the process from ending.
+        # A daemon, so that a trainer or a file system that never answers cannot keep the process from exiting.
         self._thread = threading.Thread(target=self._run, args=(work,), name="weights", daemon=True)
         self._thread.start()
 
@@ -128,7 +128,7 @@ class Job:
             with torch.no_grad():
                 outcome = work(self._abandoned)
         except BaseException as error:
-            # Raised again by `result`, in the thread that answers for it. What was loaded must not live on in its frames.
+            # Raised again by `result`. Its frames must not keep the loaded tensors alive.
             traceback.clear_frames(error.__traceback__)
             outcome = error
         with self._lock:
@@ -140,13 +140,13 @@ class Job:
 
 
 def _yield_to_steps() -> None:
-    """A lower priority for this thread alone, and for the threads that it starts."""
+    """Lower the priority of this thread and of those that it starts."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 @dataclass(slots=True)
 class _Switch:
-    """New weights, whole, and how to go over to them."""
+    """Complete new weights, and the switch to them."""
 
     model: CausalLM
     attention: AttentionBackend
@@ -154,7 +154,7 @@ class _Switch:
     moved: Callable[[], None]
 
     def __call__(self) -> None:
-        """All of them, or none. Between two steps."""
+        """Switch all weights or none. Called between two steps."""
         old = [(keeper, keeper.kept()) for keeper, _ in self.new]
         try:
             self._take(self.new)
@@ -163,13 +163,13 @@ class _Switch:
             raise
         self.new.clear()
         old.clear()
-        # The allocator would keep what the old weights had.
+        # Otherwise the allocator would keep the memory of the old weights.
         give_back_free_memory()
 
     def _take(self, weights: list[tuple[Keeper, Kept]]) -> None:
         for keeper, kept in weights:
             keeper.restore(kept)
-        # The native call reads weights where they were when it was made.
+        # The native call refers to the weights' old addresses.
         self.model.fuse(self.attention)
         self.moved()
 
@@ -178,10 +178,10 @@ class _Switch:
 class ModelWeights:
     """The `WeightExecutor` of a model.
 
-    pool: the KV cache. rename: the model's name of a tensor. ignored: parts of names that may be sent and the model does not need.
-    load: another checkpoint of the same model, as a model of its own, and the fingerprint of its files. Raises ModelError.
-    moved: called when the weights lie elsewhere. holds_steps: see `WeightExecutor`.
-    saver: writes them to the operator's folder.
+    pool: the KV cache. rename: maps names of tensors to the model's. ignored: name parts of tensors that may be sent but are not needed.
+    load: loads a checkpoint as a second model and returns it with the fingerprint of its files. Raises ModelError.
+    moved: called when the addresses of the weights have changed. holds_steps: see `WeightExecutor`.
+    saver: writes the weights to the operator's folder.
     """
 
     model: CausalLM
@@ -270,13 +270,13 @@ class ModelWeights:
         return Prepared(f"left the group {name!r}")
 
     def _take_group(self, name: str) -> WeightGroup:
-        """Out of the table: a thread that was given up on must not share it with the next. Raises RequestError."""
+        """Remove a group from the table, so that a thread that was given up on never shares it. Raises RequestError."""
         if name not in self._groups:
             raise RequestError(f"there is no group {name!r}; call init_weights_update_group first", "group_name")
         return self._groups.pop(name)
 
     def _receive(self, operation: UpdateFromDistributed, abandoned: threading.Event) -> list[tuple[str, torch.Tensor]]:
-        """Everything that rank 0 was said to send: also what will be refused afterwards, or the trainer would wait for us forever."""
+        """Receive everything that rank 0 sends, even tensors that will be refused, or the trainer would wait forever."""
         dtypes = [_dtype(name) for name in operation.dtypes]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(operation.shapes, dtypes, strict=True)]
         limit = MAX_RECEIVED_PER_WEIGHT_BYTE * sum(math.prod(w.shape) * 4 for w in self.model.weights())
@@ -287,7 +287,7 @@ class ModelWeights:
             if operation.bucketed:
                 bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
                 group.broadcast(bucket, abandoned)
-                # A slice may begin where its dtype cannot, so each is a copy.
+                # A slice may be misaligned for its dtype, so each is copied.
                 flat = [part.clone().view(dtype) for part, dtype in zip(bucket.split(sizes), dtypes, strict=True)]
                 tensors = [part.view(shape) for part, shape in zip(flat, operation.shapes, strict=True)]
             else:
@@ -326,7 +326,7 @@ class ModelWeights:
                 released.let_go()
                 self._released[tag] = released
             if "weights" in new:
-                # The native call holds weights too. Without pages there is none.
+                # The native call refers to the weights too; without pages there is none.
                 self.model.fuse(TorchNativeAttention())
             give_back_free_memory()
 
@@ -348,7 +348,7 @@ class ModelWeights:
 
 
 def _keepers(model: CausalLM) -> list[Keeper]:
-    """Every layer that keeps weights, once, in the model's order. Raises ModelError for a weight that nobody keeps replaceably."""
+    """Every layer that keeps weights, once, in the model's order. Raises ModelError for a weight that cannot be replaced."""
     found: list[Keeper] = []
     for weight in model.weights():
         _check_replaceable(weight)
@@ -364,7 +364,7 @@ def _check_replaceable(weight: Weight) -> None:
 def _check_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], wanted: dict[str, Weight], ignored: tuple[str, ...]
 ) -> None:
-    """Raises ModelError naming every tensor that does not fit."""
+    """Raises ModelError that lists every tensor that does not fit."""
     faults: list[str] = []
     seen: set[str] = set()
     given = dict(tensors_list := list(tensors))

@@ -1,6 +1,6 @@
-"""Custom logit processors: code of the operator, named at start-up, asked for by name in a request.
+"""Custom logit processors: code of the operator, registered by name at start and selected by name in a request.
 
-Owns the protocol, loading and the check of what a processor gives back. Clients send a name, never code. A processor runs in the
+Owns the protocol, loading, and the check of a processor's result. Clients send a name, never code. A processor runs in the
 worker's thread, once per sampled token of the requests that name it, before anything else edits the logits.
 """
 
@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, ExecutionError
 
 @dataclass(frozen=True, slots=True)
 class LogitContext:
-    """Whose logits a processor is given.
+    """The sequence whose logits a processor gets.
 
     prompt_ids: int32[num_prompt_tokens]. output_ids: int32[num_outputs]. Read-only, valid during the call.
     """
@@ -34,7 +34,7 @@ LogitProcessor = Callable[[LogitContext, torch.Tensor], torch.Tensor]
 def load_processors(spec: str) -> dict[str, LogitProcessor]:
     """Processors by name from "name=module:callable,...".
 
-    Imports the modules. Raises ConfigError naming the entry that is malformed, twice there, or cannot be imported.
+    Imports the modules. Raises ConfigError for an entry that is malformed, duplicate, or cannot be imported.
     """
     processors: dict[str, LogitProcessor] = {}
     for entry in filter(None, (part.strip() for part in spec.split(","))):
@@ -49,9 +49,9 @@ def load_processors(spec: str) -> dict[str, LogitProcessor]:
 
 
 def run_processor(name: str, processor: LogitProcessor, context: LogitContext, logits: torch.Tensor) -> torch.Tensor:
-    """What the processor makes of `logits` float32[V].
+    """Run a processor on `logits` float32[V] and return its result.
 
-    Raises ExecutionError when it does not give float32[V] on the same device; what the processor itself raises passes through.
+    Raises ExecutionError if that is not float32[V] on the same device; exceptions of the processor pass through.
     """
     result = processor(context, logits)
     if not isinstance(result, torch.Tensor):

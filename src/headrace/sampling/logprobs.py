@@ -1,6 +1,6 @@
 """Logprobs of sampled and prompt tokens.
 
-Owns the numbers of a `LogprobBlock`. They are the log-softmax of the model's logits as they came: before custom processors, bias,
+Owns the numbers of a `LogprobBlock`. They are the log-softmax of the model's unmodified logits: before custom processors, bias,
 penalties, masks and temperature. Does not choose positions: the runner does. Runs in a worker's thread.
 
 Each row is reduced alone, by integer sums (see `kernels.drawing`), so a value is bitwise the same in any batch, chunk or number of threads.
@@ -33,8 +33,8 @@ def log_sum_exp(logits: torch.Tensor) -> list[float]:
 def prompt_logprobs(logits: torch.Tensor, next_ids: npt.ArrayLike, spec: LogprobSpec) -> LogprobBlock:
     """The block of `next_ids` int[n], where logits float32[n, V] row i is the prediction of next_ids[i].
 
-    Alternatives are ordered by (logit descending, id ascending). A `top_num` beyond the vocabulary is filled up with id -1 and
-    NaN; an id outside it has the logprob NaN. A row with NaN logits gives NaN.
+    Alternatives are ordered by (logit descending, id ascending). If `top_num` exceeds the vocabulary, the rest has id -1 and
+    NaN; an id outside the vocabulary has the logprob NaN. A row with NaN logits gives NaN.
     """
     ids = np.asarray(next_ids, dtype=np.int32)
     num_rows, size = logits.shape

@@ -1,7 +1,7 @@
-"""Sampling parameters: as asked (`SamplingParams`) and as they will be used (`ResolvedSamplingParams`).
+"""Sampling parameters: as requested (`SamplingParams`) and as used (`ResolvedSamplingParams`).
 
 Owns the names, defaults and bounds of the sampling parameters (docs/python.md). No torch: the front end and the scheduler import it.
-"validated" is a type here: only `SamplingParams.resolve` makes a `ResolvedSamplingParams`.
+Validation is visible in the type: only `SamplingParams.resolve` makes a `ResolvedSamplingParams`.
 """
 
 import math
@@ -15,26 +15,26 @@ from headrace.errors import RequestError
 T = TypeVar("T", int, float)
 
 GREEDY_BELOW = 1e-6
-"""A temperature under this is greedy: dividing logits by it would overflow float32."""
+"""A temperature below this means greedy: dividing logits by it would overflow float32."""
 
 MIN_REPETITION_PENALTY = 1e-5
-"""Logits are divided by it: a smaller one overflows float32."""
+"""Logits are divided by the penalty: a smaller one would overflow float32."""
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 4096
 MAX_STOP_CHARS = 8192
-"""Of all stop strings of a sample together, and of all its bad words."""
+"""Most characters of all stop strings of a sample together, and of all its bad words."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_TOP_LOGPROBS = 256
 MAX_SEED = 2**63 - 1
 NO_SEED = -1
-"""How llama.cpp's clients spell that they want no seed of their own."""
+"""What llama.cpp's clients send for 'no seed'."""
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """Defaults that the model's generation_config brings; None where it says nothing."""
+    """Defaults from the model's generation_config; None = not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -44,9 +44,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the caller asked for; None means "not said", so that generation_config and then our default may speak.
+    """Parameters as requested. None, or an empty string, list or object, means not set: the value of generation_config applies, then our default.
 
-    An empty string, list or object is not said either. top_k: 0 and -1 = off. sampling_seed: SGLang's name of `seed`; -1 = none.
+    top_k: 0 and -1 = off. sampling_seed: SGLang's name for `seed`; -1 = none.
     """
 
     max_new_tokens: int | None = None
@@ -86,13 +86,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return _as_tuple(self.stop_regex)
 
     def check_sizes(self, vocab_size: int) -> None:
-        """Raises RequestError when a field has more items or characters than are served. Looks at lengths alone."""
+        """Raises RequestError if a field has too many items or characters. Checks only lengths."""
         for name, given in (("stop", self.stop), ("stop_regex", self.stop_regex)):
             listed = [given] if isinstance(given, str) else given or []
             _at_most(MAX_STOP_STRINGS, listed, name, "strings")
             longest = max(map(len, listed), default=0)
             _require(longest <= MAX_STOP_LENGTH, name, f"{name} is longer than {MAX_STOP_LENGTH} characters")
-        # Each bad word is spelled in two ways: at the start of a text and after a space.
+        # Each bad word is tokenized in two ways: at the start of a text and after a space.
         _at_most(MAX_BAD_WORDS // 2, self.bad_words, "bad_words", "words")
         for name, strings in (("stop", self.stop_strings()), ("bad_words", self.bad_words or [])):
             num_chars = sum(map(len, strings))
@@ -106,7 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _at_most(MAX_LOGIT_BIAS, self.logit_bias, "logit_bias", "entries")
 
     def _asked_seed(self) -> int | None:
-        """The seed by either of its names; None = none. Raises RequestError."""
+        """The seed, from either field name; None = none. Raises RequestError."""
         given = {}
         for name, value in (("seed", self.seed), ("sampling_seed", self.sampling_seed)):
             if value is not None and value != NO_SEED:
@@ -126,12 +126,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         seed: int,
         max_n: int,
     ) -> "ResolvedSamplingParams":
-        """Check every bound and fill in what was not said.
+        """Check every bound and fill in what is not set.
 
         defaults: of the model's generation_config. default_max_new_tokens: of this endpoint.
         room_tokens: context length minus prompt length, >= 0.
-        bad_word_ids: `bad_words` tokenized by the caller. seed: used when the request brings none.
-        Raises RequestError naming the parameter.
+        bad_word_ids: `bad_words` tokenized by the caller. seed: used if the request sets none.
+        Raises RequestError that names the parameter.
         """
         for name in ("json_schema", "regex", "ebnf", "structural_tag"):
             if getattr(self, name):
@@ -239,7 +239,7 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
 
     @property
     def is_greedy(self) -> bool:
-        """True when the largest logit is taken."""
+        """Whether the largest logit is taken."""
         return self.temperature == 0.0
 
 

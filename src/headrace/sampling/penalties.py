@@ -1,7 +1,7 @@
-"""Everything that edits a row of logits before the draw: bias, penalties, bad words, allowed ids, the minimum length.
+"""Edits of a row of logits before the draw: bias, penalties, bad words, allowed ids, the minimum length.
 
-Owns one sequence's share of it (`LogitEdits`) and the tokens it needs for that (`TokenHistory`). Sequences that ask for none of it
-have none. Edits touch only the ids concerned, so their cost follows the tokens used, not the vocabulary. Worker's thread.
+Owns the edits of one sequence (`LogitEdits`) and the tokens that they need (`TokenHistory`); sequences without edits have neither. Edits
+touch only the ids concerned, so their cost depends on the tokens used, not on the vocabulary. Worker's thread.
 """
 
 from collections.abc import Iterable
@@ -37,14 +37,14 @@ class TokenHistory:
         return self._view(self.num_prompt_tokens, self.num_tokens)
 
     def append(self, token_id: int) -> None:
-        """One more output."""
+        """Add an output."""
         if self.num_tokens == len(self._buffer):
             self._buffer = np.concatenate((self._buffer, np.empty_like(self._buffer)))
         self._buffer[self.num_tokens] = token_id
         self.num_tokens += 1
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the outputs from index `num_tokens` on."""
+        """Remove the tokens from index `num_tokens` on."""
         assert self.num_prompt_tokens <= num_tokens <= self.num_tokens, (num_tokens, self.num_tokens)
         self.num_tokens = num_tokens
 
@@ -57,8 +57,8 @@ class TokenHistory:
 class Penalties:
     """Repetition (Keskar et al., "CTRL", 2019), frequency and presence penalties of one sequence.
 
-    Repetition looks at prompt and outputs: a positive logit is divided by it, another multiplied. Frequency (per occurrence) and
-    presence (once) are subtracted and look at outputs only.
+    The repetition penalty counts prompt and outputs: positive logits are divided by it, others multiplied. The frequency penalty (per
+    occurrence) and the presence penalty (once) are subtracted and count only outputs.
     """
 
     def __init__(self, params: ResolvedSamplingParams, prompt_ids: Int32Array, vocab_size: int) -> None:
@@ -70,12 +70,12 @@ class Penalties:
         self._counts: dict[int, int] = {}
 
     def count(self, token_id: int) -> None:
-        """An output token was made."""
+        """Count a new output token."""
         if 0 <= token_id < self._vocab_size:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def recount(self, output_ids: Int32Array) -> None:
-        """Forget the outputs counted so far; count these."""
+        """Count these outputs instead of those counted so far."""
         self._counts.clear()
         for token_id in output_ids.tolist():
             self.count(token_id)
@@ -95,7 +95,7 @@ class Penalties:
 
 
 class LogitEdits:
-    """What one sequence's parameters do to its logits. `history` is the caller's to extend, by `append`."""
+    """Applies one sequence's parameters to its logits. The caller extends `history` and then calls `append`."""
 
     def __init__(self, new: NewSequence, history: TokenHistory, vocab_size: int) -> None:
         params = new.sampling
@@ -112,13 +112,13 @@ class LogitEdits:
         self._history = history
         self._penalties: Penalties | None = None
         if uses_penalties(params):
-            # Behind embeddings the prompt's ids are placeholders that nobody said.
+            # With embeddings, the prompt's ids are only placeholders.
             prompt = history.prompt if not new.input_embeds else history.prompt[:0]
             self._penalties = Penalties(params, prompt, vocab_size)
             self._penalties.recount(history.outputs)
 
     def append(self, token_id: int) -> None:
-        """An output token was made (and is in the history)."""
+        """A new output token is in the history."""
         if self._penalties is not None:
             self._penalties.count(token_id)
 
@@ -128,7 +128,7 @@ class LogitEdits:
             self._penalties.recount(self._history.outputs)
 
     def apply(self, row: torch.Tensor, num_outputs: int) -> None:
-        """Edit row float32[V] in place. num_outputs: outputs made so far."""
+        """Edit row float32[V] in place. num_outputs: outputs so far."""
         if len(self._bias):
             row[_on(self._bias_ids, row)] += torch.from_numpy(self._bias).to(row.device)
         if self._penalties is not None:
@@ -145,7 +145,7 @@ class LogitEdits:
             row[_on(np.array(banned, dtype=np.int64), row)] = -torch.inf
 
     def _banned_by_bad_words(self) -> Iterable[int]:
-        """Last ids of the bad words whose other ids are the latest outputs. Prompt tokens do not begin a bad word."""
+        """Last ids of the bad words whose other ids are the latest outputs. A bad word cannot begin in the prompt."""
         outputs = self._history.outputs
         for word in self._bad_words:
             lead = len(word) - 1
@@ -158,12 +158,12 @@ class LogitEdits:
 
 
 def uses_penalties(params: ResolvedSamplingParams) -> bool:
-    """True when any penalty is not neutral."""
+    """Whether any penalty is not neutral."""
     return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
 def edits_logits(params: ResolvedSamplingParams) -> bool:
-    """True when a sequence with these parameters needs `LogitEdits`."""
+    """Whether a sequence with these parameters needs `LogitEdits`."""
     return bool(
         params.logit_bias
         or uses_penalties(params)
@@ -174,7 +174,7 @@ def edits_logits(params: ResolvedSamplingParams) -> bool:
 
 
 def edits_only_by_penalties(new: NewSequence) -> bool:
-    """True when penalties over prompt and outputs are all that the logits of `new` need."""
+    """Whether penalties are the only edits that the logits of `new` need."""
     params = new.sampling
     others = params.logit_bias or params.bad_words or params.allowed_token_ids or params.min_new_tokens
     return uses_penalties(params) and not (others or new.custom_logit_processor or new.input_embeds)
@@ -184,7 +184,7 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 
 
 def _in_vocabulary(ids: npt.NDArray[np.integer], vocab_size: int) -> Int64Array:
-    # An id outside the vocabulary cannot be sampled: there is nothing to forbid or penalise.
+    # An id outside the vocabulary cannot be sampled, so there is nothing to forbid or penalise.
     return ids[(ids >= 0) & (ids < vocab_size)].astype(np.int64)
 
 

@@ -1,7 +1,7 @@
 """Random numbers that are a pure function of (seed, position, stream).
 
-Owns the generator behind every draw. Has no state: nothing is consumed, so a draw does not depend on the batch, on earlier draws,
-on retraction or on the device. Integers on the host; runs wherever the sampler runs (a worker's thread).
+Owns the generator of every draw. It has no state, so a draw does not depend on the batch, on earlier draws, on retraction or on the device.
+Uses integers on the host; runs in the sampler's thread (a worker's).
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def uniform(
     """float64[n] in [0, 1), 53 random bits each: one number for each pair (seed, position).
 
     seeds: in [0, 2**64). positions: index that the sampled token will have, in [0, 2**64).
-    stream: in [0, 2**32); other streams give unrelated numbers for the same pair.
+    stream: in [0, 2**32); different streams give independent numbers for the same pair.
     """
     seed, position = np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)
     counter = np.stack(

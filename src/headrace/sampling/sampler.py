@@ -4,8 +4,8 @@ Owns the table of sampling state by sequence (row `seq` of the worker's tables) 
 check -> bias, penalties and masks -> greedy, or temperature, top-k, top-p, min-p and a seeded draw -> logprobs. Does not own the
 draw (`draw`), the edits (`penalties`) or which positions are sampled (the plan). One instance, used by one thread at a time.
 
-A row's token is a function of its logits, its parameters, its own tokens and (seed, position) alone: never of the other rows.
-`sample` leaves the logits that come in as they are.
+A row's token is a function of its logits, its parameters, its own tokens and (seed, position), never of other rows.
+`sample` does not change the logits that it gets.
 """
 
 import math
@@ -55,14 +55,14 @@ class _Sequence:
 
     @property
     def is_plain(self) -> bool:
-        """True when the row of logits is used as it comes and nothing but a token is wanted."""
+        """Whether the logits are used unchanged and only a token is needed."""
         return self.history is None and self.logprobs is None
 
 
 class Sampler:
-    """Samples the rows of a step; see the module. edited: sequences whose logits are edited, or read for logprobs, on the host.
+    """Samples the rows of a step; see the module docstring. edited: sequences whose logits are edited, or read for logprobs, on the host.
 
-    penalties: given, they apply the penalties of sequences that ask for no other edit.
+    penalties: if given, applies the penalties of sequences without other edits.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sampler:
         self.edited: set[int] = set()
 
     def add(self, seq: int, new: NewSequence) -> None:
-        """`new` enters row `seq`, with the outputs it has already (after a retraction); replaces what was there."""
+        """Put `new`, with the outputs that it already has (after a retraction), in row `seq`, replacing the old content."""
         params = new.sampling
         history = None
         if self._penalties is not None:
@@ -106,11 +106,11 @@ class Sampler:
             self.edited.add(seq)
 
     def all_greedy(self, seqs: Int32Array) -> bool:
-        """Whether each of these sequences takes the most likely token of the logits as they come."""
+        """Whether each of these sequences takes the most likely token of the unedited logits."""
         return self._draws.all_greedy(seqs) and not self._penalises(seqs)
 
     def pick(self, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """`sample` of sequences that are not `edited`, without waiting for the device: int64[R] on it, -1 where `sample` gives an error.
+        """Like `sample`, for sequences that are not `edited`, without waiting for the device: int64[R] on it, -1 where `sample` reports an error.
         May edit `logits`."""
         if self._penalties is not None and self._penalises(seqs):
             self._penalties.apply(logits, seqs, positions)
@@ -128,9 +128,9 @@ class Sampler:
     ) -> SamplerOutput:
         """Sample row r of `logits` for sequence seqs[r].
 
-        logits: float32[R, V]. positions: index that the sampled token will have in its sequence. num_outputs: outputs made before it.
-        A row that cannot be sampled has an entry in `errors`; the others are as if it were not there.
-        Going back to an earlier position (a step that is run again) forgets what was sampled from there on.
+        logits: float32[R, V]. positions: index that the sampled token will have in its sequence. num_outputs: outputs before it.
+        A row that cannot be sampled has an entry in `errors` and does not affect the others.
+        Going back to an earlier position (a step that is run again) discards what was sampled from there on.
         """
         assert logits.dtype == torch.float32, logits.dtype
         assert logits.shape == (len(seqs), self._vocab_size), (logits.shape, len(seqs), self._vocab_size)
@@ -185,7 +185,7 @@ class Sampler:
         return state
 
     def _greedy(self, logits: torch.Tensor) -> SamplerOutput:
-        """The most likely token of every row and nothing else, on the CPU: what `_pick` gives, without its tensor operations."""
+        """The most likely token of every row, on the CPU: the result of `_pick` without its tensor operations."""
         token_ids = ops.argmax(logits)
         peak = logits.numpy().item
         bad = [row for row, i in enumerate(token_ids.tolist()) if i < 0 or not math.isfinite(peak(row, i))]
@@ -211,7 +211,7 @@ class Sampler:
         return token_ids
 
     def _copy(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """Those rows, float32[n, V]. On the CPU by numpy: one thread copies faster than several meet."""
+        """A copy of these rows, float32[n, V]. On the CPU with numpy: one thread copies faster than several can be synchronised."""
         if self._device.type == "cpu":
             return torch.from_numpy(logits.numpy()[rows])
         return logits[rows]
@@ -225,7 +225,7 @@ class Sampler:
     def _edit(
         self, row: torch.Tensor, healthy: bool, state: _Sequence, position: int, num_outputs: int, rid: str
     ) -> str:
-        """Run the processor and the edits on row float32[V], in place; "" or the message the sample ends with.
+        """Run the processor and the edits on row float32[V], in place. Returns "", or the message with which the sample ends.
 
         healthy: the model's logits have a finite maximum and no NaN.
         """
@@ -233,7 +233,7 @@ class Sampler:
             self._edit_row(row, healthy, state, position, num_outputs, rid)
         except ExecutionError as error:
             return error.message
-        except Exception:  # the boundary of one sample: it ends alone
+        except Exception:  # an error ends only this sample
             logger.exception("editing the logits of %s failed", rid)
             if state.processor:
                 return f"the custom logit processor {state.processor!r} failed"
@@ -249,7 +249,7 @@ class Sampler:
             history.truncate(position)
             if state.edits is not None:
                 state.edits.rewind()
-        if position > history.num_tokens:  # a step that was in flight when the token before failed
+        if position > history.num_tokens:  # the step was in flight when the previous token failed
             raise ExecutionError(
                 f"token {position} cannot be sampled: only {history.num_tokens} tokens before it are known"
             )
