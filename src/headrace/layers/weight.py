@@ -4,7 +4,7 @@ Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (where and 
 `Weight`s; the loader fills them. Used by the thread that loads the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -66,13 +66,6 @@ class Weight:
     layer: Observable | None = None
     keepers: tuple[Keeper, ...] = ()
     part: str = ""
-
-
-class HasWeights(Protocol):
-    """A layer."""
-
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        """Its tensors; names begin with `prefix`."""
 
 
 @dataclass(frozen=True, slots=True)
