@@ -1,7 +1,7 @@
-"""Checkpoints as one thing: a config, and named torch tensors.
+"""The common interface of checkpoints: a config, and named torch tensors.
 
-Owns the checks of weights on their way in, whatever they are stored as. torch is imported when the first tensor is asked for, so reading a
-config stays cheap. Runs in whichever process loads the model.
+Owns the checks of weights that are read, whatever their format. torch is imported when the first tensor is requested, so reading a
+config stays cheap. Runs in the process that loads the model.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ CheckpointKind = Literal["huggingface", "gguf", "dummy"]
 
 
 class Checkpoint(ABC):
-    """One model on disk. `tensor_names`, `shape` and `total_bytes` answer from the headers alone."""
+    """One model on disk. `tensor_names`, `shape` and `total_bytes` use only the headers."""
 
     kind: CheckpointKind
 
@@ -55,17 +55,17 @@ class Checkpoint(ABC):
         """
 
     def iter_tensors(self, check_finite: bool = False, check_zero: bool = True) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Every tensor exactly once, in file order, read as it is asked for.
+        """Every tensor exactly once, in file order, read on demand.
 
         check_finite: refuse a tensor that contains NaN or infinity (one pass over its values).
-        check_zero: refuse a matrix that holds only zeros, which is what a hole in a file reads as.
-        Raises ModelError naming the file and the tensor.
+        check_zero: refuse a matrix that contains only zeros, as a hole in a file would.
+        Raises ModelError that names the file and the tensor.
         """
         for name in self.tensor_names():
             yield name, self.checked_tensor(name, check_finite, check_zero)
 
     def checked_tensor(self, name: str, check_finite: bool = False, check_zero: bool = True) -> "torch.Tensor":
-        """`tensor`, refused as `iter_tensors` says."""
+        """Like `tensor`, with the checks of `iter_tensors`."""
         tensor = self.tensor(name)
         if check_finite:
             self._check_finite(name, tensor)
@@ -74,19 +74,19 @@ class Checkpoint(ABC):
         return tensor
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """A matrix as it is stored, where that is something the kernels compute with; None for any other tensor.
+        """A matrix as it is stored, if kernels can compute with this format; None for any other tensor.
 
-        Raises ModelError for one whose scales are not finite, or that holds only zeros.
+        Raises ModelError if its scales are not finite, or if it contains only zeros.
         """
         return None
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of the memory that reading took: pages of the mapped files, which come back when they are read again. What was written
-        to a tensor of a mapped file is lost."""
+        """Release the memory used for reading: pages of the mapped files, which are read again on demand. Changes to tensors of a mapped
+        file are lost."""
 
     def mapped_memory(self) -> list[Bytes]:
-        """The mapped files, whose bytes change with them: nothing that is served may lie here."""
+        """The mapped files. Their memory changes with the files, so served weights must not refer to it."""
         return []
 
     def file_of(self, name: str) -> str:
@@ -99,7 +99,7 @@ class Checkpoint(ABC):
         if not tensor.is_floating_point() or not tensor.numel():
             return
         values = tensor.float() if tensor.element_size() == 1 else tensor
-        # NaN and infinity show in the sum, which is quick. So does the overflow of finite values: then the extremes decide.
+        # NaN and infinity show in the sum, which is quick to compute. So does an overflow of finite values; then the extremes decide.
         if bool(torch.isfinite(values.sum(dtype=torch.float32))):
             return
         if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):

@@ -1,4 +1,4 @@
-"""Typed reads of a Hugging Face `config.json`, and what each architecture means by the keys that it leaves out.
+"""Typed access to a Hugging Face `config.json`, with each architecture's defaults for missing keys.
 
 The defaults are those of transformers.
 """
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from headrace.checkpoint import foreign_config
 from headrace.errors import ModelError
 
-# What each architecture means when its config.json says nothing. Keys that are the same for all are in `_COMMON`.
+# Defaults of each architecture. Keys with the same default for all are in `_COMMON`.
 _COMMON: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 
 class ConfigKeys:
-    """Typed reads of one config dict, falling back to the architecture's defaults."""
+    """Typed access to one config dict, falling back to the architecture's defaults."""
 
     def __init__(self, config: dict[str, Any], origin: str) -> None:
         self.config = config
@@ -146,7 +146,7 @@ class ConfigKeys:
     def count(self, key: str, default: int | None = None, only_shown: bool = False) -> int:
         """A whole number >= 1; a key that is absent or null takes the architecture's default, then `default`.
 
-        only_shown: the code that runs the model reads the config by itself: what is no such number counts as 1.
+        only_shown: for display only, since the model's code reads the config itself; an invalid value counts as 1.
         """
         value = self.get(key)
         if only_shown and not (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31):
@@ -179,7 +179,7 @@ class ConfigKeys:
         return float(value)
 
     def listed(self, key: str, kind: type[T], words: str) -> tuple[T, ...]:
-        """The values of a list, all of type `kind`; absent or null is none. words: what they are, for the message."""
+        """The values of a list, all of type `kind`; absent or null is none. words: describes them in error messages."""
         value = self.get(key)
         if value is None:
             return ()

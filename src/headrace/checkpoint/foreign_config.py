@@ -1,6 +1,6 @@
-"""What transformers says of a config.json whose family has no defaults of ours.
+"""Reads a config.json with transformers, for families that Headrace has no defaults for.
 
-Owns the making of transformers' config object and the reading of the fields that the runtime needs from it, whatever the family calls them
+Owns making transformers' config object and reading the fields that the runtime needs, whatever the family calls them
 (`n_head`, `n_embd`, ...). Does not decide whether the family can be served. transformers, and with it torch, is imported when a function is called.
 """
 
@@ -36,14 +36,14 @@ _MAX_REASON = 200
 
 
 def transformers_config(raw: dict[str, Any], origin: str) -> Any:
-    """transformers' config object. raw: of a config.json, with a model_type. Raises ModelError in one line when transformers refuses it."""
+    """transformers' config object. raw: of a config.json, with a model_type. Raises a one-line ModelError if transformers refuses it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     fields = {key: value for key, value in raw.items() if key not in _OURS}
     try:
         return AutoConfig.for_model(raw["model_type"], **fields)
-    # The code of a family runs here, over whatever the file holds.
+    # The family's code runs here, on whatever the file contains.
     except (
         ArithmeticError,
         AssertionError,
@@ -73,7 +73,7 @@ def is_known(model_type: str) -> bool:
 def common_fields(raw: dict[str, Any], origin: str) -> dict[str, Any]:
     """The fields that the runtime reads, under their common names, with the family's own defaults for what the file leaves out.
 
-    Fields that the family does not have are absent. Raises ModelError as `transformers_config`.
+    Fields that the family does not have are absent. Raises the errors of `transformers_config`.
     """
     config = transformers_config(raw, origin)
     # Each family's class has fields of its own, and maps the common names to them.
@@ -83,7 +83,7 @@ def common_fields(raw: dict[str, Any], origin: str) -> dict[str, Any]:
             fields[name] = getattr(config, name)
         except AttributeError:
             continue
-        except RuntimeError as error:  # transformers asks to be asked layer by layer
+        except RuntimeError as error:  # transformers wants this read per layer
             raise ModelError(
                 f"{origin}: model type {raw['model_type']} has a different {name} in each layer, which is not supported"
             ) from error

@@ -2,7 +2,7 @@
 
 Owns the file format only; what the tensors mean to a model is in `gguf_names.py`. The file is mapped, never read whole,
 and metadata arrays are decoded when asked for, so that opening takes a fraction of a second. numpy, no torch. A broken
-file raises ModelError naming the file, and the tensor where there is one; nothing is ever executed.
+file raises a ModelError that names the file and, if any, the tensor; nothing is ever executed.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block layouts: the `block_*` structs of ggml-common.h.
 """
@@ -99,7 +99,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Map the file and read header, metadata keys and tensor index. Raises ModelError when any of it is wrong."""
+        """Map the file and read header, metadata keys and tensor index. Raises ModelError if any of it is invalid."""
         self.path = path
         self._map = _map_file(path)
         self._size = len(self._map)
@@ -130,20 +130,20 @@ class GgufFile:
         return value
 
     def require(self, key: str) -> Any:
-        """As `get`, but an absent key raises ModelError."""
+        """Like `get`, but an absent key raises ModelError."""
         if key not in self._values:
             raise self._broken(f"metadata key {key} is missing")
         return self.get(key)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """The whole number above 0 of `key`. Raises ModelError when it is another value, or absent without a default."""
+        """The positive whole number of `key`. Raises ModelError if it is another value, or is absent without a default."""
         value = self.require(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise self._broken(f"metadata key {key} is {value!r:.80}; expected a positive whole number")
         return value
 
     def decimal(self, key: str, default: float | None = None) -> float:
-        """The finite number of `key`, as the short decimal that its float32 came from. Raises ModelError as `count`."""
+        """The finite number of `key`, as the shortest decimal of its float32. Raises ModelError like `count`."""
         value = self.require(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
             raise self._broken(f"metadata key {key} is {value!r:.80}; expected a number")
@@ -174,7 +174,7 @@ class GgufFile:
         return np.frombuffer(self._map, dtype=np.uint8)
 
     def release(self) -> None:
-        """Let go of the pages that have been read; they come back when they are read again."""
+        """Release the pages that have been read; they are read again on demand."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def dequantize(self, name: str) -> Floats:
@@ -210,7 +210,7 @@ class GgufFile:
             hint = " (a big-endian file?)" if self.version & 0xFFFF == 0 else ""
             raise self._broken(f"version {self.version} is not supported, only 2 and 3{hint}")
         num_tensors, num_keys = self._take("Q"), self._take("Q")
-        # An index entry takes at least 24 bytes, a metadata entry 13: a larger count is a broken one.
+        # An index entry takes at least 24 bytes, a metadata entry 13: a larger count is invalid.
         if num_tensors * 24 + num_keys * 13 > self._size:
             raise self._broken(f"it claims {num_tensors} tensors and {num_keys} metadata keys in {self._size} bytes")
         for _ in range(num_keys):
@@ -275,7 +275,7 @@ class GgufFile:
         for _ in range(array.count):
             start = at + 8
             at = start + read_length(data, at)[0]
-            # Vocabularies hold stray bytes now and then: such a piece can never match text, but it must keep its id.
+            # Vocabularies sometimes contain invalid bytes: such a piece can never match text, but it must keep its id.
             strings.append(data[start:at].decode(errors="replace"))
         return strings
 
@@ -330,7 +330,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 # --- dequantisation
 #
-# Every function takes whole blocks, uint8[n, block_bytes], and gives float32[n, block_values]. The order of the float32
+# Every function takes whole blocks, uint8[n, block_bytes], and returns float32[n, block_values]. The order of the float32
 # operations is that of ggml's dequantize_row_*, so the values are the same bit for bit.
 
 
@@ -351,7 +351,7 @@ def dequantize(raw: Bytes, type_name: str) -> Floats:
     out = np.empty((blocks.shape[0], block.block_values), np.float32)
     unpack = _UNPACK[type_name]
     step = _DEQUANT_CHUNK_BYTES // block.block_bytes
-    # A scale of a corrupt file may be infinite or NaN: the loader's finiteness check reports it, not numpy.
+    # A scale of a corrupt file may be infinite or NaN; the loader's check reports that, not numpy.
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, blocks.shape[0], step):
             unpack(blocks[start : start + step], out[start : start + step])

@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint: Hugging Face's names, shapes and order of rows.
 
-Runs in whichever process loads the model.
+Runs in the process that loads the model.
 """
 
 import math
@@ -65,7 +65,7 @@ class GgufCheckpoint(Checkpoint):
         return tensor.sub_(1) if source.subtract_one else tensor
 
     def raw_blocks(self, name: str) -> RawBlocks | None:
-        """The blocks of a quantised matrix, for kernels that use them as they are; None for any other tensor."""
+        """The blocks of a quantised matrix, for kernels that use them directly; None for any other tensor."""
         source = self._source(name)
         kind = self.file.tensors[source.gguf_name].type
         if kind.block_values == 1 or len(source.shape) != 2 or source.subtract_one:
@@ -99,7 +99,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def config_of(file: GgufFile) -> ModelConfig:
-    """What the metadata of a GGUF file says of its model. Raises ModelError."""
+    """The model config from the metadata of a GGUF file. Raises ModelError."""
     general = {key: file.get(key) for key in file.metadata_keys() if key.startswith("general.")}
     return msgspec.structs.replace(
         parse_hf_config(hf_config(file), origin=file.path.name),

@@ -1,6 +1,6 @@
-"""What the tensors and metadata of a GGUF file mean in Hugging Face terms.
+"""Maps the tensors and metadata of a GGUF file to Hugging Face's names.
 
-Owns the name map GGUF -> Hugging Face, the undoing of what llama.cpp's converter did to some weights, and the
+Owns the name map GGUF -> Hugging Face, undoing the changes of llama.cpp's converter to some weights, and the
 Hugging Face style config dict made from GGUF metadata. Knows nothing about the file format (`gguf.py`).
 
 Architectures: llama (also Mistral models, which convert to it), qwen2, qwen3, qwen3moe, gemma3.
@@ -65,7 +65,7 @@ DERIVED_TENSORS = frozenset({"rope_freqs.weight"})
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """Where one Hugging Face tensor lies in a GGUF file.
+    """The source of one Hugging Face tensor in a GGUF file.
 
     gguf_name: the stored tensor. expert: index into its first dimension, None when the whole tensor is meant.
     row_order: heads whose rows must be reordered (`hf_row_order`), None when the order is the same.
@@ -80,7 +80,7 @@ class GgufSource:
 
 
 def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
-    """Hugging Face name -> source, in the order of the file. Raises ModelError for a tensor we cannot place."""
+    """Hugging Face name -> source, in the order of the file. Raises ModelError for an unknown tensor."""
     arch = architecture(file)
     num_q_heads = int(_head_count(file, arch, "head_count"))
     num_kv_heads = int(_head_count(file, arch, "head_count_kv"))
@@ -124,7 +124,7 @@ def hf_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.intp]:
     """Stored row of each Hugging Face row of a q or k projection of the `llama` architecture: intp[num_rows].
 
     llama.cpp rotates neighbouring pairs, Hugging Face the two halves of a head, so its converter interleaves the
-    halves: stored row 2j + h of a head is Hugging Face row h * head_dim / 2 + j. This is the way back.
+    halves: stored row 2j + h of a head is Hugging Face row h * head_dim / 2 + j. This is the inverse.
     """
     stored = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
     return stored.swapaxes(1, 2).reshape(num_rows)
@@ -231,7 +231,7 @@ def _rope_scaling(file: GgufFile, arch: str, config: dict[str, Any]) -> dict[str
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Parameters behind the stored per-frequency divisors: llama 3.1 and 3.2 differ only in the factor.
 
-    The divisors are recomputed and compared, so that another scheme is refused and not run wrongly.
+    The divisors are recomputed and compared, so that another scheme is refused instead of giving wrong results.
     Formula: the `llama3` rope of https://github.com/meta-llama/llama-models (apply_scaling).
     """
     stored = file.dequantize("rope_freqs.weight").reshape(-1)
@@ -265,7 +265,7 @@ def _head_count(file: GgufFile, arch: str, key: str) -> int:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding, which is what the model can take and give; the tokenizer may know fewer."""
+    """Rows of the embedding, which is the model's vocabulary; the tokenizer may have fewer tokens."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path.name}: tensor token_embd.weight is missing")
@@ -273,6 +273,6 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _eos(file: GgufFile) -> list[int]:
-    """End of sequence, and end of turn where the file has one of its own."""
+    """End of sequence and, if the file has one, end of turn."""
     ids = [file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return list(dict.fromkeys(token for token in ids if isinstance(token, int)))

@@ -1,6 +1,6 @@
-"""GGUF blocks as quantised matrices, without a detour through floats: Q8_0, Q4_0, Q4_1 and Q4_K.
+"""Reads GGUF blocks as quantised matrices, without converting to floats: Q8_0, Q4_0, Q4_1 and Q4_K.
 
-Owns the unpacking of their codes. Block layouts: the `block_*` structs of ggml-common.h. Runs in whichever process loads the model.
+Owns unpacking their codes. Block layouts: the `block_*` structs of ggml-common.h. Runs in the process that loads the model.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class RawBlocks:
 
 
 def quantized_matrix(raw: RawBlocks) -> QuantizedMatrix | None:
-    """The matrix that the blocks hold, its weights those of `gguf.dequantize`; None for a type that no kernel computes with."""
+    """The matrix in the blocks, with the same weights as `gguf.dequantize`; None for a type that no kernel supports."""
     import torch
 
     if raw.type_name not in _TYPES:

@@ -1,6 +1,6 @@
-"""Folders with config.json and safetensors files; those whose linear layers are quantised, too.
+"""Folders with config.json and safetensors files, including quantised ones.
 
-Owns which files of a folder are read, and that an index and its files agree. Runs in whichever process loads the model.
+Owns the choice of the files to read, and the check that an index and its files agree. Runs in the process that loads the model.
 """
 
 import math
@@ -161,7 +161,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
 
 class Fp8Checkpoint(HuggingFaceCheckpoint):
-    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, widened when it is read.
+    """A folder whose linear layers are float8 with scales beside them: X.weight is weight * scale, dequantised when it is read.
 
     block: (rows, columns) that share a scale of `X.weight_scale_inv`; (0, 0): `X.weight_scale` is one for the matrix.
     """
@@ -209,7 +209,7 @@ class Fp8Checkpoint(HuggingFaceCheckpoint):
 
 
 def _shards(path: Path) -> list[Path]:
-    """The safetensors files to read: those the index names, else the single one, else all that are not adapters."""
+    """The safetensors files to read: those in the index, else the only one, else all that are not adapters."""
     index_file = path / INDEX_NAME
     if index_file.is_file():
         files = [path / name for name in dict.fromkeys(_weight_map(index_file).values())]
@@ -241,7 +241,7 @@ def _weight_map(index_file: Path) -> dict[str, str]:
 
 
 def _check_index(path: Path, found: dict[str, str]) -> None:
-    """Every tensor that the index promises is where it says. A tensor it leaves out is read all the same."""
+    """Check that every tensor of the index is in its file. Tensors that are not in the index are read anyway."""
     index_file = path / INDEX_NAME
     if not index_file.is_file():
         return

@@ -1,6 +1,6 @@
-"""JSON files of checkpoints, and what is wrong with one, told without a byte of it.
+"""Reads JSON files of checkpoints, with error messages that contain nothing of the file.
 
-Messages of the control routes reach clients, and a client may name a path: what they say about a file must not be a way to read it.
+Messages of the control routes reach clients, and a client may name a path: an error must not be a way to read a file.
 """
 
 import json
@@ -36,7 +36,7 @@ def _special_float(fields: dict[str, Any]) -> Any:
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """In words, for what `json.loads` raised. No content of the file."""
+    """Describes an error of `json.loads` without content of the file."""
     match error:
         case json.JSONDecodeError():
             return f"{error.msg.lower()} at line {error.lineno}, column {error.colno}"

@@ -1,4 +1,4 @@
-"""Which layers of a model see the whole context, and which a window of it."""
+"""Which layers of a model attend to the whole context, and which to a sliding window."""
 
 from typing import Literal
 
@@ -24,7 +24,7 @@ def window_and_types(keys: ConfigKeys, model_type: str, num_layers: int) -> tupl
 
 
 def _window(keys: ConfigKeys, model_type: str) -> int | None:
-    """In tokens, of the layers that slide, should there be any."""
+    """Window of the sliding layers, if any, in tokens."""
     window = keys.get("sliding_window")
     if "use_sliding_window" in keys.config or model_type.startswith("qwen"):
         window = window if keys.get("use_sliding_window") else None
@@ -32,7 +32,7 @@ def _window(keys: ConfigKeys, model_type: str) -> int | None:
 
 
 def _stated_types(keys: ConfigKeys, model_type: str, num_layers: int) -> tuple[LayerType, ...] | None:
-    """What the list `layer_types` says; None without one."""
+    """The types in the list `layer_types`; None without one."""
     stated = keys.get("layer_types")
     if stated is None:
         return None
@@ -52,7 +52,7 @@ def _ruled_type(keys: ConfigKeys, model_type: str, layer: int, window: int | Non
 
 
 def _slides(keys: ConfigKeys, model_type: str, layer: int) -> bool:
-    """Whether a layer slides in the architectures that state it by a rule and not by a list."""
+    """Whether a layer slides, in architectures that define it by a rule and not by a list."""
     if model_type == "gemma2":
         return layer % 2 == 0
     if model_type == "gemma3_text":

@@ -1,7 +1,7 @@
-"""LoRA adapters as peft saves them: adapter_config.json beside adapter_model.safetensors.
+"""LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors.
 
-Owns the format: what its config says, which of it can be served, the names of its tensors. Does not know the model (`headrace.execution.lora`
-fits one to it). Runs in the thread that loads an adapter; torch is imported when the first tensor is asked for.
+Owns the format: its config, which features are supported, the names of its tensors. Does not know the model (`headrace.execution.lora`
+fits one to it). Runs in the thread that loads an adapter; torch is imported when the first tensor is requested.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 LoRA: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685. rsLoRA: D. Kalajdzievski, 2023, arXiv:2312.03732.
@@ -36,7 +36,7 @@ _PATTERN_MEMORY_BYTES = 1 << 20
 _MAX_PATTERNS = 1024
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
-# Keys that, when set, make the adapter something else than W + scale * B A on whole linear layers.
+# Keys that, if set, make the adapter something other than W + scale * B A on whole linear layers.
 _REFUSED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -50,13 +50,13 @@ _REFUSED = {
     "layers_pattern": "layers_pattern",
     "arrow_config": "arrow_config",
 }
-# Initialisations that subtract from the base weights, so that the adapter fits no unchanged model.
+# Initialisations that change the base weights, so that the adapter does not fit the original model.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What adapter_config.json says.
+    """The settings of adapter_config.json.
 
     targets: names of modules, or a regular expression over them; None = every linear layer. rank_pattern, alpha_pattern: exceptions by
     pattern of a module's name. layers: indices of the layers it is limited to; empty = all.
@@ -86,7 +86,7 @@ class LoraConfig:
         return _exception(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B A is multiplied by on `module`."""
+        """Factor of B A on `module`."""
         rank, alpha = self.rank_of(module), _exception(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
@@ -106,19 +106,19 @@ class ModuleNames:
 class ModulePattern:
     """A regular expression of an adapter's config over the names of modules.
 
-    RE2 runs it, whose time is linear: with a backtracking engine one pattern could stop the whole process for ever.
+    Runs in RE2, which takes linear time: with a backtracking engine, one pattern could block the process forever.
     """
 
     __slots__ = ("_compiled",)
 
     def __init__(self, key: str, pattern: str, any_parent: bool = False) -> None:
-        """any_parent: what comes before a dot in the name may be anything. Raises ModelError for what RE2 does not take."""
+        """any_parent: what comes before a dot in the name may be anything. Raises ModelError for syntax that RE2 does not support."""
         options = re2.Options()
         options.log_errors = False
         options.max_mem = _PATTERN_MEMORY_BYTES
         options.never_capture = True
         try:
-            # Alone, so that brackets of its own close.
+            # Compiled alone first, so that its brackets must match.
             compiled = re2.compile(pattern, options)
             self._compiled = re2.compile(rf"(?:.*\.)?(?:{pattern})", options) if any_parent else compiled
         except (re2.error, UnicodeEncodeError):
@@ -133,7 +133,7 @@ class ModulePattern:
 
 
 class LoraCheckpoint:
-    """An adapter's folder, its config and the header of its weights checked. Raises ModelError, naming files and no folder.
+    """An adapter's folder, with its config and the header of its weights checked. Raises ModelError, which names files but not the folder.
 
     modules: the module of the model and the tensor's name in the file for A and B, by (module, "A" | "B").
     """
@@ -158,7 +158,7 @@ class LoraCheckpoint:
             self.modules[name.removeprefix(_PREFIX).removesuffix(suffix), _SUFFIXES[suffix]] = name
 
     def fingerprint(self) -> str:
-        """Of the adapter's files as they are now; see `identity`. Raises ModelError."""
+        """Fingerprint of the adapter's files as they are now; see `identity`. Raises ModelError."""
         try:
             return identity([self._path / CONFIG_NAME, self._path / WEIGHTS_NAME], {})
         except OSError as error:
@@ -181,7 +181,7 @@ class LoraCheckpoint:
 
 
 def parse_lora_config(raw: dict[str, Any]) -> LoraConfig:
-    """The settings of an adapter_config.json. Raises ModelError for what is wrong, and by name for what is not served."""
+    """The settings of an adapter_config.json. Raises ModelError for invalid settings and for unsupported ones."""
     if raw.get("peft_type") != "LORA":
         raise ModelError(f"{CONFIG_NAME}: peft_type is {raw.get('peft_type')!r:.40}; only LORA is supported")
     for key, what in _REFUSED.items():

@@ -1,6 +1,6 @@
-"""What a model is, read from its metadata: `ModelConfig` from a Hugging Face `config.json`.
+"""The configuration of a model: `ModelConfig`, read from a Hugging Face `config.json`.
 
-Owns the reading of every spelling of the fields that the runtime uses (with `config_keys.py`, `layer_types.py` and `rope_config.py`). Does not
+Owns reading every spelling of the fields that the runtime uses (with `config_keys.py`, `layer_types.py` and `rope_config.py`). Does not
 read weights, and imports neither torch nor transformers: any process may use it. GGUF metadata is first turned into a Hugging Face style
 dict (`gguf_names.py`) and then read here.
 """
@@ -42,11 +42,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_type: the Hugging Face name; a multimodal wrapper of a text model is flattened to its text model.
     rope: of full attention layers. rope_local: of sliding layers where it differs (gemma3), else None.
-    sliding_window: tokens a sliding layer sees, None when no layer slides. layer_types: one entry a layer.
+    sliding_window: tokens a sliding layer sees, None when no layer slides. layer_types: one entry per layer.
     query_pre_attn_scalar: attention scale is its inverse square root; None means head_dim.
     moe: None for a dense model. dtype: the checkpoint's own precision by its torch name, None when not stated.
-    eos_token_ids: the ids of config.json and of generation_config.json together, in that order, without repeats.
-    quantization: the `quantization_config` dict of the checkpoint, None when there is none.
+    eos_token_ids: the ids of config.json and of generation_config.json together, in that order, without duplicates.
+    quantization: the `quantization_config` dict of the checkpoint, None if there is none.
     raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built.
     """
 
@@ -96,7 +96,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 def load_model_config(path: Path) -> ModelConfig:
     """Read a `config.json`, or the one in the folder `path`, with the `generation_config.json` beside it.
 
-    Raises ModelError for a missing or malformed file, and for values that make no model.
+    Raises ModelError for a missing or malformed file, and for invalid values.
     """
     file = path / "config.json" if path.is_dir() else path
     generation_file = file.with_name("generation_config.json")
@@ -109,7 +109,7 @@ def parse_hf_config(
 ) -> ModelConfig:
     """Turn a Hugging Face config dict, and optionally its generation config, into a ModelConfig.
 
-    origin: what error messages call the source. Raises ModelError naming the key at fault.
+    origin: name of the source in error messages. Raises ModelError that names the invalid key.
     """
     generation = generation or {}
     config = _text_config(config, origin)

@@ -1,6 +1,6 @@
-"""Texts to token ids without holding up the event loop.
+"""Tokenizes texts without blocking the event loop.
 
-Owns the two threads that tokenize and decides which text goes where. Does not own the tokenizer. Used by the tokenizer
+Owns the two threads that tokenize, and chooses one for each text. Does not own the tokenizer. Used by the tokenizer
 manager, from its event loop only.
 """
 
@@ -13,24 +13,24 @@ from typing import Protocol
 from headrace.errors import CapacityError, ContextLengthError, RequestError
 
 INLINE_CHARACTERS = 1024
-"""A lone text up to this length is tokenized in the event loop: it takes less time than waking a thread."""
+"""A single text up to this length is tokenized in the event loop: that is faster than waking a thread."""
 
 LONG_CHARACTERS = 16 * 1024
-"""A longer text goes to a thread of its own kind, so that short ones do not wait behind it."""
+"""Longer texts go to a separate thread, so that short ones do not wait behind them."""
 
 BATCH_CHARACTERS = 1 << 20
-"""Texts of a list are tokenized in batches of at most this many characters: the library needs some hundred bytes per token while it works."""
+"""Texts of a list are tokenized in batches of at most this many characters: the library temporarily needs a few hundred bytes per token."""
 
 USUAL_CHARACTERS = 8
-"""Characters of a token, at most, in nearly all texts: one that has more for every token of the context is counted in pieces first."""
+"""Most characters per token in nearly all texts. A text with more per token of the context is first counted in pieces."""
 
 
 class TextTokenizer(Protocol):
-    """What the front end needs of a tokenizer; see `text.tokenizers.Tokenizer`."""
+    """The front end's view of a tokenizer; see `text.tokenizers.Tokenizer`."""
 
     @property
     def bos_id(self) -> int | None:
-        """The token a text begins with, if there is one."""
+        """The token at the beginning of a text, if there is one."""
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True, allow_special: bool = False
@@ -44,9 +44,9 @@ class TextTokenizer(Protocol):
 
 
 def refuse_too_long(tokenizer: TextTokenizer, text: str, context_length: int, param: str) -> None:
-    """Raises ContextLengthError for a text that is far too long, without tokenizing all of it: in time and memory of the context's length.
+    """Raises ContextLengthError for a text that is far too long, without tokenizing all of it: time and memory depend on the context's length.
 
-    Pieces have other tokens than the whole where they are cut, so only twice as many as fit are surely too many.
+    The text is tokenized in pieces, which changes tokens at the cuts, so only twice as many tokens as fit are certainly too many.
     """
     if len(text) <= max(LONG_CHARACTERS, USUAL_CHARACTERS * context_length):
         return
@@ -59,7 +59,7 @@ def refuse_too_long(tokenizer: TextTokenizer, text: str, context_length: int, pa
 
 
 class InputFormat(Enum):
-    """What a tokenizer can be given."""
+    """Formats of a tokenizer's input."""
 
     SINGLE_STRING = auto()
     BATCH_STRINGS = auto()
@@ -78,9 +78,9 @@ def input_format(texts: str | Sequence[str] | Sequence[Sequence[str]]) -> InputF
 
 
 class AsyncDynamicBatchTokenizer:
-    """Tokenizes what arrives while a batch is being tokenized as the next batch.
+    """Tokenizes in batches: texts that arrive while a batch is being tokenized form the next batch.
 
-    Long texts have a thread to themselves. Cancelling a waiter does not disturb the others.
+    Long texts have a thread of their own. Cancelling a waiter does not disturb the others.
     """
 
     def __init__(self, tokenizer: TextTokenizer, context_length: int) -> None:
@@ -108,13 +108,13 @@ class AsyncDynamicBatchTokenizer:
                 return await self._in_thread(self._long if long else self._short, batch)
 
     async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word, as it stands within a text."""
+        """Token ids of each word, without special tokens."""
         return await asyncio.get_running_loop().run_in_executor(
             self._short, self._tokenizer.encode_batch, words, False, False
         )
 
     def close(self) -> None:
-        """Stop the threads; texts that wait are given up. Idempotent."""
+        """Stop the threads; waiting texts are given up. Idempotent."""
         if self._running is not None:
             self._running.cancel()
         self._short.shutdown(wait=False, cancel_futures=True)
@@ -132,7 +132,7 @@ class AsyncDynamicBatchTokenizer:
         return await future
 
     async def _run_batches(self) -> None:
-        """Empty the queue, batch after batch."""
+        """Process the queue, batch after batch."""
         batch: list[tuple[str, asyncio.Future[list[int]]]] = []
         try:
             while self._queue:
@@ -140,7 +140,7 @@ class AsyncDynamicBatchTokenizer:
                 try:
                     ids = await self._in_thread(self._short, [text for text, _ in batch])
                 except Exception as error:
-                    # Which of the texts is at fault is not known here: each is tried alone, and each waiter is answered.
+                    # It is not known which text is at fault, so each is tried alone, and each waiter gets an answer.
                     await self._one_by_one(batch, error)
                     continue
                 for (_, future), item in zip(batch, ids, strict=True):
@@ -165,8 +165,8 @@ class AsyncDynamicBatchTokenizer:
                 future.set_exception(own_error)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        # A raw prompt is the developer's own text: special tokens written in it are meant, as with transformers and the peers.
-        # What users say in a chat goes another way, where they never are (`Tokenizer.encode_rendered`).
+        # A raw prompt is written by the developer, so special tokens in it count, as in transformers and other servers.
+        # User messages of a chat take another way, where they never count (`Tokenizer.encode_rendered`).
         for text in texts:
             refuse_too_long(self._tokenizer, text, self._context_length, "text")
         return [ids for batch in _batches(texts) for ids in self._tokenizer.encode_batch(batch, True, True)]

@@ -1,10 +1,11 @@
-"""Chat messages rendered to a prompt by the model's own template.
+"""Renders chat messages to a prompt with the model's chat template.
 
-Owns which template a model has, what it is given, and which parts of the prompt it wrote. Does not tokenize (`tokenizers.py`) and does not
+Owns the choice of the template, its variables, and which parts of the prompt come from it. Does not tokenize (`tokenizers.py`) and does not
 check roles or tool schemas (the server's handlers). Rendering is plain computation of up to a second: callers run it off the event loop.
 
-When messages hold edges of special tokens, the template is rendered a second time over marked text (`marked_text.py`). If the two renders
-differ after the marks are undone and a message does hold a special token, the second is used: safe before identical.
+If messages contain the first or last character of special tokens, the template is rendered a second time over marked text
+(`marked_text.py`). If the two results differ after the marks are removed and a message does contain a special token, the second one is used:
+safety comes before identity.
 """
 
 import time
@@ -25,8 +26,8 @@ from headrace.text.tokenizers import RenderedPrompt, Segment, SpecialTexts, Toke
 MAX_RENDER_SECONDS: Final = 5.0
 MAX_TEMPLATE_CHARS: Final = 1_000_000
 
-# What a request must not set through chat_template_kwargs: the renderer's own arguments and those of
-# transformers.apply_chat_template that mean something else than a template variable.
+# Names that chat_template_kwargs must not set: the renderer's own arguments, and those arguments of
+# transformers.apply_chat_template that are not template variables.
 RESERVED_KWARGS: Final = frozenset(
     {
         "add_generation_prompt",
@@ -58,7 +59,7 @@ class ChatTemplate:
 
     source: the Jinja text. special_texts: of the tokenizer, to tell special tokens from text. variables: names the template
     may use for special tokens (`bos_token` ...). uses_tools: the template mentions `tools`. content_parts: the template
-    itself goes through a list of content parts; when False, join text parts to one string before rendering.
+    itself handles a list of content parts; if False, join text parts to one string before rendering.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ChatTemplate:
         max_seconds: float = MAX_RENDER_SECONDS,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> None:
-        """Compile. Raises ModelError for a template that is too long or no Jinja."""
+        """Compile. Raises ModelError for a template that is too long or is not valid Jinja."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}")
         self.source = source
@@ -134,7 +135,7 @@ class ChatTemplate:
     def _safe(
         self, run: Callable[[dict[str, Any], Marks | None], str], values: dict[str, Any], leaves: Sequence[str]
     ) -> RenderedPrompt:
-        """The prompt that `run` gives for `values`, whose strings are `leaves`; over marked strings where theirs could be special tokens."""
+        """The prompt that `run` renders from `values`, whose strings are `leaves`; from marked strings if they could contain special tokens."""
         text = run(values, None)
         edges = {char for leaf in leaves for char in self._special_texts.edges if char in leaf}
         if not edges or next(self._special_texts.find(text), None) is None:
@@ -169,7 +170,7 @@ class ChatTemplate:
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Whether a loop of the template runs over something called content."""
+    """Whether the template has a loop over something called content."""
     for loop in tree.find_all(jinja2.nodes.For):
         target = loop.iter
         while isinstance(target, jinja2.nodes.Filter) and target.node is not None:
@@ -187,7 +188,7 @@ def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
 def chat_template_of(tokenizer: Tokenizer, override: str | None = None, has_tools: bool = False) -> ChatTemplate:
     """The template of a model, compiled: `override` (Jinja source) or the checkpoint's own.
 
-    Raises RequestError when there is none, ModelError when it is no Jinja.
+    Raises RequestError if there is none, ModelError if it is not valid Jinja.
     """
     source = choose_template(tokenizer.chat_template, override, has_tools)
     return ChatTemplate(source, tokenizer.special_texts, tokenizer.named_tokens)
@@ -196,7 +197,7 @@ def chat_template_of(tokenizer: Tokenizer, override: str | None = None, has_tool
 def choose_template(
     templates: Mapping[str, str], override: str | None = None, has_tools: bool = False, name: str | None = None
 ) -> str:
-    """The Jinja source to use: `override` when given, else the one called `name`, else tool_use or default.
+    """The Jinja source to use: `override` if given, else the one called `name`, else tool_use or default.
 
     templates: `Tokenizer.chat_template`. Raises RequestError when the model has no template.
     """
@@ -219,7 +220,7 @@ def choose_template(
 
 
 def read_template_argument(value: str) -> str:
-    """The Jinja source behind `--chat-template`: the content of the file it names, or itself when it is a template.
+    """The Jinja source for `--chat-template`: the content of the file that it names, or the template itself.
 
     Raises ModelError for a file that is missing or cannot be read.
     """
@@ -237,7 +238,7 @@ def _whole(text: str) -> RenderedPrompt:
 
 
 def _segments(text: str, foreign: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
-    """Cut the spans that are no special tokens out of the text."""
+    """Split the text into segments; the spans in `foreign` must not be read as special tokens."""
     segments = []
     at = 0
     for start, end in foreign:
@@ -259,7 +260,7 @@ def _final_text(messages: Sequence[Message]) -> str:
 
 
 def _cut_after(rendered: str, final: str) -> str:
-    """The rendered chat up to the end of the final message's text, with its trailing blanks where the template kept them."""
+    """The rendered chat up to the end of the final message's text, including trailing blanks if the template kept them."""
     core = final.strip()
     at = rendered.rfind(core)
     if at < 0:
@@ -271,7 +272,7 @@ def _cut_after(rendered: str, final: str) -> str:
 
 
 def with_joined_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages whose lists of text parts are joined to one string, for templates that take only strings.
+    """Messages with lists of text parts joined into one string, for templates that accept only strings.
 
     Raises RequestError for a part that is not text.
     """

@@ -1,7 +1,7 @@
 """Token ids to text, for every sample of the engine.
 
-Owns one decoder per live sample, what is held back because a stop string may begin there, and the trimming of stops. Does not
-decide that a sample ends: the scheduler does. Runs in a process of its own (or a thread of the main process), in one thread;
+Owns one decoder per live sample, text that is held back because it may begin a stop string, and the trimming of stops. Does not
+decide when a sample ends: the scheduler does. Runs in a process of its own (or a thread of the main process), in one thread;
 only heartbeats come from a second one. No torch.
 """
 
@@ -42,8 +42,8 @@ RECEIVE_WAIT_S = 0.5
 class _Sample:
     """Decoding state of a live sample. It is bounded: a few bytes, and text shorter than the longest stop string.
 
-    hold_back: None when there is no stop string to trim. source: who speaks of it. failed: its decoding broke and its end was
-    reported; what the scheduler still sends of it is dropped.
+    hold_back: None if there is no stop string to trim. source: of its outputs. failed: decoding failed and its end was
+    reported; further outputs from the scheduler are dropped.
     """
 
     options: DecodeOptions
@@ -54,7 +54,7 @@ class _Sample:
 
 
 class DetokenizerManager:
-    """See the module's text. `enable_faults`: obey FaultReq of stage detokenize (tests only)."""
+    """See the module docstring. `enable_faults`: obey FaultReq of stage detokenize (tests only)."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class DetokenizerManager:
 
     @property
     def num_samples(self) -> int:
-        """Samples whose end has not come yet."""
+        """Number of samples that have not ended."""
         return len(self._samples)
 
     def run(self, receiver: Receiver, heartbeats: bool = True) -> None:
-        """Take messages until a ShutdownReq. heartbeats: send signs of life meanwhile (a process of its own)."""
+        """Take messages until a ShutdownReq. heartbeats: send them meanwhile (in a process of its own)."""
         stop = threading.Event()
         thread = threading.Thread(target=self._beat, args=(stop, receiver), name="heartbeat", daemon=True)
         if heartbeats:
@@ -128,7 +128,7 @@ class DetokenizerManager:
         return BatchStrOut(tuple(rows), batch.source)
 
     def forget(self, source: int) -> None:
-        """Nothing more comes of the samples that `source` spoke of; some of them go on elsewhere. What it still says is dropped."""
+        """Drop the samples of `source`, some of which continue elsewhere, and ignore its further outputs."""
         self._gone.add(source)
         self._samples = {rid: sample for rid, sample in self._samples.items() if sample.source != source}
 
@@ -170,7 +170,7 @@ class DetokenizerManager:
         )
         trims = bool(options.stop) and not options.no_stop_trim
         hold_back = HoldBack(options.stop) if trims else None
-        # What has been delivered is a function of the ids: it is made once more, for the state that it leaves, and dropped.
+        # Decode the delivered ids again to restore the state, and drop the text, which is the same as before.
         delivered = decoder.extend(unpack_int32(options.output_ids))
         if hold_back is not None:
             hold_back.push(delivered)
@@ -204,7 +204,7 @@ class DetokenizerManager:
 
 
 def _last_text(sample: _Sample, ids: list[int], finish: FinishReason) -> str:
-    """The rest of a sample's text: flushed, and trimmed as its end asks.
+    """The rest of a sample's text: flushed, and trimmed according to its finish reason.
 
     A stop token or EOS is the last id and leaves no text. A stop string is cut off where it first occurs: the scheduler stopped at
     the first one that was complete. The match of a stop pattern stays.

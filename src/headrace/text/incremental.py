@@ -1,7 +1,7 @@
-"""Token ids that arrive one by one, turned into text as soon as it is certain.
+"""Decodes token ids that arrive one by one, and returns text as soon as it is final.
 
 Owns `IncrementalDecoder`, one per request. Does not know the vocabulary (a `TokenText` does) and does not look for stops
-(`stop.py`). Used by whichever process detokenizes; no torch.
+(`stop.py`). Used in the scheduler and the detokenizer; no torch.
 """
 
 import codecs
@@ -13,14 +13,14 @@ _MAX_HELD_TOKENS = 32  # of a decoder without fixed bytes whose text keeps endin
 
 
 class TokenText(Protocol):
-    """What decoding needs of a tokenizer; `headrace.text.tokenizers.Tokenizer` is one."""
+    """The decoder's view of a tokenizer; `headrace.text.tokenizers.Tokenizer` implements it."""
 
     fixed_bytes: bool
     strips_first_space: bool
     special_ids: frozenset[int]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, where `fixed_bytes`."""
+        """The bytes of a token; only if `fixed_bytes`."""
         ...
 
     def decode(
@@ -33,14 +33,14 @@ class TokenText(Protocol):
 class IncrementalDecoder:
     """Text of one growing sequence of token ids.
 
-    The pieces that `push` and `flush` give, joined, are `tokenizer.decode` of all ids, however they were split. A character
-    whose bytes have not all come is held back; bytes that can never become one are given as U+FFFD at once.
+    The pieces returned by `push` and `flush`, joined, equal `tokenizer.decode` of all ids, however they were split. An incomplete
+    character is held back; bytes that can never become a character are returned as U+FFFD at once.
 
-    Where tokens have fixed bytes the state is at most three bytes. Elsewhere a window of tokens is decoded twice and the
-    difference taken (the "surrogate" and "read" offsets of vLLM and TGI); it holds at most 32 tokens back.
+    If tokens have fixed bytes, the state is at most three bytes. Otherwise a window of tokens is decoded twice and the
+    difference is used (the "surrogate" and "read" offsets of vLLM and TGI); at most 32 tokens are held back.
 
-    context_ids: the end of what came before (the prompt). With it the text is the continuation of that text, so a leading
-    space that a decoder would drop at the start of a text is kept, and a character begun in the prompt is completed.
+    context_ids: the last tokens of the prompt. With them, the text continues that of the prompt: a leading space that a decoder would drop
+    at the start of a text is kept, and a character begun in the prompt is completed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class IncrementalDecoder:
         self._spaces = spaces_between_special_tokens
         context = [index for index in context_ids[-_CONTEXT_TOKENS:] if index not in self._skipped]
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # Tokens of the window [surrogate, ...): those before `read` have been given as text.
+        # Tokens of the window [surrogate, ...): the text of those before `read` has been returned.
         self._window: list[int] = []
         self._read = 0
         self._strip = tokenizer.strips_first_space
@@ -69,7 +69,7 @@ class IncrementalDecoder:
             self._read = len(context)
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain, possibly empty."""
+        """The text that becomes final with this token, possibly empty."""
         if token_id in self._skipped:
             return ""
         if not self._tokenizer.fixed_bytes:
@@ -78,11 +78,11 @@ class IncrementalDecoder:
         return self._without_first_space(text) if self._strip else text
 
     def extend(self, token_ids: Iterable[int]) -> str:
-        """As `push`, for several tokens."""
+        """Like `push`, for several tokens."""
         return "".join([self.push(index) for index in token_ids])
 
     def flush(self) -> str:
-        """The text still held, with U+FFFD for a character that never was completed. Call it once, at the end."""
+        """The text still held, with U+FFFD for an incomplete character. Call it once, at the end."""
         if self._tokenizer.fixed_bytes:
             text = self._bytes.decode(b"", final=True)
             return self._without_first_space(text) if self._strip else text
@@ -104,7 +104,7 @@ class IncrementalDecoder:
             after.endswith("\ufffd") and len(self._window) - self._read < _MAX_HELD_TOKENS
         ):
             return ""
-        # The tokens just given become the context of the next ones; the older context goes.
+        # The tokens just returned become the context of the next ones, replacing the older context.
         self._window = self._window[self._read :]
         self._read = len(self._window)
         return after[len(before) :]

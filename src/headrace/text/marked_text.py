@@ -1,11 +1,11 @@
-"""Text that users wrote, marked, so that the text of a special token in a message is never read as that token.
+"""Marks text from users, so that the text of a special token in a message is never read as that token.
 
 Every special token begins and ends with one of a few characters (`<`, `>`, `[` ...), its edges. `Marks` replaces each of them by a
 private-use character, one for one. In marked text a special token written by the template has its own edges, and one that came from a
-message, whole or in part, has a marked edge. Strings of the class `Marked` answer comparisons and searches as the originals would, so that a
+message, whole or in part, has a marked edge. Strings of the class `Marked` compare and search like the originals, so that a
 template which looks into a message takes the same path, and trimming, splitting, slicing and changing case keep the marks.
 
-Does not know templates nor tokens. Plain computation, on any thread.
+Does not know templates or tokens. Plain computation, on any thread.
 """
 
 import re
@@ -16,7 +16,7 @@ from headrace.errors import RequestError
 
 
 class Marks:
-    """One private-use character for each edge character, none of which the texts hold already."""
+    """One private-use character for each edge character; none of them occurs in the texts."""
 
     def __init__(self, edges: set[str], texts: Sequence[str]) -> None:
         used: set[str] = set().union(*texts)
@@ -32,20 +32,20 @@ class Marks:
         self._any = re.compile("[" + "".join(self.back) + "]")
 
     def mark(self, text: str) -> str:
-        """Replace edge characters by their marks; marked text stays as it is."""
+        """Replace edge characters by their marks; marked text does not change."""
         return str.translate(text, self._forth)
 
     def unmark(self, text: str) -> str:
-        """The opposite; the length is the same."""
+        """The inverse of `mark`; the length stays the same."""
         return str.translate(text, self._back)
 
     def any_in(self, text: str, start: int, end: int) -> bool:
-        """Whether text[start:end] holds a mark."""
+        """Whether text[start:end] contains a mark."""
         return self._any.search(text, start, end) is not None
 
 
 class Marked(str):
-    """A marked string that compares and searches as the text it stands for.
+    """A marked string that compares and searches like the original text.
 
     Made of marked characters; arguments of its methods are marked first, and strings it returns are again of this class.
     """
@@ -74,7 +74,7 @@ class Marked(str):
         return isinstance(part, str) and str.__contains__(self, self._marks.mark(part))
 
     def __radd__(self, left: str) -> str:
-        # Template text before user text: it must keep its edges, so it is not marked.
+        # Template text is prepended: it must keep its edges, so it is not marked.
         return Marked(str.__add__(left, self), self._marks)
 
     def __add__(self, right: str) -> str:
@@ -84,7 +84,7 @@ class Marked(str):
         return (Marked(char, self._marks) for char in str.__iter__(self))
 
     def replace(self, old: str, new: str, count: Any = -1) -> str:
-        # What the template puts in is its own text.
+        # Text that the template inserts is its own.
         return Marked(str.replace(self, self._marks.mark(old), new, count), self._marks)
 
     def join(self, parts: Any) -> str:

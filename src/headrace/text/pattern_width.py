@@ -1,7 +1,7 @@
 """How long a match of a regular expression can be, from its text alone.
 
-Reads the syntax of RE2 (https://github.com/google/re2/wiki/Syntax), for patterns that RE2 has already accepted. The answer may be
-too large, never too small; what is not understood counts as unbounded. Pure functions, no state.
+Reads the syntax of RE2 (https://github.com/google/re2/wiki/Syntax), for patterns that RE2 has already accepted. The result may be
+too large but never too small; syntax that is not understood counts as unbounded. Pure functions, no state.
 """
 
 import re
@@ -15,11 +15,11 @@ _EMPTY_ESCAPES = frozenset("AbBz")
 
 
 class _NotUnderstood(Exception):
-    """The pattern holds something that this reader does not know."""
+    """The pattern contains syntax that this reader does not know."""
 
 
 def longest_match(pattern: str) -> int | None:
-    """Most characters that a match of `pattern` can have; None when there is no bound, or none that is known."""
+    """Length of the longest match of `pattern`, in characters; None if unbounded or unknown."""
     reader = _Reader(pattern)
     try:
         width = reader.alternatives(0)

@@ -1,10 +1,10 @@
 """Stop strings and stop patterns in text that grows token by token.
 
-Owns the decision at which token a stop completes (`StopMatcher`), and how much text must wait because it may be the
-beginning of a stop (`HoldBack`). Stop token ids, EOS and lengths are the scheduler's. No torch; one object per request.
+Owns the decision at which token a stop completes (`StopMatcher`), and the text that must wait because it may be the
+beginning of a stop (`HoldBack`). The scheduler handles stop token ids, EOS and lengths. No torch; one object per request.
 
-Nothing is built from the stop strings: text is compared with them where it ends (or where it may begin one), which is a native
-comparison a string. So a sample costs no more than the text that it holds, however long its stops are. Patterns: `stop_patterns`.
+No data structure is built from the stop strings: the end of the text (or a possible beginning of a stop) is compared with each of them, which
+is one native comparison per string. So the memory of a sample is only its text, however long its stops are. Patterns: `stop_patterns`.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class StopMatch:
     """A stop that completed with the token just pushed.
 
     matched: the stop string, or the pattern, as the request gave it. Offsets count characters of the decoded output:
-    [start, end) is the match. cut: where the shown text ends when stops are trimmed, which is `start` for a string and
-    everything so far for a pattern, since pattern matches are not trimmed.
+    [start, end) is the match. cut: where the visible text ends if stops are trimmed: `start` for a string, and
+    the end of the text for a pattern, since pattern matches are not trimmed.
     """
 
     matched: str
@@ -32,9 +32,9 @@ class StopMatch:
 class StopMatcher:
     """Watches the output of one request.
 
-    The decoder is this matcher's own and starts after the prompt, so a stop inside the prompt does not count. Of several
+    The matcher has its own decoder, which starts after the prompt, so a stop inside the prompt does not count. Of several
     stop strings the one that completes first in the text wins, and of those that complete at the same character the
-    longest: the answer does not depend on how the text was split in tokens. A string wins over a pattern that matches with the
+    longest: the result does not depend on how the text is split into tokens. A string wins over a pattern that matches with the
     same token.
     """
 
@@ -43,12 +43,12 @@ class StopMatcher:
         self._decoder = decoder
         self._stop = tuple(stop)
         self._num_kept = max(map(len, self._stop), default=1) - 1
-        self._tail = ""  # the last characters: a stop may have begun in them
+        self._tail = ""  # the last characters, in which a stop may have begun
         self._num_chars = 0
         self._search = PatternSearch(compile_stop_patterns(tuple(stop_regex))) if stop_regex else None
 
     def push(self, token_id: int) -> StopMatch | None:
-        """Take one output token; the stop that it completes, if any. After a match the matcher is finished."""
+        """Take one output token. Returns the stop that it completes, if any; then the matcher is finished."""
         text = self._decoder.push(token_id)
         if not text:
             return None
@@ -72,7 +72,7 @@ class StopMatcher:
 
 
 class HoldBack:
-    """Delays text that may be the beginning of a stop string, and no more of it than that.
+    """Holds back text that may be the beginning of a stop string, and no more than that.
 
     At any time the text held is the longest suffix that begins a stop, so it is shorter than the longest stop or is a stop.
     """
@@ -85,15 +85,15 @@ class HoldBack:
 
     @property
     def held(self) -> str:
-        """The text waiting."""
+        """The text held back."""
         return self._held
 
     def push(self, text: str) -> str:
-        """Take new text; the text that can no longer be part of a stop, in order."""
+        """Take new text. Returns the text that can no longer be part of a stop."""
         if not text:
             return ""
         text = self._held + text
-        # What does not begin a stop now never will: no character is looked at again once it is let go.
+        # Text that does not begin a stop now never will, so released text is never checked again.
         for start in range(max(0, len(text) - self._longest), len(text)):
             if self._begins_stop(text, start):
                 break

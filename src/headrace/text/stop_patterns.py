@@ -1,8 +1,8 @@
 """Stop patterns: regular expressions that end a sample where they first match its output.
 
-Owns what a pattern may cost and how the text is searched as it grows. Patterns run in RE2. Its time is linear in the text, but with a
-factor of the pattern's compiled size once its automaton has outgrown its memory, and every token is a search: so what is searched
-again at each token is bounded by SEARCH_COST. Compiled patterns are shared by all samples that ask for them.
+Owns the limits on a pattern's cost, and the search of growing text. Patterns run in RE2. Its time is linear in the text, but with a
+factor of the pattern's compiled size once its automaton has outgrown its memory, and there is a search at every token, so the work per token
+is limited by SEARCH_COST. Samples share compiled patterns.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ MAX_REGEX_CHARS = 1024
 MAX_WINDOW_CHARS = 4096
 MIN_WINDOW_CHARS = 256
 SEARCH_COST = 1 << 16
-"""Most instructions times characters of one token's searches: well under a millisecond, also when the automaton does not fit in memory."""
+"""Limit of instructions times characters per token: well under a millisecond, even if the automaton does not fit in memory."""
 
 _NEW_CHARS = 8
-"""Characters that a token brings, about: they are searched beside those before them."""
+"""Approximate number of characters per token, which are searched in addition to those before them."""
 _MEMORY_BYTES = 1 << 16
 _CACHED_SETS = 128
 
@@ -39,7 +39,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class StopPatterns:
-    """The patterns of a request. reach: the largest of theirs."""
+    """The patterns of a request. reach: the largest one of the patterns."""
 
     patterns: tuple[Pattern, ...]
     reach: int
@@ -47,15 +47,15 @@ class StopPatterns:
 
 @lru_cache(maxsize=_CACHED_SETS)
 def compile_stop_patterns(sources: tuple[str, ...]) -> StopPatterns:
-    """The patterns, checked and compiled.
+    """Check and compile the patterns.
 
-    Raises RequestError for what RE2 does not take (look-around, back references), what matches nothing at all, and what would cost
-    too much after every token.
+    Raises RequestError for syntax that RE2 does not support (look-around, back references), patterns that match the empty text, and
+    patterns that would cost too much at every token.
     """
     if len(sources) > MAX_STOP_PATTERNS:
         raise RequestError(f"{len(sources)} stop patterns; at most {MAX_STOP_PATTERNS}", param="stop_regex")
     compiled = [_compile(source) for source in sources]
-    # A match may be known to be one only when the next character has come: `\B` at its end.
+    # A match may be certain only when the next character is known: `\B` at its end.
     bounds = [None if (width := longest_match(source)) is None else width + 1 for source in sources]
     cost = open_size = 0
     for each, bound in zip(compiled, bounds, strict=True):
@@ -79,7 +79,7 @@ def compile_stop_patterns(sources: tuple[str, ...]) -> StopPatterns:
 
 
 def check_stop_regex(patterns: Sequence[str]) -> None:
-    """Raises RequestError as `compile_stop_patterns`."""
+    """Raises the errors of `compile_stop_patterns`."""
     compile_stop_patterns(tuple(patterns))
 
 
@@ -124,9 +124,9 @@ class PatternSearch:
         self._num_chars = 0
 
     def push(self, text: str) -> PatternMatch | None:
-        """Take new text; the match that ends first, and of those the one that begins first. Earlier text has no match."""
+        """Take new text. Returns the match that ends first, and of several the one that begins first. Earlier text has no match."""
         self._num_chars += len(text)
-        # One character before the searched ones stays, so that `^`, `\\A` and `\\b` see that the output did not begin there.
+        # Keep one character before the searched text, so that `^`, `\\A` and `\\b` know that the output does not begin there.
         self._window = window = (self._window + text)[-self._patterns.reach - len(text) - 1 :]
         first = self._num_chars - len(window)
         encoded = window.encode()

@@ -1,4 +1,4 @@
-"""Jinja for chat templates, which nobody has read: they see only what they are given, for a limited time, and build nothing huge.
+"""A Jinja sandbox for untrusted chat templates: they see only their variables, and their time and memory are limited.
 
 Owns the sandbox and its limits. Does not know messages (`chat_templates.py`). Rendering is plain computation of up to some seconds: callers
 run it off the event loop.
