@@ -86,7 +86,7 @@ def test_when_one_dies_under_load_its_requests_go_on_and_it_comes_back(replicas:
     victim = next(c for c in replicas.process.children() if "scheduler" in c.cmdline() and c.pid == min(pids))
 
     victim.kill()
-    wait_until(lambda: "scheduler 0 process has ended" in replicas.log(), "the death is noticed")
+    wait_until(lambda: "scheduler 0 process died" in replicas.log(), "the death is noticed")
     assert client.get("/health").status_code == 200, "the other one serves"
     for stream in streams:
         stream.join(START_S)
