@@ -5,13 +5,13 @@ HeadraceError
 │   ├── ContextLengthError prompt and output do not fit            400
 │   ├── NotFoundError     unknown model, adapter, session, rid     404
 │   ├── AuthError         missing or wrong key                     401
-│   ├── ForbiddenError    a web page, or a host name, that is not served  403
+│   ├── ForbiddenError    a web page or a host name that is not allowed  403
 │   ├── LateError         not done within the server's time limit  408
 │   └── TooLargeError     body or prompt beyond a byte limit       413
 ├── CapacityError         no room now; `retry_after_s` says when   429 / 503
 ├── ConfigError           the options cannot work: refuse to start (process exit 2)
 ├── ModelError            the checkpoint is missing, broken or not supported
-└── ExecutionError        our own fault                            500
+└── ExecutionError        our fault                                500
 
 A message says what happened, the numbers, and what to do. It never carries a path of this machine, a class name or a
 traceback: messages of `RequestError`, `CapacityError` and `ExecutionError` are sent to clients as they are.
@@ -32,9 +32,9 @@ class HeadraceError(Exception):
 
 
 class RequestError(HeadraceError):
-    """The request cannot be served as it was asked.
+    """The request cannot be served as it is.
 
-    param: the request field at fault, as the client spelled it, when there is one.
+    param: the request field at fault, as the client spelled it, if there is one.
     """
 
     status_code = 400
@@ -49,7 +49,7 @@ class RequestError(HeadraceError):
 class ContextLengthError(RequestError):
     """Prompt and output are longer than the context.
 
-    Clients know the code and OpenAI's words, and cut the prompt by them: do not change the words.
+    Clients recognise the code and OpenAI's words, and shorten the prompt: do not change the words.
     """
 
     def __init__(self, param: str, context_length: int, asked: str, remedy: str = "messages", held: str = "") -> None:
@@ -65,7 +65,7 @@ class ContextLengthError(RequestError):
 
     @classmethod
     def of_both(cls, param: str, context_length: int, num_prompt_tokens: int, num_output_tokens: int) -> Self:
-        """The prompt leaves too little room for the output that was asked for."""
+        """The prompt leaves too little room for the requested output."""
         asked = (
             f"you requested {num_prompt_tokens + num_output_tokens} tokens ({num_prompt_tokens} in the messages, "
             f"{num_output_tokens} in the completion)"
@@ -74,7 +74,7 @@ class ContextLengthError(RequestError):
 
 
 class NotFoundError(RequestError):
-    """What the request names does not exist here."""
+    """What the request names does not exist."""
 
     status_code = 404
     error_type = "not_found_error"
@@ -88,14 +88,14 @@ class AuthError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """Nobody is answered who asks in this way, whatever the key."""
+    """A request of this kind is refused, whatever its key."""
 
     status_code = 403
     error_type = "permission_error"
 
 
 class LateError(RequestError):
-    """The request took longer than the server allows. Asking again would take as long."""
+    """The request took longer than the server allows. Repeating it would take as long."""
 
     status_code = 408
 
@@ -107,10 +107,10 @@ class TooLargeError(RequestError):
 
 
 class CapacityError(HeadraceError):
-    """No room now. The client should come back after `retry_after_s` seconds.
+    """No room now. The client should try again after `retry_after_s` seconds.
 
-    status_code: 503 when the server is full or stopping, 429 when this client's own limit is reached. limited: of what a 429's limit
-    counts; OpenAI's type of such errors.
+    status_code: 503 when the server is full or stopping, 429 when this client's own limit is reached. limited: what the
+    limit of a 429 counts, OpenAI's `type` of such errors.
     """
 
     error_type = "overloaded_error"
@@ -135,8 +135,8 @@ class ConfigError(HeadraceError):
 
 
 class ModelError(HeadraceError):
-    """The checkpoint cannot be used. Names the file and the tensor where there is one."""
+    """The checkpoint cannot be used. Names the file and, if any, the tensor."""
 
 
 class ExecutionError(HeadraceError):
-    """A fault of ours while serving."""
+    """An error of the server itself."""

@@ -1,4 +1,4 @@
-"""What this process no longer uses: garbage collection, and free memory given back."""
+"""Garbage collection, and returning free memory to the system."""
 
 import atexit
 import ctypes
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze() -> int:
-    """Collect what is garbage now and leave the rest out of later collections; how many objects that is.
+    """Collect garbage once and exclude the remaining objects from later collections. Returns their number.
 
-    What a server holds once it is warm (tokenizer, modules, tables) stays: looking through it again and again only costs pauses.
-    At the process's end it counts again, so that extension modules see their objects go.
+    The objects of a warm server (tokenizer, modules, tables) stay alive, and checking them again and again only costs pauses.
+    At exit they are included again, so that extension modules see their objects deleted.
     """
     gc.collect()
     gc.freeze()
@@ -19,7 +19,7 @@ def freeze() -> int:
 
 
 def give_back_free_memory() -> None:
-    """Return to the system what malloc keeps of freed memory, such as the temporaries of loading. Does nothing where libc cannot."""
+    """Return freed memory that malloc keeps, such as temporaries of loading, to the system. Does nothing if libc does not support it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

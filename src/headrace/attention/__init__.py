@@ -1,1 +1,1 @@
-"""Attention backends behind one protocol, and the layout of the KV cache that each of them wants."""
+"""Attention backends behind one protocol, and the KV cache layout of each."""

@@ -1,7 +1,7 @@
-"""The seam between models and attention: what a layer says, what a step says, what a backend must do.
+"""The interface between models and attention: layers, steps, and what a backend must implement.
 
 Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the bases `StepAttention`, `AttentionBackend` and `RotatingBackend`. Does not own any
-kernel, and does not choose between backends (`config.resolve` does, by the facts that they carry). Used by the thread that runs the model.
+kernel, and does not choose between backends (`config.resolve` does, by their facts). Used by the thread that runs the model.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from headrace.config.resolve import AttentionNeeds
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayerSpec:
-    """What is constant about attention in one layer.
+    """The constants of attention in one layer.
 
     scale: factor on q.k. sliding_window: a query at position p sees keys p - sliding_window + 1 .. p; 0 = all.
-    soft_cap: scores become soft_cap * tanh(score / soft_cap); 0.0 = as they are.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); 0.0 = no cap.
     """
 
     layer_id: int
@@ -44,7 +44,7 @@ class KvShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers; an int8 head has a float32 scale beside it."""
+        """Bytes of K and V of one token over all layers; an int8 head also has a float32 scale."""
         head_bytes = self.head_dim * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
@@ -65,26 +65,26 @@ class KvPool:
 
 
 def zero_filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros for a KV cache. On CPU the memory is taken when it is first written, in huge pages where the kernel has them: an idle
-    pool is almost free."""
+    """Zeros for a KV cache. On CPU, memory is allocated when it is first written, in huge pages if the system supports them: an idle
+    pool costs almost nothing."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # a kernel without support for them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Where the tokens of a step lie: row r computes positions starts[r] .. starts[r] + counts[r] - 1 of one sequence.
+    """The tokens of a step: row r computes positions starts[r] .. starts[r] + counts[r] - 1 of one sequence.
 
     starts, counts: host integers. Tensors, on the model's device: positions int32[num_tokens], row after row;
     seq_lens int32[num_rows] = starts + counts; row_starts int32[num_rows + 1], cumulative counts; out_slots int32[num_tokens],
-    where K and V of each token go; slots int32[num_rows, max(seq_lens)], the slot of each position, junk beyond seq_lens.
-    In a step that is captured in a CUDA graph, starts are the largest that may come, and slots as wide; the tensors say what is.
+    where K and V of each token go; slots int32[num_rows, max(seq_lens)], the slot of each position, undefined beyond seq_lens.
+    In a step that is captured in a CUDA graph, `starts` are the largest possible ones and `slots` is as wide; the tensors have the real values.
     pages: int32[num_rows, pages of the longest], contiguous, instead of `slots` (then empty) for a backend with `paged_kv`.
     """
 
@@ -102,7 +102,7 @@ class StepRows:
 class PagedKv:
     """A pool in the layout of `headrace.kernels.kv_cache_shapes`, and the step's place in it, for a call that runs all layers.
 
-    rows, page_table (int32[num_rows, max_pages]): of the step prepared last.
+    rows, page_table (int32[num_rows, max_pages]): of the last prepared step.
     """
 
     pool: KvPool
@@ -111,12 +111,12 @@ class PagedKv:
 
 
 class StepAttention(ABC):
-    """What a model sees of a backend: attention over the step that was prepared. name: for messages."""
+    """A model's view of a backend: attention over the prepared step. name: for messages."""
 
     name: ClassVar[str]
 
     def paged_kv(self) -> PagedKv | None:
-        """What a native call for all layers needs instead of `forward`; None when the pool has another layout."""
+        """The pool for a native call over all layers, used instead of `forward`; None if the pool has another layout."""
         return None
 
     @abstractmethod
@@ -134,11 +134,11 @@ class AttentionBackend(StepAttention):
     On CPU the bits of an output row depend only on its position and on the sequence's own keys and values, never on the other
     rows, the chunking, or whether it was computed as prefill or decode.
 
-    Facts of a class, by which one is chosen (`config.resolve.AttentionFacts`):
-    name: what --attention-backend calls it. page_size: in tokens, what suits it.
-    verified: types of devices on which what it computes has been compared with the reference; the others it has never been run on.
+    Facts of a class, used to choose one (`config.resolve.AttentionFacts`):
+    name: its name for --attention-backend. page_size: the preferred one, in tokens.
+    verified: types of devices on which its results have been compared with the reference; it has never been run on others.
     captures: `prepare` and `forward` of a decode step can be captured in a CUDA graph: they never wait for the device, take lengths
-    from tensors, and the host integers of `StepRows` only as bounds.
+    from tensors, and use the host integers of `StepRows` only as bounds.
     """
 
     page_size: ClassVar[int] = 1
@@ -146,13 +146,13 @@ class AttentionBackend(StepAttention):
     captures: ClassVar[bool] = False
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """A backend without a pool yet. deterministic: see `AttentionNeeds`; asked of a backend that has no reason against it."""
+        """A backend without a pool yet. deterministic: see `AttentionNeeds`; only for a backend that supports it."""
         self.deterministic = deterministic
 
     @classmethod
     @abstractmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """Why it cannot serve `needs`; empty when it can."""
+        """Why it cannot serve `needs`; empty if it can."""
 
     @abstractmethod
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
@@ -160,11 +160,11 @@ class AttentionBackend(StepAttention):
 
     @abstractmethod
     def prepare(self, rows: StepRows) -> None:
-        """Once per step, before any layer: build what all layers share."""
+        """Called once per step, before any layer: prepare what all layers share."""
 
 
 class RotatingBackend(AttentionBackend):
-    """A backend that rotates q and k in the launch that writes K and V; with the others the layer does."""
+    """A backend that rotates q and k in the launch that writes K and V; with other backends the layer does."""
 
     @abstractmethod
     def forward_rotating(

@@ -1,7 +1,7 @@
 """Attention by the native CPU kernels, through the kernel registry.
 
-Owns the paged pool in the kernels' layout (pages of 16) and the page table of a step. With a page size of 1, slots are anywhere in
-those pages and are collected for each layer (`cpu_slots.py`). Does not own the kernels. Runs in the thread
+Owns the paged pool in the kernels' layout (pages of 16) and the page table of a step. With a page size of 1, slots are scattered over
+these pages and are collected for each layer (`cpu_slots.py`). Does not own the kernels. Runs in the thread
 that runs the model.
 """
 

@@ -1,7 +1,7 @@
-"""Single slots for kernels that read pages of 16: before a layer attends, the step's tokens are put side by side in pages of a work space.
+"""Page size 1 for kernels that read pages of 16: before a layer attends, the step's tokens are copied to consecutive pages of a workspace.
 
-The values are moved, not computed again, and the kernel sees what it would see with pages of 16: the bits do not depend on the page
-size. It costs a copy of all keys and values of the step for each layer. Runs in the thread that runs the model.
+The values are copied, not computed again, so the kernel gets the same input as with pages of 16, and the bits do not depend on the page
+size. It costs a copy of all keys and values of the step per layer. Runs in the thread that runs the model.
 """
 
 import torch
@@ -23,12 +23,12 @@ class CollectedPages:
         self.page_table = torch.empty(0, 0, dtype=torch.int32)
 
     def prepare(self, rows: StepRows) -> None:
-        """Once per step: where each token lies, and where it is put."""
+        """Called once per step: compute the source and destination of each token."""
         page = kernels.PAGE_SIZE
         lengths = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
         num_pages = [-(-length // page) for length in lengths]
         if sum(num_pages) > self.k.shape[0]:
-            # With some room to grow, so that not every decode step takes new memory.
+            # With some room to grow, so that not every decode step allocates memory.
             self.k, self.v = self._pages(sum(num_pages) * 9 // 8)
         self.page_table = torch.zeros(len(lengths), max(num_pages, default=0), dtype=torch.int32)
         first, put = 0, []
@@ -40,10 +40,10 @@ class CollectedPages:
         self._taken = torch.cat([rows.slots[row, :length] for row, length in enumerate(lengths)])
 
     def collect(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """Fill `k` and `v` from the caches of a layer, which hold the step's own tokens already."""
+        """Fill `k` and `v` from the caches of a layer, which already contain the step's own tokens."""
         kernels.write_kv(*kernels.gather_kv(k_cache, v_cache, self._taken), self.k, self.v, self._put)
         if self._shape.dtype == torch.int8:
-            # Bytes come back as they were; a scale that is worked out again may differ in its last bit.
+            # Copy the bytes: a recomputed scale could differ in its last bit.
             taken, put = _scale_places(self._taken), _scale_places(self._put)
             stored, collected = int8_parts(k_cache, v_cache), int8_parts(self.k, self.v)
             collected.k_scales[put] = stored.k_scales[taken]

@@ -1,9 +1,9 @@
 """Attention by the FlashInfer library, an optional extra (`pip install headrace[flashinfer]`).
 
-Written from FlashInfer's documentation (0.6) and never run: no machine with it was at hand. docs/gpu-worklist.md says how to check it.
+Written from FlashInfer's documentation (0.6) and never run. docs/gpu-worklist.md says how to verify it.
 
 Owns a pool of pages [num_pages, page_size, num_kv_heads, head_dim] per layer (FlashInfer's NHD layout) and the plans of a step: one for each kind
-of layer (window, soft cap, scale), made when the step's first layer of that kind comes. Steps of one token a row use the decode
+of layer (window, soft cap, scale), made at the step's first layer of that kind. Steps with one token per row use the decode
 wrapper, others the prefill wrapper. A plan takes lengths from the host, so a step cannot be captured in a CUDA graph. Runs in the
 thread that runs the model.
 """
@@ -21,7 +21,7 @@ from headrace.config.resolve import AttentionNeeds
 from headrace.kernels import PAGE_SIZE
 
 WORKSPACE_BYTES = 256 << 20
-"""For the partial results of split sequences; all wrappers share it, as they run one after the other."""
+"""Workspace for the partial results of split sequences; shared by all wrappers, which run one after another."""
 
 _HEAD_DIMS = (64, 128, 256)
 _Kind = tuple[bool, int, float, float]
@@ -75,7 +75,7 @@ class FlashInferAttention(AttentionBackend):
         return self._pool
 
     def prepare(self, rows: StepRows) -> None:
-        """The step's pages one after the other, as the library takes them, from lengths that the host knows."""
+        """The step's pages in one list, as the library needs them, from lengths known to the host."""
         self._rows = rows
         self._planned.clear()
         page_size, device = self._pool.page_size, rows.out_slots.device

@@ -1,6 +1,6 @@
-"""The attention backends that there are. To add one: its file, which says what it can do, and its line in `BACKENDS`.
+"""The list of attention backends. To add one, add its file with its facts, and its line in `BACKENDS`.
 
-Does not decide between what the user asked and what is possible (`config.resolve` does).
+Does not choose one (`config.resolve` does).
 """
 
 from headrace.attention.base import AttentionBackend
@@ -24,7 +24,7 @@ def make_backend(name: str, *, deterministic: bool = False) -> AttentionBackend:
 
 
 def backend_named(name: str) -> type[AttentionBackend]:
-    """Raises AssertionError when there is none: the command line knows their names."""
+    """Raises AssertionError for an unknown name: the command line has already checked it."""
     named = [backend for backend in BACKENDS if backend.name == name]
     assert named, name
     return named[0]

@@ -1,6 +1,6 @@
 """The reference attention backend: plain torch, any device, any page size, any head size.
 
-Owns a slot-addressed pool [num_slots, num_kv_heads, head_dim] per layer, with 4 bytes more for a head's float32 scale when it is
+Owns a slot-addressed pool [num_slots, num_kv_heads, head_dim] per layer, with 4 more bytes for a head's float32 scale if it is
 int8. Runs in the thread that runs the model.
 
 On CPU every matrix product has one fixed shape: 16 queries, aligned by their absolute position, against 128 keys, aligned at
@@ -18,14 +18,14 @@ QUERY_TILE = 16
 KEY_BLOCK = 128
 assert KEY_BLOCK % QUERY_TILE == 0, "a tile must end in the block in which it begins, or chunks would see other blocks"
 
-_SCALE_BYTES = 4  # a float32 behind the bytes of a head in an int8 cache
+_SCALE_BYTES = 4  # a float32 after the bytes of a head in an int8 cache
 
 # Finite, so that a block without a visible key leaves exp(-inf - m) == 0 and not NaN.
 _LOWEST = -1e30
 
 
 class TorchNativeAttention(AttentionBackend):
-    """Plain torch; the backend that others are compared with."""
+    """Plain torch; the reference for other backends."""
 
     name = "torch_native"
     verified = frozenset({"cpu"})
@@ -131,7 +131,7 @@ def attend_whole(
     start: int,
     layer: AttentionLayerSpec,
 ) -> torch.Tensor:
-    """As `attend_tiled`, over all keys at once, softmax in float32."""
+    """Like `attend_tiled`, over all keys at once, softmax in float32."""
     count, length = q.shape[0], slots.shape[0]
     group = layer.num_q_heads // layer.num_kv_heads
     keys = _read(k_cache, slots).to(q.dtype).permute(1, 2, 0)
@@ -157,7 +157,7 @@ def _first_position(position: int, layer: AttentionLayerSpec) -> int:
 def _gather(cache: torch.Tensor, slots: torch.Tensor, block: int) -> torch.Tensor:
     """float32[KEY_BLOCK, num_kv_heads, head_dim] of the positions of a block; zeros beyond the sequence.
 
-    Slots beyond the sequence are other sequences' or free, and may hold anything, NaN too.
+    Slots beyond the sequence belong to other sequences or are free, and may contain anything, even NaN.
     """
     inside = slots[block * KEY_BLOCK : (block + 1) * KEY_BLOCK]
     found = _read(cache, inside)
@@ -167,7 +167,7 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor, block: int) -> torch.Tenso
 
 
 def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """Store x [tokens, num_kv_heads, head_dim] at slots, rounded as the cache is."""
+    """Store x [tokens, num_kv_heads, head_dim] at slots, rounded to the dtype of the cache."""
     if cache.dtype != torch.int8:
         cache[slots] = x.to(cache.dtype)
         return
@@ -178,7 +178,7 @@ def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What was stored at slots, [len(slots), num_kv_heads, head_dim]: float32 of an int8 cache, else in its dtype."""
+    """The values stored at slots, [len(slots), num_kv_heads, head_dim]: float32 for an int8 cache, else the cache's dtype."""
     stored = cache[slots]
     if cache.dtype != torch.int8:
         return stored

@@ -1,10 +1,10 @@
-"""Attention on NVIDIA GPUs by the project's Triton kernels.
+"""Attention on NVIDIA GPUs with Headrace's Triton kernels.
 
 Owns the pool (one row of slots [num_slots, num_kv_heads, head_dim] per layer, for any page size) and what the layers of a step share. Does
-not own the kernels (`headrace.kernels.triton.attention`). Runs in the thread that runs the model. `forward` launches kernels and
-waits for none; everything that varies within a batch-size bucket is read on the device, so that a decode step can be captured.
+not own the kernels (`headrace.kernels.triton.attention`). Runs in the thread that runs the model. `forward` launches kernels without
+waiting; everything that varies within a batch-size bucket is read on the device, so that a decode step can be captured.
 
-Never run on a GPU so far: compared with float64 under Triton's interpreter, and compiled for Hopper.
+Not run on a GPU yet: compared with float64 under Triton's interpreter, and compiled for Hopper.
 """
 
 from importlib import import_module
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Plan
 
 HOST_PROCESSORS = 4
-"""What the interpreter on the CPU takes for the number of processors of a GPU."""
+"""Number of GPU processors assumed by the interpreter on the CPU."""
 
 
 _HEAD_DIMS = (16, 256)
-"""The least and the most."""
+"""Smallest and largest supported head_dim."""
 
 
 class TritonAttention(RotatingBackend):
@@ -52,7 +52,7 @@ class TritonAttention(RotatingBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        # Now, not with this file: Triton may be missing where another backend serves.
+        # Imported here and not at the top: Triton may be missing where another backend is used.
         self._kernels: Any = import_module("headrace.kernels.triton.attention")
         self._pool: KvPool
         self._plan: Plan
@@ -75,7 +75,7 @@ class TritonAttention(RotatingBackend):
         return self._pool
 
     def prepare(self, rows: StepRows) -> None:
-        """Which kernels the step needs, from the host's counts; the rest stays on the device."""
+        """Choose the kernels of the step from the host's counts; everything else stays on the device."""
         table, page_size = (rows.slots, 1) if rows.pages is None else (rows.pages, self._pool.page_size)
         self._out_slots = rows.out_slots
         self._positions = rows.positions

@@ -1,1 +1,1 @@
-"""User options (`server_args`) and what becomes of them for one model and device (`resolve`)."""
+"""User options (`server_args`), and their resolution for one model and device (`resolve`)."""

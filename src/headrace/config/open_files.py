@@ -1,6 +1,6 @@
-"""How many files and sockets a process of ours needs to have open, checked before anything is started.
+"""Checks the limit of open files before anything is started.
 
-Without enough of them a start fails somewhere in the middle, in the words of whichever library met the limit.
+With too low a limit, a start would fail somewhere in the middle, with an obscure message of some library.
 """
 
 import resource
@@ -10,13 +10,13 @@ from headrace.errors import ConfigError
 
 ENGINE_FILES = 64
 REPLICA_FILES = 16
-"""Each further replica's pipes and sockets."""
+"""Pipes and sockets of each additional replica."""
 CONNECTION_FILES = 192
-"""What a server needs beside its engine: a useful number of connections, and what they leave over (`server.connection`)."""
+"""Needed by a server besides its engine: connections, and the reserve beside them (`server.connection`)."""
 
 
 def check_open_files(args: ServerArgs, with_server: bool = False) -> None:
-    """Raises ConfigError when this process may not have as many files open as it needs."""
+    """Raises ConfigError if the limit of open files is too low."""
     needed = ENGINE_FILES + REPLICA_FILES * (args.dp_size - 1) + (CONNECTION_FILES if with_server else 0)
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < needed:

@@ -1,7 +1,7 @@
-"""What will be used: the user's options, the model and the device become one frozen `Config`.
+"""Resolves the user's options for a model and a device into one frozen `Config`.
 
-Pure: no torch, no files, no globals. Owns every automatic choice that does not need a measurement, says each in `decisions` for the
-start-up log, and refuses what cannot work. Does not size the KV pool (that needs the loaded weights).
+Pure: no torch, no files, no globals. Owns every automatic choice that does not need a measurement, describes each in `decisions` for the
+start-up log, and refuses combinations that cannot work. Does not size the KV pool (that needs the loaded weights).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from headrace.errors import ConfigError
 _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
-"""--mem-fraction-static by device. A GPU is nobody else's, but activations and graphs take their part."""
+"""--mem-fraction-static by device. A GPU is not shared, but activations and graphs need some memory."""
 
 CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
-"""--chunked-prefill-size by device: from here on a larger step is hardly faster for each token."""
+"""--chunked-prefill-size by device: larger steps are hardly faster per token."""
 
 _LARGEST_GRAPH = 256
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
@@ -31,9 +31,9 @@ _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What was found on this machine.
+    """Facts about this machine.
 
-    has_cuda: torch sees a GPU. native_kernels: the native CPU kernels load; native_reason says why not. num_cpus: processors that this
+    has_cuda: torch sees a GPU. native_kernels: the native CPU kernels can be loaded; native_reason: why not. num_cpus: processors that this
     process may use. cuda_bfloat16: the GPU computes in bfloat16. cuda_capability: (major, minor).
     """
 
@@ -47,8 +47,8 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What an attention backend is asked to serve. page_size: None = as the backend likes. deterministic: the bits of a row must depend on its
-    position and its own sequence alone, on a GPU, too."""
+    """Requirements on an attention backend. page_size: None = what the backend prefers. deterministic: the bits of a row must depend only on its
+    position and its own sequence, even on a GPU."""
 
     device: str
     native_kernels: bool
@@ -59,7 +59,7 @@ class AttentionNeeds:
 
 
 class AttentionFacts(Protocol):
-    """What a choice asks of an attention backend; `attention.base.AttentionBackend` says what the facts are."""
+    """The facts of an attention backend that the choice needs; `attention.base.AttentionBackend` documents them."""
 
     @property
     def name(self) -> str: ...
@@ -80,9 +80,9 @@ class AttentionFacts(Protocol):
 class Config:
     """Every choice made. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step.
 
-    cuda_graph_sizes: batches of decode steps that are captured, ascending; empty = none.
-    deterministic: a GPU, too, gives bits that do not depend on the batch. On CPU it is so in any case.
-    decisions: one sentence for each choice that the user did not make.
+    cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
+    deterministic: results on a GPU do not depend on the batch. On CPU they never do.
+    decisions: one sentence per choice that the user did not make.
     """
 
     device: str
@@ -265,7 +265,7 @@ def _deterministic(args: ServerArgs, device: str, quantization: Scheme, decision
 def _attention_backend(
     args: ServerArgs, needs: AttentionNeeds, backends: Sequence[AttentionFacts], decisions: list[str]
 ) -> AttentionFacts:
-    """The one that was asked for; else the fastest of those verified on this type of device; else the fastest."""
+    """The requested backend; else the fastest one verified on this type of device; else the fastest."""
     if args.attention_backend != "auto":
         (backend,) = [backend for backend in backends if backend.name == args.attention_backend]
         if reasons := backend.reasons_against(needs):

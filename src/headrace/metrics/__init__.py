@@ -1,1 +1,1 @@
-"""What the server counts and measures, how it is exported, and watchdogs over its loops."""
+"""Metrics of the server, their export, and watchdogs of its loops."""

@@ -1,6 +1,6 @@
-"""Our metrics under the names that other servers gave them, so that dashboards made for those work.
+"""Exports our metrics under the names of other servers, so that their dashboards work.
 
-Owns the two tables of names. Values, buckets and labels are ours; what we do not measure is not there. The names are those of vLLM's
+Owns the two tables of names. Values, buckets and labels are ours; metrics that we do not measure are missing. The names are those of vLLM's
 documentation ("Production Metrics") and of SGLang's. Used in the event loop of the main process.
 """
 
@@ -57,14 +57,14 @@ _LABELS = {"vllm": {"finish_reason": "finished_reason", "dp_rank": "engine"}, "s
 
 
 class Renamed(Collector):
-    """The metrics of `registry` as `dialect` calls them."""
+    """The metrics of `registry` under the names of `dialect`."""
 
     def __init__(self, registry: CollectorRegistry, dialect: Dialect) -> None:
         self._registry = registry
         self._dialect = dialect
 
     def collect(self) -> Iterator[Metric]:
-        """For a registry of its own."""
+        """Called by a separate registry."""
         ours = {metric.name.removeprefix(_OUR_PREFIX): metric for metric in self._registry.collect()}
         labels = _LABELS[self._dialect]
         for our_name, their_name in NAMES[self._dialect]:

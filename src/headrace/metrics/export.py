@@ -1,4 +1,4 @@
-"""Metrics as the text that Prometheus reads. Called by the HTTP server; cheap enough for its event loop."""
+"""Metrics in Prometheus' text format. Called by the HTTP server; cheap enough for its event loop."""
 
 from typing import Literal
 

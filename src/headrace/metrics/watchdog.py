@@ -1,7 +1,7 @@
-"""Notices a loop that stands still.
+"""Notices a loop that makes no progress.
 
 Owns the timing and one thread per running watchdog. Does not know what the loop does: the loop calls `feed` once per turn. A hard
-watchdog ends the process (its `on_timeout`), a soft one only says so in the log.
+watchdog ends the process (with `on_timeout`), a soft one only logs a warning.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def feed(self) -> None:
-        """The loop has turned."""
+        """Called by the loop once per turn."""
         self._fed_s = self._clock()
         self._reported = False
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within it the loop may take as long as it likes, for example to wait for work."""
+        """Context in which the loop may take any time, for example to wait for work."""
         self._watching = False
         try:
             yield
@@ -54,7 +54,7 @@ class Watchdog:
             self._watching = True
 
     def check(self) -> bool:
-        """True when the loop stands still. The first time of a stall it is logged and `on_timeout` called."""
+        """Whether the loop makes no progress. At the start of a stall, logs it and calls `on_timeout`."""
         if self._timeout_s <= 0 or not self._watching:
             return False
         still_s = self._clock() - self._fed_s
@@ -68,7 +68,7 @@ class Watchdog:
         return True
 
     def start(self) -> None:
-        """Check from a thread of its own, several times per timeout. Nothing when the timeout is 0."""
+        """Start a thread that checks several times per timeout. Does nothing if the timeout is 0."""
         if self._timeout_s <= 0 or self._thread is not None:
             return
         self._thread = threading.Thread(target=self._run, name=f"watchdog {self._name}", daemon=True)
