@@ -1,6 +1,6 @@
 """All layers of a decoder as one native call: the common block, over packed weights and the paged KV cache.
 
-Owns what such a call needs to know (`DecoderSpec`) and which models can have it (`why_not`). Does not own the ops: the call runs
+Owns the description of such a call (`DecoderSpec`) and the check which models support it (`why_not`). Does not own the ops: the call runs
 the same kernels in the same order as the layers would one by one, so both give the same bits. Made by the thread that loads the
 model, called by the one that runs it.
 """
@@ -80,7 +80,7 @@ PHASES = ("norm", "qkv", "heads", "attention", "out", "gate_up", "activation", "
 class FusedDecoder:
     """A decoder bound to the KV cache of its layers. Keeps every tensor it reads alive.
 
-    It reads the weights where they were when it was made: make another one after weights have been loaded again.
+    It keeps the addresses of the weights: make a new one after weights have been loaded again.
     """
 
     def __init__(self, spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor]) -> None:
@@ -142,7 +142,7 @@ class FusedDecoder:
 
         hidden: float32[tokens, hidden_size], what the first layer takes; overwritten. positions, out_slots: int32[tokens].
         page_table, seq_lens, q_starts: see `ops.paged_attention`. Returns float32[tokens, hidden_size]. ValueError when a size,
-        position, slot or page does not fit, and then no KV is written.
+        position, slot or page does not fit; then no KV is written.
         """
         tokens = hidden.shape[0]
         _contiguous("hidden", hidden, torch.float32, (tokens, self._spec.hidden_size))
@@ -168,7 +168,7 @@ class FusedDecoder:
         return out
 
     def phase_seconds(self) -> dict[str, float]:
-        """Seconds spent in each of PHASES since this was last asked."""
+        """Seconds spent in each of PHASES since the last call."""
         return dict(zip(PHASES, self._decoder.phase_seconds(), strict=True))
 
 

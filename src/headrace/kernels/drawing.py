@@ -1,19 +1,19 @@
-"""The draw, defined: from a row of logits to one id. In torch, for any device; csrc/cpu/sampling.cpp gives the same ids.
+"""The definition of the draw: from a row of logits to one id. In torch, for any device; csrc/cpu/sampling.cpp gives the same ids.
 
-Owns the arithmetic. Does not own parameters, penalties, masks or random numbers (`headrace.sampling`). Runs where it is called.
+Owns the arithmetic. Does not own parameters, penalties, masks or random numbers (`headrace.sampling`). Runs in the caller's thread.
 
-A weight is an integer, the whole part of 2^40 exp((logit - peak) / temperature), where the exponential is the one below: Cephes expf
+A weight is an integer, the floor of 2^40 exp((logit - peak) / temperature), where the exponential is the one below: Cephes expf
 (S. Moshier, Methods and Programs for Mathematical Functions, 1989) in single IEEE operations of float32, each rounded, none
-fused, so that every device finds the same bits. Sums of integers do not depend on their order. So neither the batch, the threads
-nor the machine can move a draw. A token whose weight is zero (2^40 times less likely than the most likely one) is never drawn.
+fused, so that every device computes the same bits. Sums of integers do not depend on their order. So a draw does not depend on the
+batch, the threads or the machine. A token whose weight is zero (2^40 times less likely than the most likely one) is never drawn.
 Vocabularies up to 2^22 ids cannot overflow.
 
-What is kept (the sets are those of the usual definitions):
+The kept sets, by the usual definitions:
 top-k   the k largest logits above -inf, of equal ones the lower ids
 top-p   of those, in the order (value descending, id ascending), each whose predecessors weigh less than top_p of the total
         (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020)
 min-p   of those, weight >= min_p * largest weight (Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024)
-The id is the first, in id order, at which the sum of the kept weights exceeds the whole part of u times their total.
+The id is the first, in id order, at which the sum of the kept weights exceeds the floor of u times their total.
 """
 
 from typing import Final
@@ -89,7 +89,7 @@ def draw(
         ranked = weights.gather(1, order)
         ranked.masked_fill_(torch.arange(size, device=device).unsqueeze(0) >= k, 0)
         limit = p * ranked.sum(dim=1, keepdim=True).double()
-        # A row without top-p keeps all, whatever the rounding.
+        # A row without top-p keeps all ids, regardless of rounding.
         limit.masked_fill_(p >= 1.0, torch.inf)
         ranked.masked_fill_((ranked.cumsum(dim=1) - ranked).double() >= limit, 0)
         weights = torch.zeros_like(weights).scatter_(1, order, ranked)

@@ -1,6 +1,6 @@
-"""The weights of a mixture of experts as one op takes them.
+"""The weights of a mixture of experts in the form of one op.
 
-Owns `PackedExperts`. Does not own the packing of a weight (`packing`) nor the op. Made when the model is loaded or first run.
+Owns `PackedExperts`. Does not own packing a weight (`packing`) or the op. Made when the model is loaded or first run.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class PackedExperts:
     """Packed weights by expert: gate_up [2 * intermediate_size, hidden_size], gate first, and down [hidden_size, intermediate_size].
 
     table: of native layouts int64[num_experts, 2, 5], csrc/cpu/ops.h's ExpertWeight of each; of layout torch int64[num_experts, 2], their
-    addresses, on their device; else None. The addresses are those of the tensors kept here: weights that are loaded again need another.
+    addresses, on their device; else None. The addresses are those of the tensors kept here: after weights are reloaded, a new one is needed.
     """
 
     gate_up: tuple[PackedLinear, ...]
@@ -29,7 +29,7 @@ class PackedExperts:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row that goes in and of one that comes out."""
+        """Elements of an input row and of an output row."""
         return self.gate_up[0].k
 
     @property

@@ -1,4 +1,4 @@
-"""What adapters are to the kernels: factors of one linear layer, and which rows of a step use which adapter.
+"""Adapters in the form for the kernels: factors of one linear layer, and which rows of a step use which adapter.
 
 Owns the data that `ops.lora_delta` takes. Made by `headrace.execution.lora`, used by the thread that runs the model.
 """

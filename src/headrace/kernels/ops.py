@@ -1,8 +1,8 @@
-"""The ops that layers call: torch tensors in and out, whatever runs them.
+"""The ops that layers call, with torch tensors in and out, for any implementation.
 
-Owns the meaning of each op. Does not own the choice (`registry`) nor the code that computes (`cpu.native_ops`,
+Owns the definition of each op. Does not own the choice of an implementation (`registry`) or the implementations (`cpu.native_ops`,
 `torch_fallback`). On CPU activations are float32; elsewhere they keep the dtype of the input. Sizes are checked: ValueError.
-Zero rows are fine everywhere. Called by the thread that runs the model.
+Zero rows are allowed everywhere. Called by the thread that runs the model.
 
 On CPU `linear`, `moe`, the norms and `paged_attention` are batch-invariant: the bits of a row depend on that row (for attention: its
 position and what it sees), never on the other rows, the chunking or the number of threads.
@@ -24,8 +24,8 @@ from headrace.kernels.registry import for_layout, select
 def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None) -> PackedLinear:
     """Prepare a weight [n, k] (bfloat16, float16, float32, or quantised) and a bias [n] for `linear`; once, when the model is loaded.
 
-    The native layout is a copy: the caller may drop `weight`. A quantised weight makes `linear` quantise its input, too: see
-    `quantize_rows`. It lives on the CPU.
+    The native layout is a copy: the caller may drop `weight`. With a quantised weight, `linear` also quantises its input, see
+    `quantize_rows`. It is on the CPU.
     """
     device = weight.device.type if isinstance(weight, torch.Tensor) else weight.codes.device.type
     return cast(PackedLinear, select("pack_linear", device)(weight, bias))
@@ -46,7 +46,7 @@ def quantize_rows(x: torch.Tensor, *, group: int, bits: Literal[8, 16] = 8) -> t
 
     group: elements that share a scale; a multiple of 32, or at least k for one scale a row (ValueError otherwise). scale = largest
     magnitude / limit, where limit is 127, or 8191 in 16 bits; values are x / scale to the nearest, -limit .. limit. NaN or infinity
-    makes the scale non-finite. What `linear` does first when its weight is quantised; here for tests and calibration.
+    makes the scale non-finite. `linear` does this first if its weight is quantised; it is an op of its own for tests and calibration.
     """
     if group <= 0 or (group % KERNEL_GROUP and group < x.shape[1]):
         raise ValueError(f"quantize_rows: group must be a multiple of {KERNEL_GROUP} or a whole row, got {group}")
@@ -56,7 +56,7 @@ def quantize_rows(x: torch.Tensor, *, group: int, bits: Literal[8, 16] = 8) -> t
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last of [rows, size] -> [rows, size].
 
-    residual [rows, size]: becomes residual + x in place, and that is normalised. Gemma's (1 + weight) is the caller's to prepare.
+    residual [rows, size]: becomes residual + x in place, and that is normalised. The caller prepares Gemma's (1 + weight).
     """
     return cast(torch.Tensor, select("rms_norm", x.device.type)(x, weight, eps, residual))
 
@@ -119,7 +119,7 @@ def write_kv(
     int8: each head of a token by its own scale, as `quantize_rows` without groups; a NaN or infinity makes that scale non-finite.
 
     slots: int32[tokens], page * 16 + offset; a negative slot is skipped. A slot must not occur twice. ValueError for a slot
-    beyond the cache (on CPU), and then nothing is written.
+    beyond the cache (on CPU); then nothing is written.
     """
     select("write_kv", k.device.type)(k, v, k_cache, v_cache, slots)
 
@@ -145,9 +145,9 @@ def paged_attention(
 
     q: [tokens, num_q_heads, head_dim]; num_q_heads is a multiple of num_kv_heads, head_dim of 16.
     page_table: int32[num_seqs, max_pages]. seq_lens: int32[num_seqs], keys of each sequence after this step.
-    q_starts: int32[num_seqs + 1]: rows q_starts[i] .. q_starts[i + 1] are the last positions of sequence i; none is fine.
+    q_starts: int32[num_seqs + 1]: rows q_starts[i] .. q_starts[i + 1] are the last positions of sequence i; may be empty.
     window: a row at position p sees keys p - window + 1 .. p; 0 sees all. Pages wholly before the window of a sequence's first
-    row are not read. softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+    row are not read. softcap: scores become softcap * tanh(score / softcap); 0 = no cap.
     """
     return cast(
         torch.Tensor,
@@ -181,9 +181,9 @@ def draw(
 ) -> torch.Tensor:
     """int64[rows]: an id of each row of float32[rows, V] logits; every implementation gives the same ones (`drawing` defines them).
 
-    temperatures: float32[rows]; 0: the largest logit, the lowest id on ties; negative: the row is not wanted. top_k: int64[rows], 0 = off.
+    temperatures: float32[rows]; 0: the largest logit, the lowest id on ties; negative: the row is not needed. top_k: int64[rows], 0 = off.
     top_p: float64[rows], 1 = off. min_weights: int64[rows], min_p * `drawing.ONE` rounded up. u: float64[rows] in [0, 1). All of
-    these on the CPU. -1 for a row that is not wanted, holds a NaN or has no finite largest logit.
+    these on the CPU. -1 for a row that is not needed, holds a NaN or has no finite largest logit.
     """
     return cast(torch.Tensor, select("draw", logits.device.type)(logits, temperatures, top_k, top_p, min_weights, u))
 

@@ -14,9 +14,8 @@ from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 class Embedding:
     """table[ids] * scale.
 
-    tied: the output projection that shares this table. A lookup then reads the projection's packed weight and there is no table.
-    Where the projection is quantised there is one, in the weights' dtype: a lookup reads one row of it, so its size costs memory and no
-    time.
+    tied: the output projection that shares this table. A lookup then reads the projection's packed weight, and there is no table.
+    If the projection is quantised, there is a table in the weights' dtype: it costs memory but no time, since a lookup reads only one row.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How many tokens the router of a layer sent to each expert, counted while somebody wants to know.
+"""Counts how many tokens the router of a layer sends to each expert, while recording is on.
 
 Runs in the thread that runs the model.
 """
@@ -7,7 +7,7 @@ import torch
 
 
 class ExpertCounts:
-    """Of one layer. While it does not count it costs one comparison a step."""
+    """The counts of one layer. While recording is off, it costs one comparison per step."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -15,18 +15,18 @@ class ExpertCounts:
         self._kept = [0] * num_experts
 
     def start(self, device: torch.device) -> None:
-        """Count from zero."""
+        """Start counting from zero."""
         self._counts = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
         self._kept = [0] * self._num_experts
 
     def stop(self) -> None:
-        """Count no more; `take` still gives what there is."""
+        """Stop counting; `take` still returns the counts."""
         if self._counts is not None:
             self._kept = self.take()
             self._counts = None
 
     def take(self) -> list[int]:
-        """Tokens by expert, which begin again at zero."""
+        """Return the tokens per expert, and reset them."""
         if self._counts is not None:
             taken: list[int] = self._counts.tolist()
             self._counts.zero_()

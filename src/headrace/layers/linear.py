@@ -1,6 +1,6 @@
 """Linear layers: one product for all projections that share an input.
 
-Owns the fusing of Hugging Face projections (q, k, v; gate, up). Does not own how weights are kept (`layers.quantization`) nor the
+Owns the fusing of Hugging Face projections (q, k, v; gate, up). Does not own the storage of weights (`layers.quantization`) or the
 product (`headrace.kernels`). Runs in the thread that runs the model.
 """
 
@@ -42,7 +42,7 @@ class Linear:
 
     @property
     def packed(self) -> PackedLinear:
-        """The stack as the kernels take it; there once every part has been loaded."""
+        """The stack in the layout of the kernels; available once every part has been loaded."""
         return self._packed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Linear:
         return y
 
     def columns(self, projection: str) -> slice:
-        """Where the output of one projection lies in y."""
+        """The columns of y with the output of one projection."""
         return self._columns[projection]
 
     def weights(self, prefix: str) -> Iterator[Weight]:
@@ -95,7 +95,7 @@ class Linear:
         self._packed = PackedLinear(**cast(Any, kept))
 
     def staged(self, parts: Parts) -> Kept:
-        """See `Keeper`: the whole stack, in which the projections that are not in `parts` are what they were, to the bit."""
+        """See `Keeper`: the whole stack, in which projections that are not in `parts` stay the same, bit for bit."""
         whole = {part: self._placed(tensor) for part, tensor in parts.items()}
         for name in self.outputs:
             if f"{name}.weight" not in whole:
@@ -106,7 +106,7 @@ class Linear:
         kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
         given = {tensor.data_ptr() for tensor in parts.values() if isinstance(tensor, torch.Tensor)}
         if packed.data.data_ptr() in given:
-            # Nothing had to be converted, so it was kept as it came.
+            # Nothing had to be converted, so the tensor was kept unchanged.
             kept["data"] = packed.data.clone()
         return kept
 
@@ -119,7 +119,7 @@ class Linear:
     def _placed(self, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
         if isinstance(tensor, QuantizedMatrix):
             return tensor.to(self._placement.device)
-        # A weight that will be quantised is not rounded to bfloat16 on the way.
+        # A weight that will be quantised is not rounded to bfloat16 first.
         if self._placement.format.facts.quantizes and tensor.dim() == 2:
             return tensor.to(self._placement.device)
         return self._placement.place(tensor)
@@ -137,7 +137,7 @@ class Linear:
         return self._placement.format.pack(weights, bias, self._placement.weight_dtype)
 
     def _present_weight(self, name: str) -> torch.Tensor | QuantizedMatrix:
-        """A projection as it is kept, to the bit."""
+        """A projection exactly as it is kept."""
         rows = kernels.packed_rows(self._packed, self._columns[name])
         if rows is None:
             scheme, others = self._placement.quantization, ", ".join(self.outputs)

@@ -1,4 +1,4 @@
-"""From the last hidden state to logits. Runs in the thread that runs the model."""
+"""Computes logits from the last hidden state. Runs in the thread that runs the model."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ class LogitsHead:
     """Output projection and final soft cap.
 
     soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0.0 = as they are. tied: the weight is the embedding's, which
-    loads it, so this layer asks for none.
+    loads it, so this layer has none.
     """
 
     def __init__(self, projection: Linear, *, soft_cap: float = 0.0, tied: bool = False) -> None:

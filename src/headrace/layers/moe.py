@@ -1,8 +1,8 @@
-"""Mixture of experts: route each token to its best experts and add up what they say.
+"""Mixture of experts: routes each token to its best experts and sums their outputs.
 
 Owns the routing. Does not own the products (`headrace.kernels`). Runs in the thread that runs the model. Tokens are grouped by expert and
-each expert is one product; a token's sum is always taken from its best expert to its last, so its bits do not depend on the tokens
-beside it.
+each expert is one product; a token's outputs are always summed from its best expert to its last, so its bits do not depend on other
+tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ class SparseMoe:
         return kernels.moe(x, top_experts, top_shares, self._packed)
 
     def _show_observers(self, x: torch.Tensor, top_experts: torch.Tensor) -> None:
-        """Run the experts that are observed one by one, as they show their inputs; for calibration."""
+        """Run the observed experts one by one, so that they report their inputs; for calibration."""
         for index, expert in enumerate(self._experts):
             if expert.gate_up.observer is not None or expert.down.observer is not None:
                 expert(x[(top_experts == index).any(dim=1)])
@@ -79,11 +79,11 @@ class SparseMoe:
                 )
 
     def weights_changed(self) -> None:
-        """What was packed of the experts' old weights is stale."""
+        """Drop what was packed from the experts' old weights."""
         self._packed = None
 
     def _load(self, load: Callable[[_Given], None], tensor: _Given) -> None:
-        """Pass an expert's weight on; what was packed of the old ones is stale."""
+        """Load an expert's weight, and drop what was packed from the old ones."""
         load(tensor)
         self._packed = None
 

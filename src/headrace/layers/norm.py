@@ -12,7 +12,7 @@ from headrace.layers.weight import Kept, Parts, Placement, Weight
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * (weight + unit_offset).
 
-    unit_offset: 1 where the checkpoint stores the weight minus one (Gemma).
+    unit_offset: 1 if the checkpoint stores the weight minus one (Gemma).
     """
 
     def __init__(self, size: int, eps: float, placement: Placement, *, unit_offset: float = 0.0) -> None:
@@ -25,7 +25,7 @@ class RMSNorm:
 
     @property
     def weight(self) -> torch.Tensor:
-        """float32[size], the factor as it is applied."""
+        """float32[size], the factor including the offset."""
         return self._weight
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Rotary position embedding: the tables, for every kind of frequency scaling.
 
 Owns the frequencies. Does not own the rotation (`headrace.kernels.rotary`, halves convention). Tables are made once, when the model
-is built, and do not change: a key in the cache stays valid whatever joins it later.
+is built, and do not change, so that cached keys stay valid.
 
 Sources: J. Su et al., "RoFormer" (2021); linear interpolation: S. Chen et al. (2023); NTK-aware scaling and YaRN: B. Peng et al.,
 "YaRN" (2023); llama3: the Llama 3.1 release; LongRoPE: Y. Ding et al. (2024).
@@ -41,9 +41,9 @@ def inverse_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """float32[rotary_dim / 2] radians per position, and the factor on cos and sin.
 
-    `dynamic` and `longrope` depend on the length of a sequence in their papers, and a key in the cache must not. `dynamic` changes nothing
-    up to the trained length, which is the longest that is served. `longrope` has its long factors when `max_positions`, the longest
-    sequence served, is beyond the original length.
+    In their papers, `dynamic` and `longrope` depend on the length of a sequence, but cached keys must not. `dynamic` changes nothing
+    up to the trained length, which is the longest supported one. `longrope` uses its long factors if `max_positions`, the longest
+    supported sequence, exceeds the original length.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     scaling = rope.scaling
@@ -65,7 +65,7 @@ def inverse_frequencies(
 
 
 def _llama3(plain: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:
-    """Slow waves are stretched by `factor`, fast ones kept, those between blended."""
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
     original = scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original * plain / (2 * math.pi)  # over the original context
@@ -77,7 +77,7 @@ def _yarn(plain: torch.Tensor, theta: float, rotary_dim: int, scaling: dict[str,
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
 
     def dimension(turns: float) -> float:
-        """Index of the frequency that makes so many turns over the original context."""
+        """Index of the frequency that makes this many turns over the original context."""
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)

@@ -1,6 +1,6 @@
-"""How layers name, take and give back their weights.
+"""How layers name, load and return their weights.
 
-Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (where and in what precision a model lives). The layers make
+Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (device and precision of a model). The layers make
 `Weight`s; the loader fills them. Used by the thread that loads the model.
 """
 
@@ -15,45 +15,45 @@ from headrace.checkpoint.weight_formats import Scheme
 from headrace.layers.quantization import WeightFormat, weight_format
 
 Kept = Mapping[str, torch.Tensor | int | str | None]
-"""What a layer keeps of its weights, by field."""
+"""The converted weights that a layer keeps, by field."""
 
 Parts = Mapping[str, torch.Tensor | QuantizedMatrix]
 """New tensors of one layer, by `Weight.part`."""
 
 
 class Keeper(Protocol):
-    """A layer that converts what it loads, and can take the result back instead.
+    """A layer that converts the weights it loads, and can take converted ones instead.
 
-    What it keeps is never written to once a step may read it: new weights are made beside the old ones, then it switches over.
+    Kept weights are never written once a step may read them: new weights are made beside the old ones, then the layer switches to them.
     """
 
     def kept(self) -> Kept:
-        """The converted weights; there once they have been loaded."""
+        """The converted weights; available once they have been loaded."""
 
     def restore(self, kept: Kept) -> None:
-        """Take what `kept` or `staged` gave, without a copy, in place of loading. Quick; between two steps."""
+        """Take the result of `kept` or `staged`, without a copy, instead of loading. Quick; called between two steps."""
 
     def staged(self, parts: Parts) -> Kept:
-        """What it would keep with these parts in place of the present ones: copies, never `parts` themselves. Changes nothing. Slow."""
+        """The converted weights with these parts in place of the current ones, as copies, never `parts` themselves. Changes nothing. Slow."""
 
 
 class Observable(Protocol):
-    """A layer that shows its input to an observer, when it has one, before it computes."""
+    """A layer that passes its input to an observer, if it has one, before it computes."""
 
     observer: Callable[[torch.Tensor], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of a checkpoint and the layer that wants it.
+    """One tensor of a checkpoint and the layer that needs it.
 
-    name, shape: as Hugging Face has them. load: takes a tensor of this shape, any float dtype, and keeps a converted copy or, where
-    nothing changes, the tensor itself. read: gives it back in Hugging Face's layout, in the precision that is kept.
-    init: what a model without a checkpoint starts from. itemsize: bytes that one kept element takes, a fraction where weights are quantised.
-    load_quantized: takes a quantised tensor instead, where the layer computes with one; None where it does not.
+    name, shape: as Hugging Face has them. load: takes a tensor of this shape, any float dtype, and keeps a converted copy or, if
+    nothing changes, the tensor itself. read: returns it in Hugging Face's layout, in the precision that is kept.
+    init: initialisation without a checkpoint. itemsize: bytes per kept element, a fraction for quantised weights.
+    load_quantized: takes a quantised tensor instead, if the layer can compute with it; else None.
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
-    keepers: the layers that convert this tensor, so that it need not be loaded once all of them have been restored, and part: what it is
-    to them; they may keep other weights beside it. Empty: it cannot be replaced while the model serves.
+    keepers: the layers that convert this tensor; it need not be loaded if all of them have been restored. Empty: it cannot be replaced
+    while the model serves. part: its name in the keepers, which may also keep other weights.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model lives and how its linear layers compute.
+    """Device and precision of a model, and how its linear layers compute.
 
-    max_positions: longest sequence served, in tokens; tables by position have this many rows. quantization: of linear layers.
+    max_positions: longest supported sequence, in tokens; tables by position have this many rows. quantization: of linear layers.
     """
 
     device: torch.device
@@ -82,7 +82,7 @@ class Placement:
 
     @property
     def format(self) -> WeightFormat:
-        """Of linear layers."""
+        """The weight format of linear layers."""
         return weight_format(self.quantization)
 
     @property
@@ -97,7 +97,7 @@ class Placement:
 
     @property
     def head(self) -> "Placement":
-        """For the output projection: every token is chosen by it, so a format may leave it more bits, and a GPU leaves it all 16."""
+        """For the output projection: it decides every token, so a format may give it more bits, and on a GPU it keeps all 16."""
         if self.device.type != "cpu":
             return self.unquantized
         return replace(self, quantization=self.format.facts.head or self.quantization)

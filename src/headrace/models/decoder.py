@@ -1,6 +1,6 @@
-"""The decoder that most families are: blocks of attention and a gated feed-forward layer around one residual stream.
+"""The decoder of most families: blocks of attention and a gated feed-forward layer around one residual stream.
 
-Owns the blocks and the order of their parts. What families change is in `BlockOptions`; each family's file fills it in. Runs in
+Owns the blocks and the order of their parts. Differences between families are in `BlockOptions`, which each family's file fills in. Runs in
 the thread that runs the model.
 """
 
@@ -37,7 +37,7 @@ def gated_mlp(config: ModelConfig, layer: int, placement: Placement) -> Mlp:
 
 @dataclass(frozen=True, slots=True)
 class BlockOptions:
-    """What differs between families.
+    """Differences between families.
 
     qkv_bias, out_bias: biases of attention's projections. qk_norm: q and k are normalised per head before the rotation.
     sandwich_norms: attention's and the feed-forward layer's outputs are normalised too, before they join the residual (Gemma).
@@ -110,7 +110,7 @@ class Attention:
 
 
 class Block:
-    """One decoder layer. `residual` is the stream; what a part adds to it joins at the next norm, in the same kernel."""
+    """One decoder layer. `residual` is the stream; the output of a part is added to it at the next norm, in the same kernel."""
 
     def __init__(
         self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
@@ -128,7 +128,7 @@ class Block:
     def __call__(
         self, added: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
-        """added: what the layer before adds to `residual` [num_tokens, hidden_size] (None at the first). Returns what this one adds."""
+        """added: the previous layer's output, to be added to `residual` [num_tokens, hidden_size] (None at the first). Returns this layer's."""
         x = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
         x = self._attention(x, positions, attention)
         if self._after is not None:
@@ -138,17 +138,17 @@ class Block:
 
     @property
     def attention_spec(self) -> AttentionLayerSpec:
-        """Of the layer's attention."""
+        """The constants of the layer's attention."""
         return self._attention.spec
 
     def weights_changed(self) -> None:
-        """Nothing made of the old weights may be used any more."""
+        """Drop everything that was made from the old weights."""
         if isinstance(self._mlp, SparseMoe):
             self._mlp.weights_changed()
 
     @property
     def expert_counts(self) -> ExpertCounts | None:
-        """Of its mixture; None when its feed-forward layer is dense."""
+        """The counts of its mixture; None if its feed-forward layer is dense."""
         return self._mlp.counts if isinstance(self._mlp, SparseMoe) else None
 
     def fused(self) -> DecoderLayerSpec | None:
@@ -274,7 +274,7 @@ class DecoderLM:
         return reason
 
     def compile_pieces(self, backend: str = "inductor") -> str:
-        """From now on run what lies between attentions as compiled functions; "" or the reason why that cannot be. The weights are there."""
+        """Run the parts between attention calls as compiled functions from now on. Returns "", or why that is impossible. Weights must be loaded."""
         spec = self._spec()
         reason = spec if isinstance(spec, str) else piecewise.why_not(spec)
         if isinstance(spec, DecoderSpec) and not reason:
@@ -282,7 +282,7 @@ class DecoderLM:
         return reason
 
     def _spec(self) -> DecoderSpec | str:
-        """All layers as they are now, or the reason why they are not the common block."""
+        """The current layers as a `DecoderSpec`, or why they are not the common block."""
         layers = [block.fused() for block in self._blocks]
         dense = tuple(layer for layer in layers if layer is not None)
         if len(dense) < len(layers):

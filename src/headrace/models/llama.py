@@ -1,4 +1,4 @@
-"""Llama and what is built like it: Llama 1-3, SmolLM, Mistral (which may have a sliding window)."""
+"""Llama and models with the same structure: Llama 1-3, SmolLM, Mistral (which may have a sliding window)."""
 
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.weight import Placement

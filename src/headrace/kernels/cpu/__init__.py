@@ -1,6 +1,6 @@
 """Loads the native CPU kernels, `headrace.kernels.cpu._native`.
 
-Owns the choice of instruction set and the reason when there is none. Importing this package never fails: a missing or broken
+Owns the choice of the instruction set, or the reason why there is none. Importing this package never fails: a missing or broken
 extension is a reason, reported by `why_not`. Runs in any thread of a process that computes.
 """
 
@@ -21,7 +21,7 @@ _reason = ""
 
 
 def load() -> ModuleType | None:
-    """The extension (typed by `_native.pyi`), its instruction set and threads set up; None when it does not load (see `why_not`).
+    """The extension (typed by `_native.pyi`), its instruction set and threads set up; None if it cannot be loaded (see `why_not`).
 
     ConfigError when HEADRACE_CPU_ISA names an instruction set that this build or this processor lacks.
     """
@@ -46,13 +46,13 @@ def load() -> ModuleType | None:
 
 
 def why_not() -> str:
-    """Why `load` gives None, or "" when it does not."""
+    """Why `load` returns None, or "" if it does not."""
     load()
     return _reason
 
 
 def isas() -> list[tuple[str, str]]:
-    """(instruction set, reason why not or "") of this build, best first; empty when the extension does not load."""
+    """(instruction set, reason why not or "") of this build, best first; empty if the extension cannot be loaded."""
     native = load()
     return [] if native is None else [(isa, native.why_not_isa(isa)) for isa in native.compiled_isas()]
 

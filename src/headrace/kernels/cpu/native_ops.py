@@ -1,7 +1,7 @@
 """The ops of `headrace.kernels.ops` on the native CPU kernels: check sizes and dtypes, pass addresses.
 
-Import only after `headrace.kernels.cpu.load` has given the extension. Activations are float32 and may be rows of a wider
-tensor; whatever is written is float32 and contiguous. Every function returns when the kernel is done; the GIL is released
+Import only after `headrace.kernels.cpu.load` has returned the extension. Activations are float32 and may be rows of a wider
+tensor; outputs are float32 and contiguous. Every function returns when the kernel is done, and releases the GIL
 meanwhile.
 """
 
@@ -23,7 +23,7 @@ from headrace.kernels.packing import (
 from headrace.kernels.quantized_packing import check_quantized, pack_native_quantized
 from headrace.kernels.torch_fallback import lora_delta
 
-# Its products are native where the factors are packed for these kernels; what is left is an addition.
+# Its products are native if the factors are packed for these kernels; the rest is an addition.
 __all__ = ["lora_delta"]
 
 

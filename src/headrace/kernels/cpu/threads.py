@@ -1,4 +1,4 @@
-"""How many threads the kernels should use here. Pure reading of the machine; runs once, when the kernels are loaded."""
+"""The default number of threads of the kernels. Only reads facts of the machine; runs once, when the kernels are loaded."""
 
 import math
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 def default_num_threads(
     cgroup_root: Path = Path("/sys/fs/cgroup"), own_cgroup: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Processors that this process may use: its affinity mask, cut by the CPU quota of its control group (v2 or v1), at least 1."""
+    """Processors that this process may use: its affinity mask, limited by the CPU quota of its control group (v2 or v1), at least 1."""
     allowed = len(os.sched_getaffinity(0))
     quota = _quota_cpus(cgroup_root, own_cgroup)
     return max(1, allowed if quota is None else min(allowed, math.ceil(quota)))
