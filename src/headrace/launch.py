@@ -26,8 +26,8 @@ from headrace.processes.threads import ThreadParts
 
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
-    from headrace.frontend.spans import Spans
     from headrace.frontend.tokenizer_manager import TokenizerManager
+    from headrace.metrics.spans import Spans
     from headrace.sampling.params import GenerationDefaults
     from headrace.text.chat_templates import ChatTemplate
     from headrace.text.tokenizers import Tokenizer
@@ -160,6 +160,6 @@ def _open_spans(args: ServerArgs) -> "Spans | None":
     """The exporter of traces, None without --otlp-traces-endpoint. Raises ConfigError."""
     if args.otlp_traces_endpoint is None:
         return None
-    from headrace.frontend.spans import Spans, otlp_exporter
+    from headrace.metrics.spans import Spans, otlp_exporter
 
     return Spans(args.served_name, otlp_exporter(args.otlp_traces_endpoint))

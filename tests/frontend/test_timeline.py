@@ -7,11 +7,11 @@ import pytest
 from frontend_fakes import turns
 
 from headrace.errors import ConfigError, ExecutionError, NotFoundError, RequestError
-from headrace.frontend import spans
-from headrace.frontend.spans import OpenTelemetrySpans, Spans, build_span, parse_traceparent
 from headrace.frontend.tenants import Caller, Tenant, TenantLimits
-from headrace.frontend.timeline import Timeline
 from headrace.messages.outputs import FinishReason, SampleEvent, SampleStats
+from headrace.metrics import spans
+from headrace.metrics.spans import OpenTelemetrySpans, Spans, build_span, parse_traceparent
+from headrace.metrics.timeline import Timeline
 
 STOP = FinishReason("stop", matched=256)
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -16,9 +16,9 @@ from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import ReqState
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.timeline import Timeline, Timelines
 from headrace.messages.outputs import WAITED_TOO_LONG, FinishReason
 from headrace.metrics.catalog import Metrics
+from headrace.metrics.timeline import Timeline, Timelines
 
 DEADLINE_STATUS = 408
 """Status code of requests that the scheduler aborted at their deadline."""

@@ -11,11 +11,9 @@ from typing import Any
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, NotFoundError, RequestError
-from headrace.frontend.crash_dump import described, write_crash_dump, write_dump
 from headrace.frontend.request_state import CallState
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.tenants import NOBODY, Caller
-from headrace.frontend.timeline import Note, Timeline, Timelines
 from headrace.messages.weights import (
     ContinueGeneration,
     PauseGeneration,
@@ -26,6 +24,8 @@ from headrace.messages.weights import (
     UpdateFromTensors,
     WeightOperation,
 )
+from headrace.metrics.crash_dump import described, write_crash_dump, write_dump
+from headrace.metrics.timeline import Note, Timeline, Timelines
 
 
 class Records:
@@ -67,7 +67,7 @@ class Records:
 
         caller: sees its own samples only; an admin sees all. Raises NotFoundError.
         """
-        found = self._timelines.find(rid, caller)
+        found = self._timelines.find(rid, None if caller.is_admin else caller.scope)
         if not found:
             kept = self._args.timeline_requests
             raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")

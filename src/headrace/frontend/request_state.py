@@ -19,10 +19,10 @@ from headrace.frontend.logprob_lists import LogprobLists, TokenText
 from headrace.frontend.sample_update import SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
 from headrace.frontend.sessions import Turn
 from headrace.frontend.tenants import Tenant, TenantLimits
-from headrace.frontend.timeline import Note, Timeline
 from headrace.messages.outputs import FinishReason, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
+from headrace.metrics.timeline import Note, Timeline
 
 UNREAD_CHECK_TOKENS = 64
 """With fewer tokens unread, their text is not looked at: that would cost every token something."""

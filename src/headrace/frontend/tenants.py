@@ -160,10 +160,6 @@ class Caller:
         """Prefix of its rids in the engine."""
         return self.tenant.scope if self.tenant is not None else ""
 
-    def may_see(self, scope: str) -> bool:
-        """Whether it may see what belongs to the key with this scope."""
-        return self.is_admin or scope == self.scope
-
 
 NOBODY = Caller()
 """An internal call, or one without a key of the file."""

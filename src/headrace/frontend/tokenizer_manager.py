@@ -43,7 +43,6 @@ from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.sessions import Sessions
 from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
-from headrace.frontend.timeline import Timelines
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver, Sender
@@ -55,6 +54,7 @@ from headrace.messages.requests import GenerateReqInput, TokenizedGenerateReqInp
 from headrace.messages.weights import WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
+from headrace.metrics.timeline import Timelines
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import GenerationDefaults
 from headrace.text.batch_tokenizer import TextTokenizer

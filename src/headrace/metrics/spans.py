@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.errors import ConfigError
-from headrace.frontend.timeline import Timeline
+from headrace.metrics.timeline import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

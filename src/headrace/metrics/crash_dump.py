@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace.frontend.timeline import Timeline
 from headrace.log import get_logger
+from headrace.metrics.timeline import Timeline
 from headrace.version import VERSION
 
 logger = get_logger(__name__)

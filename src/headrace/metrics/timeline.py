@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headrace.frontend.tenants import Caller
 from headrace.messages.outputs import FinishReason, SampleStats
 
 MAX_NOTES = 128
@@ -146,13 +145,13 @@ class Timelines:
         if len(self._finished) > self._max_finished:
             self._finished.popitem(last=False)
 
-    def find(self, rid: str, caller: Caller) -> list[Timeline]:
-        """The caller's sample `rid`, or all its samples with this id; for an admin those of every key."""
-        own = caller.scope + rid
-        exact = self._live.get(own) or self._finished.get(own)
-        if exact is not None and exact.scope == caller.scope and not caller.is_admin:
-            return [exact]
-        visible = [each for each in self if caller.may_see(each.scope) and rid in (each.own_rid, each.shown_id)]
+    def find(self, rid: str, scope: str | None) -> list[Timeline]:
+        """The sample `rid` of the key with this scope, or all its samples with this id; scope None: those of every key."""
+        if scope is not None:
+            exact = self._live.get(scope + rid) or self._finished.get(scope + rid)
+            if exact is not None and exact.scope == scope:
+                return [exact]
+        visible = [each for each in self if scope in (None, each.scope) and rid in (each.own_rid, each.shown_id)]
         return [each for each in visible if each.own_rid == rid] or visible
 
     def __iter__(self) -> Iterator[Timeline]:
