@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Array(Protocol):
-    """What NumPy's arrays and torch's tensors have in common here."""
+    """The common interface of NumPy's arrays and torch's tensors."""
 
     def tolist(self) -> Any:
-        """Numbers, in lists as deep as the array has dimensions."""
+        """The values as nested lists."""
 
 
 TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
@@ -52,7 +52,7 @@ TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
 class Engine(WeightOperations):
     """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`.
 
-    server_args: fields of `ServerArgs`. Raises ConfigError or ModelError when the engine cannot start.
+    server_args: fields of `ServerArgs`. Raises ConfigError or ModelError if the engine cannot start.
     """
 
     def __init__(self, **server_args: Any) -> None:
@@ -63,7 +63,7 @@ class Engine(WeightOperations):
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
-        """An Engine around an engine that has been started. Its TokenizerManager must not have been used in any event loop yet."""
+        """An Engine for an engine that has already been started. Its TokenizerManager must not have been used in an event loop yet."""
         engine = cls.__new__(cls)
         engine._start(running)
         return engine
@@ -89,7 +89,7 @@ class Engine(WeightOperations):
         stream: bool = False,
         **others: Any,
     ) -> Any:
-        """Continue one prompt (a dict) or several (a list of dicts, also with n > 1); with `stream` an iterator of dicts.
+        """Continue one prompt (returns a dict) or several (a list of dicts, also for n > 1); with `stream` an iterator of dicts.
 
         sampling_params: a dict, a SamplingParams, or a list of them. others: the other fields of `GenerateReqInput`.
         Closing the iterator early aborts the rest. Raises RequestError, CapacityError, ExecutionError.
@@ -106,7 +106,7 @@ class Engine(WeightOperations):
         stream: bool = False,
         **others: Any,
     ) -> Any:
-        """As `generate`, awaited in any event loop; with `stream` the result is an async iterator."""
+        """Like `generate`, awaited in any event loop; with `stream` the result is an async iterator."""
         request = _request(prompt, sampling_params, input_ids, stream, others)
         updates = self._manager.generate_request(request)
         if stream:
@@ -128,17 +128,17 @@ class Engine(WeightOperations):
     # -- control
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Abort the samples of `rid`, or all. An unknown rid is harmless."""
+        """Abort the samples of `rid`, or all. Unknown rids are ignored."""
         self._call(lambda: self._manager.abort_request(rid, abort_all))
 
     def open_session(
         self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
     ) -> str:
-        """Open a session; its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
+        """Open a session and return its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
         return self._call(lambda: self._manager.open_session(capacity_of_str_len, session_id, timeout_s))
 
     def close_session(self, session_id: str) -> None:
-        """Forget a session. Its running requests go on. Raises NotFoundError."""
+        """Close a session. Its running requests continue. Raises NotFoundError."""
         self._call(lambda: self._manager.close_session(session_id))
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
@@ -146,15 +146,15 @@ class Engine(WeightOperations):
         self._wait(self._submit(self._manager.adapters.load(lora_name, lora_path, pinned)))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Forget an adapter, once the requests that use it have ended. Raises NotFoundError."""
+        """Unload an adapter, once the requests that use it have ended. Raises NotFoundError."""
         self._wait(self._submit(self._manager.adapters.unload(lora_name)))
 
     def lora_adapters(self) -> list[str]:
-        """Names of the adapters that there are."""
+        """Names of all adapters."""
         return self._call(lambda: self._manager.adapters.names)
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
-        """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False when some run still."""
+        """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False if some still run."""
         return self._wait(self._submit(self._manager.control.flush_cache(timeout_s))).success
 
     def internal_state(self) -> InternalState:
@@ -166,7 +166,7 @@ class Engine(WeightOperations):
         return [describe_load(state) for state in self._wait(self._submit(self._manager.control.internal_states()))]
 
     def get_model_info(self) -> dict[str, Any]:
-        """The served model: name, kind, sizes."""
+        """The served model: name, type, sizes."""
         args, ready = self._manager.args, self._running.ready
         return {
             "model_path": self._call(lambda: self._manager.weights.model_path) or args.model_path,
@@ -181,7 +181,7 @@ class Engine(WeightOperations):
         }
 
     def get_server_info(self) -> dict[str, Any]:
-        """Options (keys masked), what the scheduler said of the model, and the state of each replica; see `describe_server`."""
+        """Options (keys masked), facts about the model, and the state of each replica; see `describe_server`."""
         manager = self._manager
         states = self._wait(self._submit(manager.control.internal_states()))
         info = describe_server(manager.args, self._running.ready, manager.adapters.names, states)
@@ -190,11 +190,11 @@ class Engine(WeightOperations):
         return info | now | manager.settings.changed_options()
 
     def health(self, generate: bool = False) -> bool:
-        """Whether the engine lives; with `generate`, whether it makes a token."""
+        """Whether the engine is alive; with `generate`, whether it generates a token."""
         return self._wait(self._submit(self._manager.health(generate)))
 
     def metrics(self) -> str:
-        """What /metrics would show."""
+        """The text of /metrics."""
         return self._call(lambda: render(self._manager.metrics, self._manager.args.metrics_compat)).decode()
 
     def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
@@ -214,50 +214,50 @@ class Engine(WeightOperations):
         return texts if is_list else texts[0]
 
     def explain_request(self, rid: str) -> list[dict[str, Any]]:
-        """What happened to the samples of one of the last requests. Raises NotFoundError."""
+        """Timelines of the samples of a recent request. Raises NotFoundError."""
         return self._call(lambda: self._manager.records.timelines(rid, Caller(is_admin=True)))
 
     def dump_requests(self) -> str:
-        """Write what the last requests were to `dump_requests_dir`; the file's name. Raises RequestError, ExecutionError."""
+        """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
         return self._wait(self._submit(self._manager.records.dump()))[0]
 
     def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
     ) -> str:
-        """Record the worker's steps to a file below `profile_dir`; a line for the operator.
+        """Record the worker's steps to a file below `profile_dir`. Returns a line for the operator.
 
-        num_steps: stop by itself after so many; 0 = at `stop_profile`. Raises RequestError.
+        num_steps: stop after this many steps; 0 = at `stop_profile`. Raises RequestError.
         """
         return self._wait(self._submit(self._manager.control.start_profile(output_name, num_steps, activities)))
 
     def stop_profile(self) -> str:
-        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        """Stop and write the trace. Returns a line with the file's name. Raises RequestError."""
         return self._wait(self._submit(self._manager.control.stop_profile()))
 
     def start_expert_distribution_record(self) -> None:
-        """Count the tokens that each layer of a mixture sends to each expert, from zero. Raises RequestError."""
+        """Start counting the tokens that each layer of a mixture sends to each expert. Raises RequestError."""
         self._wait(self._submit(self._manager.experts.start()))
 
     def stop_expert_distribution_record(self) -> None:
-        """Count no more; what there is can still be told. Raises RequestError."""
+        """Stop counting; the counts can still be dumped. Raises RequestError."""
         self._wait(self._submit(self._manager.experts.stop()))
 
     def dump_expert_distribution_record(self) -> dict[str, Any]:
-        """Under `layers` the tokens that each expert got, and what else the route replies. Counts begin again at zero. Raises RequestError."""
+        """Return the reply of the route, with the tokens per expert under `layers`, and reset the counts. Raises RequestError."""
         return self._wait(self._submit(self._manager.experts.dump()))
 
     def configure_logging(
         self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
     ) -> dict[str, Any]:
-        """Change what is logged, in every process; None = as it is. What now holds. Raises RequestError."""
+        """Change what is logged, in every process; None = unchanged. Returns the current settings. Raises RequestError."""
         return self._call(lambda: self._manager.settings.configure_logging(level, log_requests, log_requests_level))
 
     def freeze_gc(self) -> None:
-        """Leave what lives now out of garbage collection, in every process."""
+        """Exclude all objects that exist now from garbage collection, in every process."""
         self._call(self._manager.settings.freeze_gc)
 
     def set_internal_state(self, **limits: float) -> dict[str, Any]:
-        """Change limits (fields of `LimitChanges`) in every replica; what now holds. Raises RequestError."""
+        """Change limits (fields of `LimitChanges`) in every replica. Returns the current limits. Raises RequestError."""
         try:
             changes = msgspec.convert(limits, LimitChanges)
         except msgspec.ValidationError as error:
@@ -281,7 +281,7 @@ class Engine(WeightOperations):
     # -- the end
 
     def shutdown(self) -> None:
-        """Abort what runs and end everything. Idempotent; from any thread but the engine's own. In the child of a fork it does nothing."""
+        """Abort running requests and stop the engine. Idempotent; from any thread except the engine's own. Does nothing in the child of a fork."""
         if os.getpid() != self._pid:
             return
         with self._shutdown_lock:
@@ -305,7 +305,7 @@ class Engine(WeightOperations):
 
     async def _close(self) -> None:
         await self._manager.close()
-        # Calls that were waiting end with their error before the loop stops.
+        # Waiting calls end with their error before the loop stops.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             await asyncio.wait(others, timeout=1.0)
@@ -314,7 +314,7 @@ class Engine(WeightOperations):
     # -- between the caller's thread and the engine's
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Run `work` in the engine's loop, which alone may touch the manager."""
+        """Run `work` in the engine's loop, where the manager must be used."""
 
         async def run() -> T:
             return work()
@@ -341,7 +341,7 @@ class Engine(WeightOperations):
         try:
             return future.result()
         except BaseException:
-            # Ctrl-C while waiting: the call ends in the engine's loop too. Does nothing to a future that is done.
+            # Ctrl-C while waiting: cancel the call in the engine's loop too. Has no effect on a finished future.
             future.cancel()
             raise
 
@@ -365,13 +365,13 @@ class Engine(WeightOperations):
         return NativeStream(self._manager.args.incremental_streaming_output)
 
     def _abandon(self, updates: AsyncGenerator[SampleUpdate, None]) -> None:
-        """Close a generator in its loop without waiting: this may run in any thread, also by garbage collection."""
+        """Close a generator in its loop without waiting: this may run in any thread, even from garbage collection."""
         if not self._is_shut_down and os.getpid() == self._pid:
             asyncio.run_coroutine_threadsafe(_close(updates), self._loop)
 
 
 def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], bool]:
-    """Lists of ids, and whether there may be several. Raises RequestError when both kinds are mixed."""
+    """Lists of ids, and whether the input was a list of lists. Raises RequestError if both kinds are mixed."""
     rows = [item for item in tokens if isinstance(item, list)]
     if not rows:
         return [[item for item in tokens if not isinstance(item, list)]], False
@@ -396,7 +396,7 @@ async def _close(updates: AsyncGenerator[SampleUpdate, None]) -> None:
 def _request(
     prompt: object, sampling_params: object, input_ids: object, stream: bool, others: dict[str, Any]
 ) -> GenerateReqInput:
-    """Checked types. Raises RequestError naming the field."""
+    """The request, with checked types. Raises RequestError that names the field."""
     if "text" in others:
         prompt = others.pop("text") if prompt is None else prompt
     if input_ids is not None:

@@ -21,9 +21,9 @@ ENDED_EARLY = "the server's answer ended before it was complete"
 
 
 class NativeClient:
-    """Calls of one server. key: sent as a bearer key when there is one.
+    """Calls of one server. key: sent as a bearer key, if any.
 
-    Every method raises the error that a refusal stands for, and ExecutionError when the server cannot be reached or its answer breaks off.
+    Every method raises the error that a refusal means, and ExecutionError if the server cannot be reached or its reply is cut off.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -31,30 +31,30 @@ class NativeClient:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
     def get(self, path: str) -> Any:
-        """The answer to a GET."""
+        """The reply to a GET."""
         return self.fetch(path)
 
     def ask(self, path: str, **fields: object) -> Any:
-        """The answer to a POST of these fields."""
+        """The reply to a POST of these fields."""
         return self.fetch(path, json.dumps(fields).encode())
 
     def tell(self, path: str, **fields: object) -> None:
-        """As `ask`, when the answer says no more than that it worked."""
+        """Like `ask`, for replies without content."""
         with self.open(path, json.dumps(fields).encode()) as reply, _faults_mapped():
             reply.read()
 
     def fetch(self, path: str, body: bytes | None = None) -> Any:
-        """The answer to a POST of `body`, or to a GET without one."""
+        """The reply to a POST of `body`, or to a GET without one."""
         with self.open(path, body) as reply, _faults_mapped():
             return json.load(reply)
 
     def text(self, path: str) -> str:
-        """The answer to a GET, which is plain text."""
+        """The plain text reply to a GET."""
         with self.open(path) as reply, _faults_mapped():
             return str(reply.read().decode())
 
     def operate(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> Any:
-        """The answer to an operation on weights, also when it says that the operation failed."""
+        """The reply to an operation on weights, including one that reports a failure."""
         request = urllib.request.Request(self.url + path, data=body, headers={**self._headers, **(headers or {})})
         try:
             with urllib.request.urlopen(request) as reply:
@@ -81,7 +81,7 @@ class NativeClient:
             raise ExecutionError(f"the server cannot be reached: {error}") from error
 
     def stream(self, path: str, body: bytes) -> Generator[dict[str, Any], None, None]:
-        """The events of a streamed answer. Leaving the iterator closes the connection."""
+        """The events of a streamed reply. Closing the iterator closes the connection."""
         with self.open(path, body) as reply, _faults_mapped():
             lines: Iterable[bytes] = reply
             for line in lines:
@@ -92,7 +92,7 @@ class NativeClient:
         raise ExecutionError(ENDED_EARLY)
 
     async def astream(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
-        """As `stream`, in any event loop."""
+        """Like `stream`, in any event loop."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         with _faults_mapped():
             async with (
@@ -111,7 +111,7 @@ class NativeClient:
 
 @contextlib.contextmanager
 def _faults_mapped() -> Iterator[None]:
-    """A reply that breaks off or cannot be read is an ExecutionError."""
+    """Turns a reply that is cut off or cannot be read into an ExecutionError."""
     try:
         yield
     except (OSError, http.client.HTTPException, aiohttp.ClientError, ValueError) as error:
@@ -133,7 +133,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _error(status: int, body: bytes, retry_after: str | None) -> HeadraceError:
-    """The error a reply stands for."""
+    """The error that a reply means."""
     try:
         error = json.loads(body)["error"]
         message, param, code = error["message"], error.get("param"), error.get("code")

@@ -1,6 +1,6 @@
 """A client that owns a server process: `Runtime(model_path=...).generate("...")` over HTTP.
 
-Owns which call goes to which route. Does not share code with the server: it uses the native HTTP API (`native_client`) like any client.
+Owns the mapping from calls to routes. Does not share code with the server: it uses the native HTTP API (`native_client`) like any client.
 Its methods may be called from any thread.
 """
 
@@ -54,16 +54,16 @@ OPERATION_PATHS: dict[type, str] = {
     ReleaseMemory: "/release_memory_occupation",
     ResumeMemory: "/resume_memory_occupation",
 }
-"""Where an operation's fields are the body."""
+"""Routes of operations whose fields are the body."""
 
 
 class Runtime(WeightOperations):
-    """A server process of our own. A context manager; `shutdown` is also called at exit, and the server ends when we are killed.
+    """A server process owned by this program. A context manager; `shutdown` is also called at exit, and the server ends if this process is killed.
 
     Weights, pausing and memory: `WeightOperations`.
 
-    start_timeout_s: how long loading may take. server_args: fields of `ServerArgs`; without `port` a free one is taken.
-    Raises ConfigError for unknown options, ExecutionError when the server does not become ready.
+    start_timeout_s: how long loading may take. server_args: fields of `ServerArgs`; default for `port`: a free one.
+    Raises ConfigError for unknown options, ExecutionError if the server does not become ready.
     """
 
     def __init__(self, start_timeout_s: float = 600.0, **server_args: Any) -> None:
@@ -82,7 +82,7 @@ class Runtime(WeightOperations):
         return self._server.pid
 
     def generate(self, prompt: str | list[str] | None = None, sampling_params: Any = None, **others: Any) -> Any:
-        """As `Engine.generate`: a dict, or a list of dicts; with `stream=True` an iterator of dicts."""
+        """Like `Engine.generate`: a dict, or a list of dicts; with `stream=True` an iterator of dicts."""
         body = _body(prompt, sampling_params, others)
         if others.get("stream"):
             return self._http.stream("/generate", body)
@@ -91,12 +91,12 @@ class Runtime(WeightOperations):
     def async_generate(
         self, prompt: str | list[str] | None = None, sampling_params: Any = None, **others: Any
     ) -> AsyncGenerator[Any, None]:
-        """Stream the answer: an async iterator of dicts."""
+        """Stream the reply: an async iterator of dicts."""
         body = _body(prompt, sampling_params, {**others, "stream": True})
         return self._http.astream("/generate", body)
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
-        """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False when it cannot be now."""
+        """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False if some still run."""
         wait = f"?timeout={timeout_s}" if timeout_s else ""
         try:
             with self._http.open(f"/flush_cache{wait}", b"") as reply:
@@ -109,33 +109,33 @@ class Runtime(WeightOperations):
     def open_session(
         self, capacity_of_str_len: int = 0, session_id: str | None = None, timeout_s: float | None = None
     ) -> str:
-        """Open a session; its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
+        """Open a session and return its id, for the `session_params` of `generate`. Raises RequestError, CapacityError."""
         given = {"capacity_of_str_len": capacity_of_str_len, "session_id": session_id, "timeout": timeout_s}
         return str(self._http.ask("/open_session", **given))
 
     def close_session(self, session_id: str) -> None:
-        """Forget a session. Its running requests go on. Raises NotFoundError."""
+        """Close a session. Its running requests continue. Raises NotFoundError."""
         self._http.tell("/close_session", session_id=session_id)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """As `Engine.load_lora_adapter`; the path is one of the server's machine. Raises RequestError, CapacityError."""
+        """Like `Engine.load_lora_adapter`; the path is on the server's machine. Raises RequestError, CapacityError."""
         self._http.tell("/load_lora_adapter", lora_name=lora_name, lora_path=lora_path, pinned=pinned)
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Forget an adapter, once the requests that use it have ended. Raises NotFoundError."""
+        """Unload an adapter, once the requests that use it have ended. Raises NotFoundError."""
         self._http.tell("/unload_lora_adapter", lora_name=lora_name)
 
     def lora_adapters(self) -> list[str]:
-        """Names of the adapters that there are."""
+        """Names of all adapters."""
         return [card["id"] for card in self._http.get("/v1/models")["data"] if card["parent"] is not None]
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Abort the samples of `rid`, or all. An unknown rid is harmless."""
+        """Abort the samples of `rid`, or all. Unknown rids are ignored."""
         if rid or abort_all:
             self._http.ask("/abort_request", rid=rid or None, abort_all=abort_all)
 
     def internal_state(self) -> InternalState:
-        """Counters and pool accounting of the schedulers, together."""
+        """Counters and pool accounting of all schedulers together."""
         return msgspec.convert(self._http.get("/internal_state"), InternalState)
 
     def get_loads(self) -> list[dict[str, Any]]:
@@ -143,15 +143,15 @@ class Runtime(WeightOperations):
         return list(self._http.get("/v1/loads")["loads"])
 
     def get_model_info(self) -> dict[str, Any]:
-        """The served model: name, kind, sizes."""
+        """The served model: name, type, sizes."""
         return dict(self._http.get("/model_info"))
 
     def get_server_info(self) -> dict[str, Any]:
-        """Options (keys masked), what the scheduler said of the model, and the state of each replica."""
+        """Options (keys masked), facts about the model, and the state of each replica."""
         return dict(self._http.get("/server_info"))
 
     def health(self, generate: bool = False) -> bool:
-        """Whether the server lives; with `generate`, whether it makes a token."""
+        """Whether the server is alive; with `generate`, whether it generates a token."""
         try:
             self._http.get("/health_generate" if generate else "/health")
         except (CapacityError, ExecutionError):
@@ -159,7 +159,7 @@ class Runtime(WeightOperations):
         return True
 
     def metrics(self) -> str:
-        """What /metrics shows."""
+        """The text of /metrics."""
         return self._http.text("/metrics")
 
     def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
@@ -175,50 +175,50 @@ class Runtime(WeightOperations):
         return found
 
     def explain_request(self, rid: str) -> list[dict[str, Any]]:
-        """What happened to the samples of one of the last requests. Raises NotFoundError."""
+        """Timelines of the samples of a recent request. Raises NotFoundError."""
         return list(self._http.get(f"/v1/requests/{urllib.parse.quote(rid, safe='')}")["data"])
 
     def dump_requests(self) -> str:
-        """Write what the last requests were to `dump_requests_dir`; the file's name. Raises RequestError, ExecutionError."""
+        """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
         return str(self._http.ask("/dump_requests")["file"])
 
     def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
     ) -> str:
-        """As `Engine.start_profile`. Raises RequestError."""
+        """Like `Engine.start_profile`. Raises RequestError."""
         asked = {"output_dir": output_name or None, "num_steps": num_steps or None, "activities": activities}
         return str(self._http.ask("/start_profile", **asked)["message"])
 
     def stop_profile(self) -> str:
-        """Write what was recorded; a line with the file's name. Raises RequestError."""
+        """Stop and write the trace. Returns a line with the file's name. Raises RequestError."""
         return str(self._http.ask("/stop_profile")["message"])
 
     def start_expert_distribution_record(self) -> None:
-        """Count the tokens that each layer of a mixture sends to each expert, from zero. Raises RequestError."""
+        """Start counting the tokens that each layer of a mixture sends to each expert. Raises RequestError."""
         self._http.ask("/start_expert_distribution_record")
 
     def stop_expert_distribution_record(self) -> None:
-        """Count no more; what there is can still be told. Raises RequestError."""
+        """Stop counting; the counts can still be dumped. Raises RequestError."""
         self._http.ask("/stop_expert_distribution_record")
 
     def dump_expert_distribution_record(self) -> dict[str, Any]:
-        """Under `layers` the tokens that each expert got, and what else the route replies. Counts begin again at zero. Raises RequestError."""
+        """Return the reply of the route, with the tokens per expert under `layers`, and reset the counts. Raises RequestError."""
         return dict(self._http.ask("/dump_expert_distribution_record"))
 
     def configure_logging(
         self, level: LogLevel | None = None, log_requests: bool | None = None, log_requests_level: int | None = None
     ) -> dict[str, Any]:
-        """Change what is logged, in every process; None = as it is. What now holds. Raises RequestError."""
+        """Change what is logged, in every process; None = unchanged. Returns the current settings. Raises RequestError."""
         asked = {"level": level, "log_requests": log_requests, "log_requests_level": log_requests_level}
         now = self._http.ask("/configure_logging", **asked)
         return {name: now[name] for name in asked}
 
     def freeze_gc(self) -> None:
-        """Leave what lives now out of garbage collection, in every process."""
+        """Exclude all objects that exist now from garbage collection, in every process."""
         self._http.ask("/freeze_gc")
 
     def set_internal_state(self, **limits: float) -> dict[str, Any]:
-        """Change limits (fields of `LimitChanges`) in every replica; what now holds. Raises RequestError."""
+        """Change limits (fields of `LimitChanges`) in every replica. Returns the current limits. Raises RequestError."""
         return dict(self._http.ask("/set_internal_state", server_args=limits)["server_args"])
 
     def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
@@ -262,7 +262,7 @@ class Runtime(WeightOperations):
         raise RequestError("rerank is not supported yet: cross-encoders cannot be served")
 
     def shutdown(self) -> None:
-        """End the server. Idempotent. In the child of a fork it does nothing: the server is the parent's."""
+        """Stop the server. Idempotent. Does nothing in the child of a fork, since the server belongs to the parent."""
         self._server.stop()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A server process of our own, `headrace serve`: its command line, its port, the wait until it is ready, and its end."""
+"""Runs `headrace serve` as a child process: its command line, its port, waiting until it is ready, and stopping it."""
 
 import atexit
 import os
@@ -21,14 +21,14 @@ FIRST_PORT, LAST_PORT = 10000, 40000
 READY_POLL_S = 0.1
 STOP_TIMEOUT_S = 10.0
 KEY_VARIABLES = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_KEY"}
-"""Keys travel in the environment: every user of the machine can read the command line."""
+"""Keys are passed in the environment, since every user of the machine can read the command line."""
 
 
 class ServerProcess:
-    """A started server. It is ended by `stop`, at exit, and when this process is killed.
+    """A started server. It ends at `stop`, at exit, and when this process is killed.
 
-    options: fields of `ServerArgs`; without `port` a free one is taken. Raises ConfigError for unknown options.
-    url: where it listens. key: what to authorize with, None when it asks for no key.
+    options: fields of `ServerArgs`; default for `port`: a free one. Raises ConfigError for unknown options.
+    url: of the server. key: to authorize with, None if it needs no key.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -64,11 +64,11 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it lives."""
+        """The exit code; None while it runs."""
         return self._popen.poll()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it answers /ready. Raises ExecutionError when it ends before, or after `timeout_s`."""
+        """Wait until it is ready. Raises ExecutionError if it exits first, or after `timeout_s` seconds."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             code = self._popen.poll()
@@ -86,7 +86,7 @@ class ServerProcess:
         raise ExecutionError(f"the server was not ready within {timeout_s:g} s")
 
     def stop(self) -> None:
-        """End the server: gently, then by force. Idempotent. In the child of a fork it does nothing: the server is the parent's."""
+        """Stop the server: gracefully, then by force. Idempotent. Does nothing in the child of a fork, since the server belongs to the parent."""
         if os.getpid() != self._owner_pid:
             return
         with self._lock:
@@ -104,7 +104,7 @@ class ServerProcess:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of 10000-40000 that nobody listens on now. Raises ConfigError when none is found."""
+    """A free port from 10000 to 40000. Raises ConfigError if there is none."""
     for port in random.sample(range(FIRST_PORT, LAST_PORT + 1), 200):
         with socket.socket() as probe:
             try:
@@ -133,7 +133,7 @@ def command_line(options: dict[str, Any]) -> list[str]:
 
 
 def _environment(options: dict[str, Any]) -> dict[str, str]:
-    """Ours, with the keys of `options`. A key of ours is meant for another server, and would lock us out of this one."""
+    """Our environment with the keys of `options` only: keys in it are meant for other servers and would lock us out of this one."""
     own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES.values()}
     given = {variable: options[name] for name, variable in KEY_VARIABLES.items() if options.get(name) is not None}
     return {**own, **given}

@@ -1,6 +1,6 @@
-"""The methods by which a program steers weights, generation and memory: the same on an `Engine` and on a `Runtime`.
+"""Methods for weights, pausing and memory, the same on `Engine` and `Runtime`.
 
-Owns their names, defaults and what they return. How an operation reaches the engine is the subclass's. Runs in the caller's thread.
+Owns their names, defaults and results. The subclass sends an operation to the engine. Runs in the caller's thread.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ Result = tuple[bool, str]
 
 
 class WeightOperations(ABC):
-    """See the module's text. Every method raises ExecutionError when the engine is gone and RequestError for what makes no sense."""
+    """See the module docstring. Every method raises ExecutionError if the engine is gone, and RequestError for invalid arguments."""
 
     @abstractmethod
     def _operate(self, operation: WeightOperation) -> WeightOpReply:
@@ -56,20 +56,20 @@ class WeightOperations(ABC):
         weight_version: str | None,
         bucketed: bool = False,
     ) -> WeightOpReply:
-        """Update from the bytes of a safetensors file. bucketed: it holds a flattened bucket."""
+        """Update from the bytes of a safetensors file. bucketed: it contains a flattened bucket."""
 
     # -- generation
 
     def pause_generation(self, mode: PauseMode = "abort") -> Result:
-        """Plan no more steps until `continue_generation`; new requests wait.
+        """Run no steps until `continue_generation`; new requests wait.
 
-        abort: every request ends with what it has. retract: running requests go back to the queue and will be computed again.
-        in_place: they stay where they are.
+        abort: end every request with its output so far. retract: running requests go back to the queue and are computed again later.
+        in_place: they keep their KV cache.
         """
         return _result(self._operate(PauseGeneration(mode)))
 
     def continue_generation(self) -> Result:
-        """Go on."""
+        """Continue after a pause."""
         return _result(self._operate(ContinueGeneration()))
 
     # -- weights
@@ -82,7 +82,7 @@ class WeightOperations(ABC):
         abort_all_requests: bool = False,
         weight_version: str | None = None,
     ) -> Result:
-        """Serve the checkpoint at `model_path` instead. It must be of the same model: only its weights are taken."""
+        """Replace all weights by those of the checkpoint at `model_path`, which must be of the same model."""
         operation = UpdateFromDisk(model_path, checked_load_format(load_format), abort_all_requests, weight_version)
         return _result(self._operate(operation))
 
@@ -105,12 +105,12 @@ class WeightOperations(ABC):
         abort_all_requests: bool = False,
         weight_version: str | None = None,
     ) -> Result:
-        """As `update_weights_from_tensor`, of what `headrace.weight_sync.bucket.pack` gives: all tensors as one, and what is where in it."""
+        """Like `update_weights_from_tensor`, with the result of `headrace.weight_sync.bucket.pack`: all tensors in one, and their places."""
         parts = safetensors_parts([("flattened_tensor", flattened_tensor)], {"metadata": metadata})
         return _result(self._update_from_tensors(parts, abort_all_requests, weight_version, bucketed=True))
 
     def cancel_weight_update(self) -> Result:
-        """Give up every update, and every joining of a group, that has not taken effect: those calls fail, and nothing has changed."""
+        """Cancel every update and join of a group that has not taken effect: those calls fail, and nothing has changed."""
         return _result(self._operate(CancelUpdate()))
 
     def init_weights_update_group(
@@ -124,7 +124,7 @@ class WeightOperations(ABC):
         *,
         timeout_s: float = GROUP_TIMEOUT_S,
     ) -> Result:
-        """Join the trainer's process group. The trainer is rank 0; it joins at the same time, or this times out."""
+        """Join the trainer's process group. The trainer is rank 0 and must join at the same time, or this times out."""
         return _result(
             self._operate(
                 checked_group(
@@ -144,7 +144,7 @@ class WeightOperations(ABC):
         abort_all_requests: bool = False,
         weight_version: str | None = None,
     ) -> Result:
-        """Replace the named weights by what rank 0 broadcasts, in this order; bucketed: as one uint8 tensor of all their bytes."""
+        """Replace the named weights by tensors that rank 0 broadcasts in this order; bucketed: as one uint8 tensor of all their bytes."""
         operation = UpdateFromDistributed(
             *checked_tensors(names, dtypes, shapes), group_name, bucketed, abort_all_requests, weight_version
         )
@@ -155,28 +155,28 @@ class WeightOperations(ABC):
         return _result(self._operate(DestroyGroup(group_name)))
 
     def get_weights_by_name(self, name: str, truncate_size: int = TRUNCATE_SIZE) -> list[Any]:
-        """The first rows of a weight (elements of a vector) as lists. Raises RequestError when there is none of that name."""
+        """The first rows of a weight (elements of a vector) as lists. Raises RequestError for an unknown name."""
         return nested_values(self._operate(GetWeight(name, checked_truncate_size(truncate_size))))
 
     def save_sharded_state(self, path: str) -> Result:
-        """Write the weights as they serve to a new folder called `path` below --save-dir, from which they can be served again."""
+        """Write the current weights to a new folder called `path` below --save-dir, from which they can be served again."""
         return _result(self._operate(SaveWeights(path)))
 
     def update_weight_version(self, new_version: str, *, abort_all_requests: bool = False) -> Result:
-        """Name the weights that are served; `meta_info.weight_version` of what ends from now on."""
+        """Set the version name of the weights, which replies have as `meta_info.weight_version` from now on."""
         return _result(self._operate(SetWeightVersion(new_version, abort_all_requests)))
 
     # -- memory
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> Result:
-        """Give the memory of "kv_cache", "weights" or both (None) back to the system. Requests wait until all is resumed.
+        """Release the memory of "kv_cache", "weights" or both (None) to the system. Requests wait until all of it is resumed.
 
-        "cuda_graph", which other servers release too, is accepted, and nothing is done for it.
+        "cuda_graph", as sent to other servers, is accepted without effect.
         """
         return self._on_memory(ReleaseMemory(checked_tags(tags)), tags)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> Result:
-        """Take it again."""
+        """Take released memory back."""
         return self._on_memory(ResumeMemory(checked_tags(tags)), tags)
 
     def _on_memory(self, operation: ReleaseMemory | ResumeMemory, tags: Sequence[str] | None) -> Result:
