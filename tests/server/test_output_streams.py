@@ -108,6 +108,8 @@ class House:
             prompt = unpack_int32(request.input_ids)[spec.prompt_start :]
             more["logprobs"] = logprobs_of(ids, spec)
             more["prompt_logprobs"] = logprobs_of(prompt, spec) if prompt and rid not in self.heard else None
+        if request.task.return_hidden_states:
+            more["hidden_states"] = pack_float32([value for i in ids for value in (i / 8, -i / 8)])
         self.heard.add(rid)
         self.engine.emit(rid, finish=finish, ids=ids, **more)
 
@@ -222,6 +224,15 @@ async def test_the_chunks_of_a_native_stream_add_up_to_the_answer(case: str):
 
     assert joined_native(deltas) == whole
     assert [last[index] for index in sorted(last)] == whole
+
+
+async def test_hidden_states_come_with_the_end_a_row_for_each_token():
+    path, body, steps = CASES["native, hidden states"]
+    whole = (await reply(path, body, steps)).json()
+    chunks = events(await reply(path, body | {"stream": True}, steps))
+
+    assert whole["meta_info"]["hidden_states"] == [[i / 8, -i / 8] for i in whole["output_ids"]]
+    assert ["hidden_states" in chunk["meta_info"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def joined_choices(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
