@@ -161,7 +161,7 @@ class ServerArgs:
     max_body_bytes: int = _opt(32 << 20, _S, "Largest request body, in bytes.", _POSITIVE)
     stream_interval: int = _opt(1, _S, "Send a chunk of a stream every N tokens.", _POSITIVE)
     incremental_streaming_output: bool = _opt(
-        False, _S, "Send only the new text in each chunk of a /generate stream, not all text so far."
+        False, _S, "Send only new output in each chunk of a /generate stream, not all output so far."
     )
     drain_timeout_s: float = _opt(
         30.0, _S, "After SIGTERM, wait at most this many seconds for running requests to finish.", _SECONDS
@@ -169,7 +169,7 @@ class ServerArgs:
     request_timeout_s: float = _opt(
         0.0,
         _S,
-        "Abort a request that takes longer than this many seconds: 408 before its first token, later it ends with what it has; 0 = never.",
+        "Abort a request that takes longer than this many seconds: 408 before its first token, later it ends with its output so far; 0 = never.",
         _SECONDS,
     )
     queue_timeout_s: float = _opt(
