@@ -1,6 +1,6 @@
-"""The choice of experts, recorded by every replica and added up.
+"""Records which experts are chosen, on every replica, and sums the counts.
 
-A replica that was started again begins again, too, when the others record: what it had counted before is gone, and the reply says so. Used by
+A restarted replica records too if the others do; its earlier counts are lost, and the reply says so. Used by
 the tokenizer manager, in its event loop only.
 """
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 
 
 class ExpertRecording:
-    """See the module's text. check: raises when the engine takes no control calls now."""
+    """See the module docstring. check: raises while the engine takes no control calls."""
 
     def __init__(self, replicas_up: Callable[[], Sequence[Replica]], check: Callable[[], None]) -> None:
         self.replies = Communicator[ExpertCountsReply]("experts")
@@ -27,10 +27,10 @@ class ExpertRecording:
         self._num_begun_again = 0
 
     async def start(self) -> None:
-        """Record from now on. Raises RequestError, ExecutionError."""
+        """Start recording. Raises RequestError, ExecutionError."""
         if self._is_recording:
             raise RequestError("the choice of experts is being recorded: stop it first")
-        # At once: a replica that returns meanwhile shall record, too.
+        # Set before the call, so that a replica that comes back meanwhile records too.
         self._is_recording, self._num_begun_again = True, 0
         try:
             await self._ask("start")
@@ -39,14 +39,14 @@ class ExpertRecording:
             raise
 
     async def stop(self) -> None:
-        """Record no more; `dump` still gives what there is. Raises RequestError, ExecutionError."""
+        """Stop recording; `dump` still returns the counts. Raises RequestError, ExecutionError."""
         if not self._is_recording:
             raise RequestError("the choice of experts is not being recorded")
         await self._ask("stop")
         self._is_recording = False
 
     async def dump(self) -> dict[str, Any]:
-        """Tokens by layer and expert of all replicas since the last dump or the start. Raises RequestError, ExecutionError."""
+        """Tokens per layer and expert of all replicas, since the last dump or the start. Raises RequestError, ExecutionError."""
         replies = await self._ask("dump")
         layers: dict[int, list[int]] = {}
         for reply in replies:
@@ -62,7 +62,7 @@ class ExpertRecording:
         }
 
     def tell_scheduler(self, sender: Sender) -> None:
-        """One that was started again, before it gets a request."""
+        """Start recording on a restarted scheduler, before it gets requests."""
         if self._is_recording:
             self._num_begun_again += 1
             sender.send(ExpertCountsReq(0, "start"))

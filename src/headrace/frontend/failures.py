@@ -1,4 +1,4 @@
-"""The error that the end of a sample stands for."""
+"""Converts the finish reason of a failed sample to an error."""
 
 from headrace.errors import (
     CapacityError,
@@ -13,7 +13,7 @@ from headrace.messages.outputs import FinishReason
 
 
 def failure_of(finish: FinishReason, retry_after_s: float = 1.0) -> HeadraceError | None:
-    """The error of an abort of the engine's; None for other ends, and for aborts that were asked for."""
+    """The error of an abort by the engine; None for other finish reasons, and for requested aborts."""
     if finish.type != "abort" or finish.status_code < 400:
         return None
     match finish.status_code:

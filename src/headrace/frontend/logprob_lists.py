@@ -1,4 +1,4 @@
-"""Logprobs of a sample's tokens, as they grow: from the engine's arrays to the lists that replies show.
+"""Growing lists of a sample's logprobs, converted from the engine's arrays to the form of replies.
 
 Owned by a `ReqState`; the prompt's are shared by the samples of a prompt. Used in the tokenizer manager's event loop only.
 """
@@ -12,24 +12,24 @@ from headrace.messages.outputs import LogprobBlock
 from headrace.messages.packing import unpack_float32, unpack_int32
 
 TokenText = Callable[[int], str | None]
-"""Text of a token for logprob lists, or None where it is not wanted."""
+"""Text of a token for logprob lists, or None if it is not requested."""
 
 
 @dataclass(slots=True)
 class LogprobLists:
-    """Logprobs of consecutive tokens, an entry per token in each list. top, picked: empty rows when none were asked for."""
+    """Logprobs of consecutive tokens, an entry per token in each list. top, picked: empty rows if they were not requested."""
 
     tokens: list[LogprobItem] = field(default_factory=list)
     top: list[LogprobRow] = field(default_factory=list)
     picked: list[LogprobRow] = field(default_factory=list)
 
     def since(self, start: int, has_top: bool, has_picked: bool) -> TokenLogprobs:
-        """Those of the tokens from `start` on."""
+        """The logprobs of the tokens from `start` on."""
         top = self.top[start:] if has_top else None
         return TokenLogprobs(self.tokens[start:], top, self.picked[start:] if has_picked else None)
 
     def add_unknown(self, token_id: int, text: TokenText) -> None:
-        """A token without logprob: the prompt's first."""
+        """Add a token without a logprob: the first of the prompt."""
         self.tokens.append((None, token_id, text(token_id)))
         self.top.append(None)
         self.picked.append(None)
@@ -55,5 +55,5 @@ class LogprobLists:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: both say that there is no logprob."""
+    """`value`, or None for NaN and infinity, which JSON does not have and which mean that there is no logprob."""
     return value if math.isfinite(value) else None

@@ -1,6 +1,6 @@
-"""The native answer: the dict {text, output_ids, meta_info[, index]} of /generate and `Engine.generate` (docs/http-api.md).
+"""The native reply: the dict {text, output_ids, meta_info[, index]} of /generate and `Engine.generate` (docs/http-api.md).
 
-Made from a `SampleUpdate`; nothing else reads such a dict. Pure but for `NativeStream`, which belongs to one call.
+Made from a `SampleUpdate`; nothing else reads such a dict. Pure functions, and `NativeStream`, which belongs to one call.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ NativeAnswer = dict[str, Any]
 
 
 class NativeStream:
-    """Makes the answers of a call that streams. incremental: each says what is new, else all that there is of its sample."""
+    """Makes the replies of a streaming call. incremental: each has only new output, otherwise all output of its sample so far."""
 
     def __init__(self, incremental: bool) -> None:
         self._incremental = incremental
         self._so_far: dict[int, tuple[str, list[int], SampleLogprobs | None]] = {}
 
     def answer(self, update: SampleUpdate) -> NativeAnswer:
-        """The next answer."""
+        """The next reply."""
         text, ids, logprobs = update.text, update.ids, update.logprobs
         if not self._incremental:
             if (before := self._so_far.get(update.index)) is not None:
@@ -31,13 +31,13 @@ class NativeStream:
 
 
 def whole_answer(updates: Sequence[SampleUpdate]) -> NativeAnswer | list[NativeAnswer]:
-    """The answer of a call that does not stream: of its one sample, or of all in order."""
+    """The reply of a call that does not stream: of its only sample, or a list of all in order."""
     answers = [native_answer(update) for update in updates]
     return answers if updates[0].is_listed else answers[0]
 
 
 def native_answer(update: SampleUpdate) -> NativeAnswer:
-    """What one update says."""
+    """The reply for one update."""
     return _answer(update, update.text, update.ids, update.logprobs)
 
 

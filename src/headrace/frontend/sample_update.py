@@ -1,6 +1,6 @@
-"""What a sample has to say since it was last asked: the front end's output, from which every API makes its replies.
+"""The new output of a sample since the last update: the front end's output, from which every API makes its replies.
 
-Nothing in it is a reply's shape: `native_answer` and the handlers in `server/` have those. Crosses to HTTP workers as msgpack.
+Independent of the format of replies, which `native_answer` and the handlers in `server/` own. Sent to HTTP workers as msgpack.
 """
 
 from typing import Self
@@ -13,11 +13,11 @@ LogprobItem = tuple[float | None, int, str | None]
 """(logprob or None, token id, text or None)."""
 
 LogprobRow = list[LogprobItem] | None
-"""Of one token: logprobs of several ids at its place. None for the first token of a prompt, which has no logprob."""
+"""Logprobs of several ids at the position of one token. None for the first token of a prompt, which has no logprob."""
 
 
 class SampleUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of a sample so far. cached: those of the prompt that were found in the prefix cache."""
+    """Token counts of a sample so far. cached: prompt tokens found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,10 +25,10 @@ class SampleUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SampleTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How long a sample took. Seconds; None = not yet.
+    """Times of a sample in seconds; None = not yet.
 
-    queue_s: until the first step it took part in. ttft_s, e2e_s: until its first token and its end, from when the call came.
-    decode_throughput: tokens per second after the first, known at the end; None also when there is no second one.
+    queue_s: until its first step. ttft_s, e2e_s: from the arrival of the call until its first token and its end.
+    decode_throughput: tokens per second after the first, known at the end; None if there is no second token.
     """
 
     queue_s: float
@@ -38,7 +38,7 @@ class SampleTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Logprobs of consecutive tokens: three lists of one length. top, picked: of the most likely ids and of those asked for; None = of none."""
+    """Logprobs of consecutive tokens, in lists of the same length. top, picked: of the most likely and of the requested ids; None = not requested."""
 
     tokens: list[LogprobItem]
     top: list[LogprobRow] | None = None
@@ -63,13 +63,13 @@ class SampleLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is new of one sample: text, ids and logprobs since its last update. Everything else is as it stands now.
+    """New output of one sample: text, ids and logprobs since its last update. All other fields have their current values.
 
-    All updates of a sample joined are its answer. finish: with the last update, None before.
+    All updates of a sample joined are its whole output. finish: with the last update, None before.
 
-    rid: the prompt's, as its client knows it. index: the sample's place in the answer of its call; is_listed: that answer is a list,
-    because its prompt was one or has several samples. logprobs: None when they were not asked for. hidden_states: with the last update,
-    a row of hidden_size values for each token; None when they were not asked for.
+    rid: of the prompt, as the client knows it. index: of the sample in the reply of its call. is_listed: that reply is a list,
+    because the prompts were a list or there are several samples. logprobs: None if not requested. hidden_states: with the last update,
+    a row of hidden_size values per token; None if not requested.
     """
 
     rid: str

@@ -1,6 +1,6 @@
-"""What may be asked of weights and memory: defaults, checks and notes that the Python methods and the HTTP routes share.
+"""Defaults and checks of operations on weights and memory, shared by the Python methods and the HTTP routes.
 
-Runs in the caller's thread; asks nobody.
+Pure functions; run in the caller's thread.
 """
 
 import struct
@@ -16,7 +16,7 @@ TRUNCATE_SIZE = 100
 
 
 def checked_load_format(load_format: str | None) -> Any:
-    """Raises RequestError for a format that is not known."""
+    """Raises RequestError for an unknown format."""
     if load_format in (None, "auto", "safetensors", "gguf"):
         return load_format or "auto"
     raise RequestError(f"load_format {load_format!r} is not supported; known: auto, safetensors, gguf", "load_format")
@@ -32,7 +32,7 @@ def checked_group(
     *,
     timeout_s: float,
 ) -> InitGroup:
-    """Raises RequestError for numbers that make no group."""
+    """Raises RequestError for an invalid group."""
     if not 1 <= rank_offset < world_size:
         raise RequestError(
             f"rank_offset must be between 1 and world_size - 1 (the trainer is rank 0), got {rank_offset} of {world_size}",
@@ -54,10 +54,10 @@ def checked_group(
 def checked_tensors(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """Raises RequestError unless the lists fit together."""
+    """Raises RequestError unless the lists have the same length and valid shapes."""
     if not names or not len(names) == len(dtypes) == len(shapes):
         raise RequestError(
-            f"names, dtypes and shapes must be lists of one length, not empty; got {len(names)}, {len(dtypes)} and {len(shapes)}",
+            f"names, dtypes and shapes must be non-empty lists of the same length; got {len(names)}, {len(dtypes)} and {len(shapes)}",
             "names",
         )
     if any(size < 0 for shape in shapes for size in shape):
@@ -74,18 +74,18 @@ def checked_truncate_size(truncate_size: int) -> int:
 
 
 def checked_tags(tags: Sequence[str] | None) -> tuple[MemoryTag, ...]:
-    """Those that name memory of this server. None or an empty list: all of them. Raises RequestError for a tag that is not known."""
+    """The tags of memory that this server has. None or an empty list: all of them. Raises RequestError for an unknown tag."""
     wanted = tags or MEMORY_TAGS
     unknown = [tag for tag in wanted if tag not in (*MEMORY_TAGS, *FOREIGN_TAGS)]
     if unknown:
         raise RequestError(
-            f"tags: known are {', '.join((*MEMORY_TAGS, *FOREIGN_TAGS))}, got {', '.join(unknown)[:200]}", "tags"
+            f"tags: must be among {', '.join((*MEMORY_TAGS, *FOREIGN_TAGS))}, got {', '.join(unknown)[:200]}", "tags"
         )
     return tuple(tag for tag in MEMORY_TAGS if tag in wanted)
 
 
 def note_on_tags(tags: Sequence[str] | None) -> str:
-    """What the answer says of tags for which nothing is done."""
+    """A note for the reply about tags without effect."""
     foreign = [tag for tag in FOREIGN_TAGS if tag in (tags or ())]
     return (
         f"{', '.join(foreign)}: this server has no memory of that name, so nothing was done for it" if foreign else ""
@@ -93,7 +93,7 @@ def note_on_tags(tags: Sequence[str] | None) -> str:
 
 
 def nested_values(reply: WeightOpReply) -> list[Any]:
-    """The values of a `GetWeight` reply, as deep as the weight. Raises RequestError when it failed."""
+    """The values of a `GetWeight` reply as nested lists. Raises RequestError if it failed."""
     if not reply.success:
         raise RequestError(reply.message, "name")
     values = [value for (value,) in struct.iter_unpack("<f", reply.values)]

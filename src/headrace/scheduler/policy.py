@@ -1,6 +1,6 @@
 """Order of one key's waiting requests. Pure functions of its lanes (`waiting.py`) and the clock.
 
-Each gives an iterator that looks no further than it is asked: a plan takes a few requests of thousands.
+Each returns a lazy iterator, since a plan takes only a few of possibly thousands of requests.
 """
 
 import heapq
@@ -13,7 +13,7 @@ LPM_MAX_QUEUE = 128
 """With more waiting requests than this, lpm falls back to arrival order: matching all of them costs more than it gains."""
 
 LPM_MAX_WAIT_S = 5.0
-"""Longest-prefix order may pass a request over for this many seconds; then it goes first."""
+"""lpm may pass over a request for this many seconds; after that it goes first."""
 
 
 def fcfs(lanes: Collection[Lane]) -> Iterator[Req]:

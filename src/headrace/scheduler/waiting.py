@@ -1,8 +1,8 @@
-"""The requests that wait, in lanes: one for each key and priority, in order of arrival.
+"""The waiting requests in lanes: one per API key and priority, each in order of arrival.
 
-Within a lane nobody can ever pass anybody, whatever the policy: who came first has waited longer. So the next request is the best of the
-lanes' first ones, and nobody has to sort the whole queue. Runs in the scheduler's thread. The work of adding and removing does not grow
-with the queue but for moving a lane's list.
+Within a lane no request ever overtakes another, whatever the policy, because the first one has waited longer. So the next request is the
+best of the lanes' first ones, and the whole queue need not be sorted. Runs in the scheduler's thread. Adding and removing are a binary
+search and a change of one lane's list.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ Lane = Sequence[Req]
 
 
 class WaitingQueue:
-    """Iterates over all that wait, lane by lane. A request that was taken back comes where it was before in its lane."""
+    """Iterates over all waiting requests, lane by lane. A retracted request returns to its old position in its lane."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, dict[int, list[Req]]] = {}
@@ -37,11 +37,11 @@ class WaitingQueue:
 
     @property
     def tenants(self) -> Collection[str]:
-        """The keys that have waiting requests."""
+        """The keys with waiting requests."""
         return self._lanes.keys()
 
     def lanes(self, tenant: str) -> list[Lane]:
-        """Those of one key. They change with the queue."""
+        """The lanes of one key. They change with the queue."""
         return list(self._lanes[tenant].values())
 
     def heads(self) -> Iterator[Req]:
