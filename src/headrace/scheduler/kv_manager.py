@@ -48,7 +48,7 @@ class KVManager:
 
     def match(self, req: Req) -> PrefixMatch:
         """Longest usable cached prefix of the request's known tokens, pinned."""
-        return self.cache.match(req.token_ids.tobytes(), req.asked.namespace, req.match_limit)
+        return self.cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
 
     def admit(self, req: Req, match: PrefixMatch) -> None:
         """Give the request a row and the matched prefix; the request now owns the lease."""
@@ -129,8 +129,7 @@ class KVManager:
         num_full = req.num_computed // self.page_size
         if num_full <= req.num_tree_pages:
             return
-        tokens = req.token_ids[: num_full * self.page_size].tobytes()
-        done = self.cache.insert(tokens, req.pages, req.asked.namespace)
+        done = self.cache.insert(req.cache_key(num_full * self.page_size), req.pages, req.asked.namespace)
         existing, kept = done.num_existing // self.page_size, done.num_kept // self.page_size
         if kept == 0:
             return

@@ -151,7 +151,7 @@ def _order(state: SchedulerState, now_s: float) -> Iterator[Req]:
 
 def _peek(state: SchedulerState, req: Req) -> int:
     """Tokens of its prompt that are cached."""
-    return state.kv.cache.peek(req.token_ids.tobytes(), req.asked.namespace, req.match_limit)
+    return state.kv.cache.peek(req.cache_key(), req.asked.namespace, req.match_limit)
 
 
 def _expected_tokens(state: SchedulerState, req: Req) -> int:
@@ -171,8 +171,8 @@ def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:
             continue
         if other.asked.namespace != req.asked.namespace:
             continue
-        mine = mine if mine is not None else req.token_ids.tobytes()
-        theirs = other.token_ids[: other.num_prompt_tokens].tobytes()
+        mine = mine if mine is not None else req.cache_key()
+        theirs = other.cache_key(other.num_prompt_tokens)
         shared = min(_common_tokens(mine, theirs), req.match_limit)
         shared -= shared % state.kv.page_size
         same_group = bool(req.asked.group) and req.asked.group == other.asked.group

@@ -182,6 +182,11 @@ class Req:
         """Whether other requests may use its KV. Not with embeddings, whose token ids are placeholders."""
         return not self.asked.input_embeds
 
+    def cache_key(self, num_tokens: int | None = None) -> bytes:
+        """What the prefix cache compares of the first `num_tokens` known tokens (None = all): TOKEN_BYTES bytes a token."""
+        tokens = self.token_ids if num_tokens is None else self.token_ids[:num_tokens]
+        return tokens.tobytes()
+
     @property
     def match_limit(self) -> int:
         """Length of the longest cached prefix that it may use, in tokens."""
