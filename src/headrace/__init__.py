@@ -13,7 +13,7 @@ __all__ = ["Engine", "Runtime", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """`headrace.Engine` and `headrace.Runtime`, imported when asked for: `import headrace` stays cheap."""
+    """`headrace.Engine` and `headrace.Runtime`, imported on first use, so that `import headrace` stays cheap."""
     if name == "Engine":
         from headrace.api.engine import Engine
 

@@ -41,7 +41,7 @@ async def test_requests_without_a_seed_differ_and_repeat_when_the_server_is_star
 
 async def test_more_samples_than_the_queue_can_ever_hold_are_a_bad_request(make_frontend):
     frontend = make_frontend(ready=msgspec.structs.replace(READY, max_running_requests=2), max_queued_requests=3)
-    with pytest.raises(RequestError, match="asks for 6 samples"):
+    with pytest.raises(RequestError, match="has 6 samples"):
         await frontend.start(["a", "b", "c"], sampling_params={"n": 2})
 
 

@@ -42,7 +42,7 @@ async def test_limits_change_in_the_scheduler_and_in_the_queue(make_frontend):
     await frontend.engine.until(lambda: len(frontend.engine.requests) == 3)
     with pytest.raises(CapacityError, match="queue is full"):
         await frontend.start("p")
-    with pytest.raises(RequestError, match="asks for 4 samples"):
+    with pytest.raises(RequestError, match="has 4 samples"):
         await frontend.start("p", sampling_params={"n": 4})
     frontend.manager.abort_request(abort_all=True)
     frontend.engine.pump()

@@ -379,7 +379,7 @@ async def test_pushed_weights_are_for_all_or_none(replicas):
         await replicas.done(updating, 0)
     replicas.all[0].obey()
     assert states(replicas)[0] == OLD
-    with pytest.raises(CapacityError, match="being started again"):
+    with pytest.raises(CapacityError, match="being restarted"):
         await replicas.done(replicas.operate(PUSHED), 0)
     replicas.all[0].obey()
     await replicas.until(replicas.come_back(1).done, 1)

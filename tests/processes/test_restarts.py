@@ -162,7 +162,7 @@ def test_a_detokenizer_that_is_refused_is_the_end(watched):
     manager = Manager()
     watched(manager, error=ConfigError("no tokenizer"))[2].exit_code = 1
 
-    assert heard(manager, 2)[1] == ("died", "the detokenizer 0 process has died and could not be started again")
+    assert heard(manager, 2)[1] == ("died", "the detokenizer 0 process has died and could not be restarted")
 
 
 def test_without_recovery_the_first_death_is_the_end(watched):

@@ -1,4 +1,4 @@
-"""A scheduler or detokenizer that dies is started again, and nobody who waits can tell from the answer."""
+"""A scheduler or detokenizer that dies is restarted, and its clients see no difference in their replies."""
 
 import json
 import signal

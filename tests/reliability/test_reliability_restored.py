@@ -1,4 +1,4 @@
-"""What a server was told at run time holds for all its replicas, and for one that was started again."""
+"""Changes at run time apply to all replicas, including restarted ones."""
 
 import shutil
 from pathlib import Path

@@ -428,7 +428,7 @@ def test_wrong_accounting_at_idle_is_logged_counted_and_repaired(caplog):
     rig.drain()
 
     assert rig.state.counters.memory_repairs == 1
-    assert "memory accounting is off" in caplog.text
+    assert "memory accounting is inconsistent" in caplog.text
     assert rig.finish["b"].type == "length"
     rig.kv.flush()
     assert rig.kv.state().free_tokens == 50

@@ -136,7 +136,7 @@ async def test_a_fault_of_ours_is_not_described(caplog):
         remote = await home.worker(0)
         home.frontend.script = Script(fail_at=0, error=ZeroDivisionError("secret"))
 
-        with pytest.raises(ExecutionError, match=r"internal error; the server's log has the cause"):
+        with pytest.raises(ExecutionError, match=r"internal error; see the server's log"):
             await updates_of(remote)
 
 

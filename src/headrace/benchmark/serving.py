@@ -206,7 +206,7 @@ async def measure(
 
 
 def _in_one_line(title: str, summary: Summary) -> str:
-    """What a workload came to, for whoever watches a long run."""
+    """One line with the results of a workload, shown while a long run continues."""
     errors = f", {summary.num_errors} errors" if summary.num_errors else ""
     rates = f"prompt {summary.prompt_throughput:.0f} tok/s, output {summary.output_throughput:.1f} tok/s"
     return f"{title}: {summary.duration_s:.1f} s, {rates}{errors}"
@@ -232,7 +232,7 @@ async def _warm_up(targets: Sequence[Target], prompts: Sequence[TokenIds], start
 
 
 def report(content: dict[str, Any], results: Sequence[Result], options: LoadOptions, console: Console) -> None:
-    """Print the tables and write the files that were asked for."""
+    """Print the tables and write the requested files."""
     print_results(console, results)
     if options.output is not None:
         write_json(options.output, content)

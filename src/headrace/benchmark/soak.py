@@ -1,4 +1,4 @@
-"""A seeded mix of clients against a server of its own, for seconds or for hours, and what the server looks like afterwards.
+"""A seeded mix of clients against a server of its own, for seconds or for hours, and checks of the server's state afterwards.
 
 Owns the mix (chats that grow turn by turn, completions, several samples, clients that leave, bad requests), the checks of every reply,
 the samples of memory and throughput, and the final state: nothing may run, leak or have changed. Run by `scripts/soak`; the server is
@@ -275,7 +275,7 @@ async def _watch(run: Soak, pid: int, begin_s: float, end_s: float) -> None:
 
 
 async def _look_after(run: Soak, session: aiohttp.ClientSession, golden: object) -> dict[str, Any]:
-    """What must hold when nobody asks for anything any more."""
+    """Check the final state of the idle server."""
     recovered_s = time.monotonic() + (RECOVER_S if run.num_kills else 0.0)
     while (status := await _health(session)) != 200 and time.monotonic() < recovered_s:  # noqa: ASYNC110  another process
         await asyncio.sleep(0.1)

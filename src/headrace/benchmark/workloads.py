@@ -105,7 +105,7 @@ def make_workloads(
 ) -> WorkloadSet:
     """Draw the prompts of every preset from `text_ids`.
 
-    All presets are drawn each time, in one order, so that a preset has the same prompts whichever others are asked for.
+    All presets are drawn each time, in one order, so that a preset has the same prompts whichever others are selected.
     max_requests: keep at most this many requests of each preset. rounds: at most this many per request in flight.
     """
     rng = random.Random(seed)

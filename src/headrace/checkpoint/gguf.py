@@ -1,7 +1,7 @@
 """GGUF files (versions 2 and 3): metadata, tensor index, raw blocks and dequantisation.
 
 Owns the file format only; what the tensors mean to a model is in `gguf_names.py`. The file is mapped, never read whole,
-and metadata arrays are decoded when asked for, so that opening takes a fraction of a second. numpy, no torch. A broken
+and metadata arrays are decoded on demand, so that opening takes a fraction of a second. numpy, no torch. A broken
 file raises a ModelError that names the file and, if any, the tensor; nothing is ever executed.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block layouts: the `block_*` structs of ggml-common.h.

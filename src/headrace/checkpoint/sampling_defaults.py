@@ -16,7 +16,7 @@ from headrace.errors import ModelError
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling values of a model; None where it says nothing, or says off.
+    """Sampling defaults of a model; None = not set, or off.
 
     origin: where they come from, for people; "" when the model brings none. not_followed: what the model's settings ask for besides, and
     does not happen here.

@@ -87,7 +87,7 @@ class FormatFacts:
     error: upper bound of norm(rounded - weights) / norm(weights) for normally distributed weights.
     on_cpu: it runs on CPU. gpu: what it requires on a GPU; None = it does not run on GPUs.
     head: the format of the output projection on CPU; None = the same. On a GPU the output projection stays in float.
-    takes: stored matrices of these formats are used unchanged when this format is asked for.
+    takes: stored matrices of these formats are used unchanged when this format is requested.
     note: shown in brackets behind the name in the help text.
     """
 

@@ -1,6 +1,6 @@
 """The user's options: frozen and grouped. The command line and `Engine(**kwargs)` are both made from this table.
 
-`ServerArgs` holds what the user asked for; `config.resolve` combines it with the model and the device into a `Config`.
+`ServerArgs` holds the options as given; `config.resolve` combines it with the model and the device into a `Config`.
 """
 
 import math

@@ -56,7 +56,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._batch_tokenizer = AsyncDynamicBatchTokenizer(tokenizer, ready.context_length)
         self._defaults = defaults
-        # Requests without a seed differ from each other, and repeat when a server is started again.
+        # Requests without a seed get different ones, which are the same again after a restart of the server.
         self._seeds = random.Random(args.random_seed)
         self._table = table
         self._aborts = aborts

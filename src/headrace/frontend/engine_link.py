@@ -40,7 +40,7 @@ NO_MORE = -2
 
 GIVEN_UP = "the engine died repeatedly while it worked on this request; the request has been given up"
 NOT_SENT = "the request could not be sent to the engine"
-LEFT_FOR_GOOD = "the replica that the request names has died and cannot be started again; leave out routed_dp_rank"
+LEFT_FOR_GOOD = "the replica that the request names has died and cannot be restarted; leave out routed_dp_rank"
 TOO_LATE = "the request took longer than the server allows"
 
 
@@ -48,7 +48,7 @@ class EngineLink:
     """Sends samples to the schedulers and control messages to all of them; a `Sender`.
 
     samples: the table of live samples. end: ends a sample, as an output with this finish reason would. to_detokenizer: for messages that a
-    source is gone. balancer: None for one replica. on_dismissed: ends the process of a replica, which is then started again.
+    source is gone. balancer: None for one replica. on_dismissed: ends the process of a replica, which is then restarted.
     """
 
     def __init__(

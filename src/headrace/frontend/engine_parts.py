@@ -1,4 +1,4 @@
-"""What the front end does when a process of the engine dies, and when it has been started again.
+"""What the front end does when a process of the engine dies, and when it has been restarted.
 
 Owns the restarted schedulers that are on their way into service: each first gets all operations that the others have carried out, then it
 gets requests. Nothing is awaited between the last operation and the first request, so no operation is missed. Does not notice deaths nor
@@ -82,11 +82,11 @@ class EngineParts:
         return len(self._rejoining)
 
     def down(self, name: str, index: int | None = None) -> None:
-        """A process has died and is being started again. index: of a scheduler; None = the detokenizer."""
+        """A process has died and is being restarted. index: of a scheduler; None = the detokenizer."""
         if not self._engine_loop.is_here(self.down, name, index):
             return
         self._heartbeats.forget(name)
-        self._records.crash_dump(f"the {name} process has died and is being started again")
+        self._records.crash_dump(f"the {name} process has died and is being restarted")
         if index is None:
             self._link.detokenizer_down()
             return

@@ -140,7 +140,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     num_samples = sum(sampling.n for sampling in samplings)
     if num_samples > limits.max_samples:
         raise RequestError(
-            f"the request asks for {num_samples} samples; this server queues at most {limits.max_samples}", "n"
+            f"the request has {num_samples} samples; this server queues at most {limits.max_samples}", "n"
         )
     multiple = any(sampling.n > 1 for sampling in samplings)
     wants = _spread("return_logprob", obj.return_logprob, count, is_batch, bool)
@@ -203,7 +203,7 @@ def _check_cost(prompts: Sequence[Prompt], context_length: int) -> None:
     if num_bytes > MAX_CALL_BYTES:
         raise RequestError(
             f"the samples of this request take {num_bytes} bytes together; the limit is {MAX_CALL_BYTES}: "
-            "ask for fewer samples, or send the prompts one by one",
+            "reduce n, or send the prompts one by one",
             "n",
         )
 

@@ -84,7 +84,7 @@ class Records:
         self._write_timelines()
         requests = described(self._timelines, self._args.crash_dump_prompts)
         try:
-            path = await asyncio.to_thread(write_dump, folder, "requests", "asked for", requests)
+            path = await asyncio.to_thread(write_dump, folder, "requests", "requested", requests)
         except OSError as error:
             raise ExecutionError(f"the requests could not be written: {error.strerror}") from None
         return path.name, len(requests)

@@ -87,7 +87,7 @@ def fault_of(error: BaseException) -> FrontFault:
     """An error in the form for messages. Anything but a HeadraceError is a bug: it is logged here and not described."""
     if not isinstance(error, HeadraceError):
         logger.error("a call of an HTTP worker failed", exc_info=error)
-        return FrontFault("ExecutionError", "internal error; the server's log has the cause")
+        return FrontFault("ExecutionError", "internal error; see the server's log")
     if isinstance(error, CapacityError):
         return FrontFault(
             "CapacityError",

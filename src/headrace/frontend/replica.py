@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from headrace.errors import CapacityError
 from headrace.messages.channel import Sender
 
-RESTARTING = "a part of the engine has died and is being started again"
+RESTARTING = "a process of the engine has died and is being restarted"
 RESTART_RETRY_S = 2.0
 
 

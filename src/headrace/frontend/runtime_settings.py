@@ -44,7 +44,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class RuntimeSettings:
-    """See the module's text.
+    """See the module docstring.
 
     check: raises while the engine takes no control calls. to_schedulers: reaches all that are up. queue, request_log: changed in this
     process.

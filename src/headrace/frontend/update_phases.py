@@ -110,7 +110,7 @@ class Undecided:
 
 
 class UpdatePhases:
-    """See the module's text."""
+    """See the module docstring."""
 
     def __init__(self, fleet: Fleet, replies: Communicator[WeightOpReply], log: OperationLog) -> None:
         self._fleet = fleet
@@ -178,7 +178,7 @@ class UpdatePhases:
             return
         if self._fleet.num_restarting or any(replica.is_lost for replica in prepared):
             raise CapacityError(
-                "a replica has died and is being started again; send the weights once it is back", RESTART_RETRY_S
+                "a replica has died and is being restarted; send the weights once it is back", RESTART_RETRY_S
             )
 
     async def _commit(
@@ -227,7 +227,5 @@ def _check_same(prepared: Replies) -> None:
     """Raises Refused when replicas have read different files from the same path."""
     replies = list(prepared.values())
     if len({reply.fingerprint for reply in replies}) > 1:
-        message = (
-            "the checkpoint changed while the replicas read it, so that they would differ; the old weights serve on"
-        )
+        message = "the checkpoint changed while the replicas read it, so they would differ; the old weights stay in use"
         raise Refused(msgspec.structs.replace(replies[0], success=False, message=message), len(replies), len(replies))

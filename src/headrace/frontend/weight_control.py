@@ -50,7 +50,7 @@ logger = get_logger(__name__)
 
 
 class WeightControl:
-    """See the module's text.
+    """See the module docstring.
 
     fleet: the replicas. check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
     scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
@@ -137,7 +137,7 @@ class WeightControl:
         try:
             return _sum_of(await self._ask(self._up(), operation))
         except CapacityError:
-            return WeightOpReply(NOBODY, True, "it holds once the engine has been started again", self.version)
+            return WeightOpReply(NOBODY, True, "it takes effect once the engine has been restarted", self.version)
 
     # -- one at a time
 
@@ -229,7 +229,7 @@ class WeightControl:
                 "world_size",
             )
         if self._fleet.num_restarting:
-            raise CapacityError("a replica has died and is being started again; join once it is back", RESTART_RETRY_S)
+            raise CapacityError("a replica has died and is being restarted; join once it is back", RESTART_RETRY_S)
         ranks = {replica: operation.rank_offset + i for i, replica in enumerate(replicas)}
         calls = [
             self._ask([replica], msgspec.structs.replace(operation, rank_offset=rank))

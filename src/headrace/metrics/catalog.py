@@ -59,7 +59,7 @@ class Metrics:
         self.retracted_requests = self._counter("retracted_requests", "Times a running sample had to give back its KV.")
         self.replayed_requests = self._counter("replayed_requests", "Times a sample was sent again after a death.")
         self._restarts = Counter(
-            "headrace:restarts", "Processes started again.", ["model_name", "process"], registry=self.registry
+            "headrace:restarts", "Processes that were restarted.", ["model_name", "process"], registry=self.registry
         )
         self._requests = Counter(
             "headrace:requests", "Samples that ended.", ["model_name", "finish_reason"], registry=self.registry

@@ -130,7 +130,7 @@ class ChildProcess:
         self._reap()
 
     def end(self) -> None:
-        """Kill it and do not wait: whoever watches it will see that it has ended."""
+        """Kill it without waiting; the supervisor will notice its end."""
         self._popen.kill()
 
     def kill(self) -> None:

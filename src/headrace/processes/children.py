@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChildParts(Parts):
-    """Child processes, watched by a thread, and started again when they die. spawn: starts one; a test's stand-in."""
+    """Child processes, watched by a thread and restarted when they die. spawn: starts one; replaced in tests."""
 
     def __init__(self, args: ServerArgs, ports: Ports, spawn: type[ChildProcess] = ChildProcess) -> None:
         super().__init__(ZmqChannels(ports), args.dp_size)
@@ -44,7 +44,7 @@ class ChildParts(Parts):
             raise
 
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
-        """See `Parts`. A child that dies is started again, and `manager` is told."""
+        """See `Parts`. A child that dies is restarted, and `manager` is notified."""
         # Clients were told how many tokens fit: a new scheduler must offer as many. Its adapters are sent to it, since others may have come.
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headrace.server.keys import ApiKeys
 
 STOP_WORKER_S = 5.0
-"""How long a worker that was told to leave may go on writing the replies under way; then it is killed."""
+"""How long a worker that was told to stop may finish its replies before it is killed."""
 
 
 class HttpWorkers:

@@ -148,7 +148,7 @@ class Recovery(Generic[P]):
                 return
             process.kill()
             logger.error("the %s process could not be restarted: %s", process.name, error.message)
-            message = f"the {process.name} process has died and could not be started again"
+            message = f"the {process.name} process has died and could not be restarted"
             # What is wrong with the options or the model will be wrong the next time.
             if isinstance(error, ConfigError | ModelError):
                 self._on_refused(process, message)

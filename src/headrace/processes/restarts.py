@@ -24,7 +24,7 @@ class Restarts:
     """Watches the children of an engine from `start` to `stop`.
 
     children: those that live; a dead one is taken out and its replacement put in. respawn: starts a child in place of a dead one.
-    on_death: called from a thread, with a message for clients, when the engine cannot go on.
+    on_death: called from a thread, with a message for clients, when the engine cannot continue.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Restarts:
         self._recovery.stop()
 
     def _recover(self, dead: ChildProcess) -> bool:
-        """Deal with a death. False: the engine cannot go on."""
+        """Deal with a death. False: the engine cannot continue."""
         if dead.kind != "scheduler" or self._manager.weights.can_restore:
             return self._recovery.recover(dead)
         logger.error(
@@ -92,7 +92,7 @@ class Restarts:
             raise
 
     def _refused(self, dead: ChildProcess, message: str) -> None:
-        """Its options or its model were refused, so it is not started again."""
+        """Its options or its model were refused, so it is not restarted."""
         if self._others_serve(dead):
             self._manager.parts.gone(dead.name, dead.index)
         else:

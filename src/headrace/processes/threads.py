@@ -24,7 +24,7 @@ START_POLL_S = 0.2
 
 
 class ThreadParts(Parts):
-    """One scheduler and the detokenizer, each in a thread. None is started again."""
+    """One scheduler and the detokenizer, each in a thread. They are not restarted."""
 
     def __init__(self, args: ServerArgs) -> None:
         super().__init__(LocalChannels())

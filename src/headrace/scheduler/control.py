@@ -129,6 +129,6 @@ def self_check(state: SchedulerState, log: Callable[[str], None]) -> None:
     pool = state.kv.state()
     if pool.consistent and pool.leased_tokens == 0 and pool.request_slots_free == pool.request_slots_total:
         return
-    log(f"memory accounting is off at idle, repairing: {pool}")
+    log(f"memory accounting is inconsistent at idle, resetting the pool: {pool}")
     state.counters.memory_repairs += 1
     state.kv.repair()

@@ -119,11 +119,11 @@ class WeightControl:
             case ContinueGeneration():
                 state.gate.pause = None
                 released = ", ".join(sorted(state.gate.released))
-                text = f"generation goes on once {released} is resumed" if released else "generation goes on"
+                text = f"generation continues once {released} is resumed" if released else "generation continues"
                 self._answer(request.id, True, text)
             case SetWeightVersion():
                 if operation.abort_all_requests:
-                    ended = _abort_all(state, "aborted: the weights were given another version")
+                    ended = _abort_all(state, "aborted: the weight version was changed")
                 state.weight_version = operation.new_version
                 self._answer(request.id, True, f"the weight version is {operation.new_version!r}")
             case CancelUpdate():
@@ -191,7 +191,7 @@ class WeightControl:
                 staged = self._staged
                 if staged is None or staged.update_id != operation.update_id:
                     self._queue.popleft()
-                    self._answer(request_id, False, f"update {operation.update_id} is not prepared here")
+                    self._answer(request_id, False, f"update {operation.update_id} is not prepared in this replica")
                     return True
                 if not self._is_quiet(staged, staged.update, ended):
                     return False
@@ -380,7 +380,7 @@ _BETWEEN_STEPS = _UPDATES | ReleaseMemory | ResumeMemory
 """Operations whose installation needs that no step is in flight."""
 _DROPPED = "the update was dropped"
 _CANCELLED = "cancelled; nothing has changed"
-_INTERNAL_ERROR = "internal error; the server's log has the cause"
+_INTERNAL_ERROR = "internal error; see the server's log"
 
 
 def _is_phase_of(operation: Queued, update_id: int) -> bool:
@@ -405,8 +405,8 @@ def _too_long(operation: WorkerOperation, limit_s: float) -> str:
     if isinstance(operation, InitGroup):
         return f"the group could not be joined within {operation.timeout_s:g} s: a peer is silent"
     return (
-        f"gave up after {limit_s:g} s (--weight-update-timeout-s); nothing has changed. What hangs cannot be interrupted: its thread "
-        "stays until the file system or the peer answers, and what it read is thrown away then"
+        f"gave up after {limit_s:g} s (--weight-update-timeout-s); nothing has changed. The hanging read "
+        "cannot be interrupted; its result will be discarded"
     )
 
 

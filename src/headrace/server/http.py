@@ -281,7 +281,7 @@ class Exchange:
         """Cancel the body of this block when the client closes the connection, then raise ClientGone.
 
         Call it after the request body has been read: it takes over `receive`. Works as asyncio.timeout does: the one
-        cancellation it asked for is taken back, others go through.
+        cancellation that it requested is undone, others pass through.
         """
         task = asyncio.current_task()
         assert task is not None, "an exchange runs in a task"

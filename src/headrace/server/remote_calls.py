@@ -30,7 +30,7 @@ from headrace.server.request_frontend import METHODS
 T = TypeVar("T")
 
 TAKEN_AT_ONCE = 4
-"""After this many outputs of a stream, the main process is told that they were taken: half of its window."""
+"""After this many outputs of a stream, the main process is told that they were consumed; half of its window."""
 
 
 class _Results:

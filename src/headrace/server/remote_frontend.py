@@ -49,7 +49,7 @@ class RemoteFrontend:
         return self._calls.stream("generate_request", _UPDATES.decode, arguments)
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = NOBODY) -> None:
-        """The waiters get what there is."""
+        """Waiting clients get the output so far."""
         self._calls.tell("abort_request", rid=rid, abort_all=abort_all, caller=WireCaller.of(caller))
 
     async def open_session(

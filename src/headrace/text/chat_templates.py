@@ -100,7 +100,7 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """Render a chat.
 
-        continue_final_message: leave the last message open, so that the model goes on writing it; needs
+        continue_final_message: leave the last message open, so that the model continues it; needs
         add_generation_prompt False. kwargs: more variables for the template, as a request's `chat_template_kwargs`.
         Raises RequestError when the template refuses the messages, fails on them or exceeds its limits, for reserved kwargs,
         and for text that is not Unicode.

@@ -1,4 +1,4 @@
-"""What a check of a GPU was asked for. No torch: the command reads this before any piece runs."""
+"""Options of a check of a GPU. No torch: the command reads this before any piece runs."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -394,7 +394,7 @@ def _peaks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on_device(columns: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[len(columns), rows] there, in one copy that nobody waits for."""
+    """[len(columns), rows] there, in one copy, without waiting for it."""
     stacked = torch.stack(columns)
     if stacked.device.type == "cpu" and device.type == "cuda":
         stacked = stacked.pin_memory()

@@ -113,7 +113,7 @@ NOT_ENDED = b'"finish_reason":null'
 
 @dataclass(slots=True)
 class NewLogprobs:
-    """Logprobs of output tokens, and for each the most likely alternatives (empty when none were asked for)."""
+    """Logprobs of output tokens, and for each the most likely alternatives (empty if none were requested)."""
 
     tokens: list[LogprobItem]
     alternatives: list[list[LogprobItem]]
@@ -121,7 +121,7 @@ class NewLogprobs:
     @classmethod
     def of(cls, update: SampleUpdate, request: GenerationRequest) -> "NewLogprobs":
         """The logprobs that an update adds. Requested ids replace the most likely alternatives."""
-        assert update.logprobs is not None, "they were asked for"
+        assert update.logprobs is not None, "they were requested"
         output = update.logprobs.output
         if request.logprob_token_ids:
             return cls(output.tokens, [row or [] for row in output.picked or ()])

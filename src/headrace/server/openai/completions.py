@@ -233,7 +233,7 @@ class LegacyLogprobs:
 
     def add_prompt(self, update: SampleUpdate, length: int, num_top: int) -> None:
         """The prompt's tokens; `length` characters of the choice's text are the prompt. num_top: alternatives of each."""
-        assert update.logprobs is not None, "they were asked for"
+        assert update.logprobs is not None, "they were requested"
         entries = update.logprobs.prompt.tokens
         tops = [None if top is None else top[:num_top] for top in update.logprobs.prompt.top or ()]
         self.add(entries, tops, first_is_unknown=True)

@@ -33,7 +33,7 @@ def check_token_details(request: GenerationRequest) -> None:
 def truncated(ids: list[int], request: GenerationRequest, context_length: int) -> list[int]:
     """The prompt's tokens that `truncate_prompt_tokens` keeps: the last ones, or the first with truncation_side "right".
 
-    -1 keeps as many as fit into the context beside the output that was asked for (one token when it is not bounded).
+    -1 keeps as many as fit into the context beside the requested output (one token if it is not limited).
     """
     count = request.truncate_prompt_tokens
     if count is None:
@@ -62,7 +62,7 @@ def prompt_logprobs(tokenizer: Tokenizer, request: GenerationRequest, update: Sa
     The token itself is always there, beside the `prompt_logprobs` most likely ones. rank: 1 = the most likely; null for a token that
     is not among them.
     """
-    assert update.logprobs is not None, "they were asked for"
+    assert update.logprobs is not None, "they were requested"
     prompt = update.logprobs.prompt
     tops = prompt.top or []
     rows: list[object] = []

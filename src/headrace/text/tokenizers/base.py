@@ -136,7 +136,7 @@ class Tokenizer:
         """Token ids of a rendered chat; no bos is added, the template writes it.
 
         Ordinary chats give exactly the ids of the rendered text. Where a user wrote the text of a special token, the
-        template's own special tokens are first replaced by sentinels nobody can guess, the text is encoded in one piece
+        template's own special tokens are first replaced by sentinels that cannot be guessed, the text is encoded in one piece
         with special tokens off, and the sentinels' ids are then replaced by those of the special tokens. So merges across
         the border of template and user text are the same as ever. Raises RequestError as `encode`.
         """
@@ -280,7 +280,7 @@ def _without_specials(backend: tokenizers.Tokenizer, sentinels: dict[tuple[bool,
 
 
 class _Pieces(dict[int, bytes]):
-    """Bytes of tokens, worked out when first asked for. An id outside the vocabulary is empty and not remembered."""
+    """Bytes of tokens, computed on first use. An id outside the vocabulary gives no bytes and is not cached."""
 
     def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool) -> None:
         super().__init__()
