@@ -93,6 +93,25 @@ def test_the_deadline_of_the_whole_request_holds_while_it_runs():
     rig.check_idle()
 
 
+def test_a_request_past_both_deadlines_ends_once_for_the_whole_one():
+    rig = Rig(num_pages=2000, max_running=1, radix=False)
+    rig.add("runs", prompt(1), max_new_tokens=60, ignore_eos=True)
+    rig.turn()
+    for i in range(3):
+        rig.add(f"both{i}", prompt(2 + i), deadline_s=0.3, queue_deadline_s=0.3, **LONG)
+    rig.add("queued", prompt(9), queue_deadline_s=0.3, **LONG)
+    rig.drain()
+
+    assert {rid: rig.finish[rid].status_code for rid in rig.finish if rid != "runs"} == {
+        "both0": 408,
+        "both1": 408,
+        "both2": 408,
+        "queued": 503,
+    }
+    assert rig.state.counters.num_aborted == 4
+    rig.check_idle()
+
+
 def test_a_retracted_request_is_not_refused_for_waiting():
     rig = Rig(num_pages=40, max_running=4, radix=False)
     for i in range(2):

@@ -40,11 +40,13 @@ def abort_one(state: SchedulerState, req: Req, message: str, status_code: int) -
 
 def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
     """End requests whose deadline has passed, or whose queue deadline has passed before they ever ran."""
-    live = list(state.by_rid.values())
-    late = [req for req in live if 0 < req.asked.deadline_s <= now_s]
-    stuck = [
-        req for req in live if 0 < req.asked.queue_deadline_s <= now_s and req.cached_tokens < 0 and req not in late
-    ]
+    late: list[Req] = []
+    stuck: list[Req] = []
+    for req in state.by_rid.values():
+        if 0 < req.asked.deadline_s <= now_s:
+            late.append(req)
+        elif 0 < req.asked.queue_deadline_s <= now_s and req.cached_tokens < 0:
+            stuck.append(req)
     return [
         *(abort_one(state, req, "the request took longer than the server allows", 408) for req in late),
         *(abort_one(state, req, WAITED_TOO_LONG, 503) for req in stuck),
