@@ -347,5 +347,6 @@ class Rig:
         assert pool.free_tokens + pool.evictable_tokens == pool.total_tokens
         assert pool.request_slots_free == pool.request_slots_total
         assert self.state.counters.memory_repairs == 0
+        assert len(self.state.groups) == 0
         self.kv.flush()
         assert self.kv.state().free_tokens == pool.total_tokens

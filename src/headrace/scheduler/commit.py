@@ -91,13 +91,11 @@ def reset(state: SchedulerState) -> None:
 
 
 def _forget(state: SchedulerState, req: Req) -> None:
-    state.by_rid.pop(req.rid, None)
+    if state.by_rid.pop(req.rid, None) is not None:
+        state.groups.leave(req)
     if req in state.waiting:
         state.waiting.remove(req)
     _settle(state, req)
-    group = req.asked.group
-    if group and not any(other.asked.group == group for other in state.by_rid.values()):
-        state.group_cached.pop(group, None)
 
 
 def report(state: SchedulerState, req: Req) -> TokenIDOut | None:

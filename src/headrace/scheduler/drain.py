@@ -11,7 +11,7 @@ from headrace.scheduler.state import SchedulerState
 
 def has_begun(state: SchedulerState, req: Req) -> bool:
     """Whether it, or another sample of its prompt, has taken part in a step, here or in a scheduler that has died."""
-    return req.has_begun or req.asked.attempt > 0 or req.asked.group in state.group_cached
+    return req.has_begun or req.asked.attempt > 0 or state.groups.has_begun(req)
 
 
 def is_drained(state: SchedulerState) -> bool:

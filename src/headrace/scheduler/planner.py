@@ -205,9 +205,7 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
         return
     req.first_scheduled_s = now_s
     state.fair_share.charge_prompt(req, req.num_tokens - cached_tokens)
-    group = req.asked.group
-    # Later samples of a prompt hit the KV that the first one has just computed; report only what was cached before that.
-    req.cached_tokens = state.group_cached.setdefault(group, cached_tokens) if group else cached_tokens
+    req.cached_tokens = state.groups.begin(req, cached_tokens)
     counters.prompt_tokens += req.num_prompt_tokens
 
 

@@ -228,6 +228,7 @@ class Scheduler:
         )
         state.next_order += 1
         state.by_rid[req.rid] = req
+        state.groups.arrive(req)
         try:
             self._check(req)
             self._inject_admission_fault(req)

@@ -8,6 +8,7 @@ from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.fairness import FairShare
+from headrace.scheduler.groups import SampleGroups
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req
 from headrace.scheduler.waiting import WaitingQueue
@@ -87,7 +88,7 @@ class SchedulerState:
     by_rid: waiting and running requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
-    group_cached: group of samples of one prompt -> prompt tokens that were cached before the first sample.
+    groups: of those in by_rid, the samples of one prompt.
     gate: whether steps may be planned. weight_version: version name of the weights.
     source: marks its outputs, see `BatchTokenIDOut`.
     """
@@ -99,7 +100,7 @@ class SchedulerState:
     running: list[Req] = field(default_factory=list)
     by_rid: dict[str, Req] = field(default_factory=dict)
     in_flight: deque[ScheduleBatch] = field(default_factory=deque)
-    group_cached: dict[str, int] = field(default_factory=dict)
+    groups: SampleGroups = field(default_factory=SampleGroups)
     ended: list[Req] = field(default_factory=list)
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
