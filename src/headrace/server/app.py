@@ -1,7 +1,7 @@
 """The HTTP application: the route table, the middleware around it, start and warm-up.
 
 A new endpoint is a handler in this package and a row in `route_table`, which also declares who may call it. Handlers are raw ASGI
-endpoints: requests are decoded by msgspec, and streams are written as bytes. Runs in the event loop of the main process.
+endpoints: requests are decoded by msgspec, and streams are written as bytes. Runs in the event loop that serves HTTP.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable

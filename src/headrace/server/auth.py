@@ -2,7 +2,7 @@
 
 Every route is declared `public`, `user` or `admin`. With an API key, `user` routes need that key or the admin key. With an
 admin key, `admin` routes need it; without one, they need the API key. Keys of a file open `user` routes only.
-Runs in the event loop of the main process.
+Runs in the event loop that serves HTTP.
 """
 
 import hmac

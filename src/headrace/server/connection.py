@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's protocol with additional limits.
 
 Owns the limits on the time that a request takes to arrive, the size of its headers, the number of connections, and clients that do not
-read. Does not look at bodies or routes. Runs in the event loop of the main process.
+read. Does not look at bodies or routes. Runs in the event loop that serves HTTP.
 
 ```
  connected ──first byte──> headers ──> body ──> response ──> idle (keep-alive, timed by uvicorn) ──first byte──> headers

@@ -1,6 +1,6 @@
 """The context of handlers: the front end, the served model and the server's options.
 
-Runs in the event loop of the main process.
+Runs in the event loop that serves HTTP.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Health, information and control routes.
 
-Runs in the event loop of the main process. Who may call them is declared in app.py.
+Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """
 
 from typing import Literal

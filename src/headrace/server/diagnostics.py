@@ -1,6 +1,6 @@
 """Diagnostic routes: timelines of requests, profiles, logging, dumps.
 
-Runs in the event loop of the main process. Who may call them is declared in app.py.
+Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """
 
 from typing import Annotated, Literal

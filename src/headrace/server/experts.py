@@ -1,6 +1,6 @@
 """Routes that record which experts a mixture chooses.
 
-Runs in the event loop of the main process.
+Runs in the event loop that serves HTTP.
 """
 
 from headrace.server.context import ServingContext

@@ -1,7 +1,7 @@
 """One HTTP exchange over raw ASGI: reads a limited body, writes JSON, maps errors to replies, notices disconnects.
 
 Owns what every route shares. Does not own routes, keys (auth.py) or the socket (connection.py).
-Runs in the event loop of the main process.
+Runs in the event loop that serves HTTP.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Routes that load and unload adapters, and which model or adapter the `model` of a request names.
 
-Runs in the event loop of the main process. Who may call the routes is declared in app.py.
+Runs in the event loop that serves HTTP. Who may call the routes is declared in app.py.
 """
 
 import msgspec

@@ -1,6 +1,6 @@
 """The native route: `POST | PUT /generate`.
 
-Runs in the event loop of the main process. The TokenizerManager checks, tokenizes and applies sampling defaults.
+Runs in the event loop that serves HTTP. The TokenizerManager checks, tokenizes and applies sampling defaults.
 """
 
 import uuid

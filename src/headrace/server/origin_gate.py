@@ -8,7 +8,7 @@ A page can make a browser send requests to any address, including this machine's
   a form or a `no-cors` request takes effect without that.
 
 Clients other than browsers send neither Origin nor Sec-Fetch-Site and are not affected. Does not own CORS headers: Starlette's
-middleware, behind this one, adds them for listed origins. Runs in the event loop of the main process.
+middleware, behind this one, adds them for listed origins. Runs in the event loop that serves HTTP.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
 """`x-request-id` of every reply: the id that the client sent, else the rid, else a new id.
 
 Owns the header. A client's id is only echoed and not used otherwise, so two requests may have the same. Runs in the event loop
-of the main process.
+that serves HTTP.
 """
 
 import re

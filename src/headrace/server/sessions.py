@@ -1,6 +1,6 @@
 """Routes that open and close sessions.
 
-Runs in the event loop of the main process. Who may call them is declared in app.py.
+Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """
 
 import msgspec

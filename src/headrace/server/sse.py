@@ -1,6 +1,6 @@
 """Server-sent events: framing, and the loop that turns a generator of outputs into a stream.
 
-Runs in the event loop of the main process. Frames are bytes made by the caller; nothing here knows a protocol.
+Runs in the event loop that serves HTTP. Frames are bytes made by the caller; nothing here knows a protocol.
 """
 
 from collections.abc import AsyncGenerator, Callable

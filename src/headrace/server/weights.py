@@ -1,6 +1,6 @@
 """Routes that pause generation, change weights and release memory. Field names are those of SGLang's clients.
 
-Runs in the event loop of the main process. All routes except the version of the weights need the admin key. An operation that has
+Runs in the event loop that serves HTTP. All routes except the version of the weights need the admin key. An operation that has
 begun continues when its client disconnects; /cancel_weight_update cancels it.
 """
 

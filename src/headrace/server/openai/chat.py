@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`.
 
 Owns the checks of messages, the prompt made from them and the chat chunks. Rendering and tokenizing run in a thread; the rest in
-the event loop of the main process.
+the event loop that serves HTTP.
 """
 
 import functools

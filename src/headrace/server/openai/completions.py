@@ -1,6 +1,6 @@
 """`POST /v1/completions`.
 
-Owns the legacy logprobs shape, echo and the text chunks. Runs in the event loop of the main process; long work on texts goes
+Owns the legacy logprobs shape, echo and the text chunks. Runs in the event loop that serves HTTP; long work on texts goes
 to a thread.
 """
 

@@ -3,7 +3,7 @@
 A field is supported, or refused by name if it requests something that is not supported; `refuse_unsupported` and
 `NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they request nothing
 (`messages/neutral.py`). Bounds in `extra_json_schema` are for openapi.json; they are checked elsewhere, with better messages.
-Runs in the event loop of the main process.
+Runs in the event loop that serves HTTP.
 """
 
 from typing import Annotated, Literal

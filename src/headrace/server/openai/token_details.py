@@ -1,6 +1,6 @@
 """What clients of vLLM may ask for beside the text: token ids of prompt and output, logprobs of the prompt, shortened prompts.
 
-Owns the checks of those fields and their shapes in replies. Pure functions, run in the event loop of the main process.
+Owns the checks of those fields and their shapes in replies. Pure functions, run in the event loop that serves HTTP.
 """
 
 from typing import Any

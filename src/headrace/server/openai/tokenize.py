@@ -1,4 +1,4 @@
-"""`POST /tokenize`, `POST /detokenize`. Tokenizing runs in a thread, the rest in the event loop of the main process."""
+"""`POST /tokenize`, `POST /detokenize`. Tokenizing runs in a thread, the rest in the event loop that serves HTTP."""
 
 from typing import cast
 
