@@ -89,7 +89,7 @@ def test_a_damaged_file_is_made_anew(cache: Path, model: Path, damage: str):
     damaged[len(whole) // 2] ^= 1
     file.write_bytes(damaged)
 
-    assert start(model) == ("made anew", want)
+    assert start(model) == ("packed again", want)
     assert file.read_bytes() == whole
     assert "read in" in start(model)[0]
 
@@ -102,7 +102,7 @@ def test_a_file_that_belongs_to_another_model_is_made_anew(tmp_path: Path, cache
     (other,) = set(cache.iterdir()) - {own}
     own.write_bytes(other.read_bytes())
 
-    assert start(model) == ("made anew", want)
+    assert start(model) == ("packed again", want)
 
 
 def test_a_changed_checkpoint_is_loaded_again(cache: Path, model: Path):

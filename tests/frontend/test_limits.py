@@ -62,7 +62,7 @@ async def test_a_key_at_its_limit_of_requests_is_told_429_and_others_are_not(mak
     first, beside = call(frontend, small, "a"), call(frontend, other, "b")
     await frontend.engine.until(lambda: len(frontend.engine.requests) == 2)
 
-    with pytest.raises(CapacityError, match="1 requests at once") as caught:
+    with pytest.raises(CapacityError, match=r"requests at once \(1\)") as caught:
         await call(frontend, small, "c")
     assert (caught.value.status_code, caught.value.retry_after_s >= 1.0) == (429, True)
     assert (caught.value.code, caught.value.error_type) == ("rate_limit_exceeded", "requests")
@@ -88,7 +88,7 @@ async def test_waiting_samples_of_a_key_are_bounded_until_their_first_token(make
     tenant = Tenant(TenantLimits(name="t", max_queued=2))
     first = call(frontend, tenant, "a", sampling_params={"n": 2})
     await frontend.engine.until(lambda: len(frontend.engine.requests) == 2)
-    with pytest.raises(CapacityError, match="2 samples that wait"):
+    with pytest.raises(CapacityError, match=r"waiting samples \(2\)"):
         await call(frontend, tenant, "b")
 
     frontend.engine.emit(tenant.scope + "a/0", "x")
@@ -112,11 +112,11 @@ async def test_rates_count_requests_and_computed_tokens(make_frontend):
         frontend.engine.emit(rid, "xxxxxx", STOP)
         await task
 
-    with pytest.raises(CapacityError, match="1 requests per minute") as caught:
+    with pytest.raises(CapacityError, match=r"requests per minute \(1\)") as caught:
         await call(frontend, requests, "c")
     assert caught.value.retry_after_s == pytest.approx(60.0)
     # 2 of the prompt and 6 made, of 6: 3 must come back at 6 a minute.
-    with pytest.raises(CapacityError, match="6 tokens per minute") as caught:
+    with pytest.raises(CapacityError, match=r"tokens per minute \(6\)") as caught:
         await call(frontend, tokens, "c")
     assert caught.value.retry_after_s == pytest.approx(30.0)
     clock.now += 31

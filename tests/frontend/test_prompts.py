@@ -65,8 +65,11 @@ BAD = {
     "n too large": ({"text": "a", "sampling_params": {"n": 5}}, "n must be between 1 and 4"),
     "n a million": ({"text": "a", "sampling_params": {"n": 10**6}}, "n must be between 1 and 4"),
     "list for one prompt": ({"text": "a", "return_logprob": [True]}, "one prompt"),
-    "too few rids": ({"text": ["a", "b"], "rid": ["x"]}, "1 items for 2 prompts"),
-    "too many params": ({"text": ["a"], "sampling_params": [{}, {}]}, "2 items for 1 prompts"),
+    "too few rids": ({"text": ["a", "b"], "rid": ["x"]}, r"items \(1\) must equal the number of prompts \(2\)"),
+    "too many params": (
+        {"text": ["a"], "sampling_params": [{}, {}]},
+        r"items \(2\) must equal the number of prompts \(1\)",
+    ),
     "list with n": (
         {"text": ["a", "b"], "return_logprob": [True, True], "sampling_params": {"n": 2}},
         "return_logprob must be one value",
@@ -81,7 +84,10 @@ BAD = {
     "top without logprobs": ({"text": "a", "top_logprobs_num": 1}, "needs return_logprob"),
     "picked id beyond": ({"text": "a", "return_logprob": True, "token_ids_logprob": [999]}, "999 is not a token id"),
     "picked lists mixed": ({"text": "a", "return_logprob": True, "token_ids_logprob": [1, [2]]}, "mixes"),
-    "picked lists for one": ({"text": "a", "return_logprob": True, "token_ids_logprob": [[1]]}, "1 lists for 1"),
+    "picked lists for one": (
+        {"text": "a", "return_logprob": True, "token_ids_logprob": [[1]]},
+        r"lists \(1\) must equal",
+    ),
     "unknown processor": ({"text": "a", "custom_logit_processor": "x"}, "does not name a processor"),
     "priority without the policy": ({"text": "a", "priority": 1}, "--schedule-policy priority"),
     "too many bad words": ({"text": "a", "sampling_params": {"bad_words": ["x"] * 129}}, "at most 128"),
@@ -130,6 +136,19 @@ def test_samples_together_are_bounded_in_bytes(fields):
 
     with pytest.raises(RequestError, match="bytes together; the limit is"):
         split_call(request(**fields, sampling_params={"n": 5}), limits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"return_logprob": 1}, "return_logprob must be a boolean, got 1"),
+        ({"logprob_start_len": [True]}, "logprob_start_len must be a list of integers, got True"),
+        ({"sampling_params": "x"}, "sampling_params must be an object, got 'x'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(fields, message):
+    with pytest.raises(RequestError, match=message):
+        split_call(GenerateReqInput(text=["a"], **fields), LIMITS)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None])
@@ -300,7 +319,7 @@ async def test_prompt_logprobs_of_embeddings_are_refused(make_frontend):
 
 
 async def test_logprobs_beyond_the_prompt_are_refused(make_frontend):
-    with pytest.raises(RequestError, match="prompt has 2 tokens"):
+    with pytest.raises(RequestError, match=r"length of the prompt \(2\)"):
         await make_frontend().start("ab", return_logprob=True, logprob_start_len=3)
 
 

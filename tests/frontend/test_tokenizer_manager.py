@@ -302,7 +302,7 @@ async def test_a_loop_that_breaks_answers_every_waiter(make_frontend, caplog):
         await task
     assert not await frontend.manager.health()
     assert broken == ["internal error"]
-    assert "the loop that takes outputs failed" in caplog.text
+    assert "receiving engine messages failed" in caplog.text
 
 
 # -- limits and checks

@@ -48,7 +48,7 @@ def test_garbage_collection_is_frozen_by_post_only(client: httpx.Client, server:
 
 def test_a_dump_names_its_file_without_the_folder(client: httpx.Client, server: Running):
     reply = client.post("/dump_requests").json()
-    said = {"message": "3 requests are in requests-1.json", "file": "requests-1.json", "num_requests": 3}
+    said = {"message": "wrote requests-1.json; number of requests: 3", "file": "requests-1.json", "num_requests": 3}
     assert reply == {"success": True, **said}
     server.frontend.dumps = None
     assert client.post("/dump_requests").status_code == 400

@@ -56,7 +56,7 @@ def test_what_the_trainer_sends_is_served(bucketed, engine, trainer, port, old, 
         named[0] = (named[0][0], named[0][1].to(torch.float64))
         sent = trainer.submit(sender.send, named, bucketed=bucketed)
         result = engine.update_weights_from_distributed(*describe(named), name, bucketed=bucketed, weight_version="7")
-        assert result == (True, f"{len(named)} tensors were updated")
+        assert result == (True, f"updated tensors: {len(named)}")
         sent.result()
         assert tokens(engine) == want
     assert engine.destroy_weights_update_group(name)[0]

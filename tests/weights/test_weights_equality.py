@@ -28,5 +28,5 @@ def test_an_updated_engine_answers_as_a_fresh_one(kind, tied, request):
         assert tokens(engine) == want_old
         # One tensor at a time: most are parts of a stack whose other parts must stay as they are, to the bit.
         for name, tensor in tensors_of(new).items():
-            assert engine.update_weights_from_tensor([(name, tensor)]) == (True, "1 tensors were updated")
+            assert engine.update_weights_from_tensor([(name, tensor)]) == (True, "updated tensors: 1")
         assert tokens(engine) == want_new

@@ -23,7 +23,7 @@ def test_a_runtime_has_the_methods_of_an_engine(old, new):
             return [output["output_ids"] for output in server.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
 
         assert tokens() == want_old
-        assert server.update_weights_from_disk(new, weight_version="2") == (True, "15 layers were loaded")
+        assert server.update_weights_from_disk(new, weight_version="2") == (True, "loaded layers: 15")
         assert tokens() == want_new
         arrays = [(name, tensor.numpy()) for name, tensor in tensors_of(old).items()]
         assert server.update_weights_from_tensor(arrays, weight_version="3")[0]

@@ -207,7 +207,7 @@ async def measure(
 
 def _in_one_line(title: str, summary: Summary) -> str:
     """One line with the results of a workload, shown while a long run continues."""
-    errors = f", {summary.num_errors} errors" if summary.num_errors else ""
+    errors = f", errors: {summary.num_errors}" if summary.num_errors else ""
     rates = f"prompt {summary.prompt_throughput:.0f} tok/s, output {summary.output_throughput:.1f} tok/s"
     return f"{title}: {summary.duration_s:.1f} s, {rates}{errors}"
 

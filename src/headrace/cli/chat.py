@@ -280,7 +280,8 @@ def _answer(source: ChatSource, conversation: Conversation, line: str, console: 
         writing_s = time.perf_counter() - first_s
         rate = f"{(num_tokens - 1) / writing_s:.1f} tok/s, " if num_tokens > 1 and writing_s > 0 else ""
         note = "stopped: " if stopped else ""
-        console.print(f"[dim]{note}{num_tokens} tokens, {rate}first after {first_s - start_s:.2f} s[/dim]\n")
+        tokens = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+        console.print(f"[dim]{note}{tokens}, {rate}first after {first_s - start_s:.2f} s[/dim]\n")
 
 
 def _close(pieces: Iterator[Piece]) -> None:

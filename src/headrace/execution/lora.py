@@ -94,7 +94,7 @@ class LoraPool:
 
     def _check_room(self) -> None:
         if len(self._loaded) >= self._max_loras:
-            raise ModelError(f"{len(self._loaded)} adapters are loaded, and no more fit (--max-loras)")
+            raise ModelError(f"there is no room for another adapter: --max-loras {self._max_loras} has been reached")
 
     def _take(self, lora_id: int, factors: dict[Linear, LoraFactors]) -> None:
         """Enter the whole adapter, or nothing."""
@@ -155,12 +155,12 @@ class LoraPool:
         foreign = sorted(names[key] for key in names if key not in expected)
         if foreign:
             raise ModelError(
-                f"{WEIGHTS_NAME}: {len(foreign)} tensors do not belong to a supported linear layer in target_modules: "
+                f"{WEIGHTS_NAME}: tensors that do not belong to a supported linear layer in target_modules ({len(foreign)}): "
                 f"{_some(foreign)}"
             )
         missing = sorted(f"{module}.lora_{side}.weight" for module, side in expected - names.keys())
         if missing:
-            raise ModelError(f"{WEIGHTS_NAME}: {len(missing)} tensors are missing: {_some(missing)}")
+            raise ModelError(f"{WEIGHTS_NAME}: missing tensors ({len(missing)}): {_some(missing)}")
         by_layer: dict[Linear, list[str]] = {}
         for module in wanted:
             by_layer.setdefault(self._targets[module].layer, []).append(module)

@@ -227,7 +227,7 @@ class ModelWeights:
         other, fingerprint = self.load(operation.model_path, operation.load_format)
         new = [(ours, theirs.kept()) for ours, theirs in zip(_keepers(self.model), _keepers(other), strict=True)]
         switch = _Switch(self.model, self.attention, new, self.moved)
-        return Prepared(f"{len(new)} layers were loaded", switch, changes_weights=True, fingerprint=fingerprint)
+        return Prepared(f"loaded layers: {len(new)}", switch, changes_weights=True, fingerprint=fingerprint)
 
     def _updated(self, tensors: list[tuple[str, torch.Tensor]]) -> Prepared:
         """Stage named tensors. Consumes the list, so that each is freed once it is packed. Raises ModelError."""
@@ -245,7 +245,7 @@ class ModelWeights:
             keeper, own = parts.pop(key)
             new.append((keeper, keeper.staged(own)))
         switch = _Switch(self.model, self.attention, new, self.moved)
-        return Prepared(f"{given} tensors were updated", switch, changes_weights=True)
+        return Prepared(f"updated tensors: {given}", switch, changes_weights=True)
 
     # -- groups
 

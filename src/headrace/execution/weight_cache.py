@@ -100,8 +100,8 @@ class WeightCache:
         return thread.join
 
     def _refuse(self, why: str) -> frozenset[str]:
-        _logger.warning("the file of packed weights is made anew: %s", why)
-        self.outcome = "made anew"
+        _logger.warning("packing the weights again: %s", why)
+        self.outcome = "packed again"
         return frozenset()
 
 

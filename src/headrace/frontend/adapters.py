@@ -206,7 +206,7 @@ class Adapters:
             idle = [other for other in resident if not (other.pinned or other.num_users)]
             if not idle:
                 raise CapacityError(
-                    f"all {len(resident)} adapters in memory are in use or pinned, so there is no room for {adapter.name!r} (--max-loras)"
+                    f"there is no room for {adapter.name!r}: every adapter in memory is in use or pinned (--max-loras {self._max_loras})"
                 )
             await self._take_out(min(idle, key=lambda other: other.last_used))
         lora_id = next(self._ids)

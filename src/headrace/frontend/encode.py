@@ -221,7 +221,9 @@ def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
     # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.
     start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
     if start > num_tokens:
-        raise RequestError(f"logprob_start_len is {start}, but the prompt has {num_tokens} tokens", "logprob_start_len")
+        raise RequestError(
+            f"logprob_start_len {start} is beyond the length of the prompt ({num_tokens})", "logprob_start_len"
+        )
     if start < num_tokens and prompt.input_embeds is not None:
         raise RequestError("logprob_start_len: embeddings of a prompt have no logprobs", "logprob_start_len")
     return LogprobSpec(start + 1, prompt.top_logprobs_num, prompt.token_ids_logprob)

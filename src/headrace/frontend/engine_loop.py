@@ -101,5 +101,5 @@ class EngineLoop:
                 self._watchdog.feed()
                 self.handlers(message)
         except Exception:
-            logger.exception("the loop that takes outputs failed")
+            logger.exception("receiving engine messages failed")
             self.on_broken()

@@ -54,7 +54,7 @@ class Outputs:
             try:
                 new_tokens += self._apply(sample, row.text, row.tokens, now_s)
             except Exception:
-                logger.exception("an output of rid %s could not be taken", sample.rid)
+                logger.exception("could not process an output of rid %s", sample.rid)
                 self._link.send(AbortReq((sample.rid,), message="internal error"))
                 self._endings.end(sample, FinishReason("abort", message="internal error", status_code=500))
         self._metrics.generation_tokens.inc(new_tokens)

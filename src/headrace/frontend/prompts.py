@@ -28,6 +28,15 @@ MAX_PRIORITY = 2**31 - 1
 MAX_CALL_BYTES = 64 << 20
 """Most bytes to send to the scheduler for one call; every sample carries its prompt and parameters."""
 
+_KINDS: dict[type, tuple[str, str]] = {
+    bool: ("a boolean", "booleans"),
+    int: ("an integer", "integers"),
+    str: ("a string", "strings"),
+    SamplingParams: ("an object", "objects"),
+    SessionParams: ("an object", "objects"),
+}
+"""What messages call a value of a type, and several."""
+
 _NOT_YET: tuple[tuple[str, str], ...] = (
     ("image_data", "image input"),
     ("audio_data", "audio input"),
@@ -396,7 +405,9 @@ def _picked_ids(
     if not per_prompt:
         return unique * count, False
     if not is_batch or len(unique) != count:
-        raise RequestError(f"{name} has {len(unique)} lists for {count} prompts", name)
+        raise RequestError(
+            f"{name}: the number of lists ({len(unique)}) must equal the number of prompts ({count})", name
+        )
     return unique, True
 
 
@@ -406,15 +417,17 @@ def _spread(
     """One value per prompt. A None (where the field allows one) stays None."""
     if not isinstance(value, list):
         if value is not None and type(value) is not kind:
-            raise RequestError(f"{name} must be {kind.__name__}, got {value!r:.40}", name)
+            raise RequestError(f"{name} must be {_KINDS[kind][0]}, got {value!r:.40}", name)
         return [cast(T, value)] * count
     if not is_batch:
         raise RequestError(f"{name} is a list, but there is one prompt", name)
     if len(value) != count:
-        raise RequestError(f"{name} has {len(value)} items for {count} prompts", name)
+        raise RequestError(
+            f"{name}: the number of items ({len(value)}) must equal the number of prompts ({count})", name
+        )
     for item in value:
         if item is not None and type(item) is not kind:
-            raise RequestError(f"{name} must be a list of {kind.__name__}, got {item!r:.40}", name)
+            raise RequestError(f"{name} must be a list of {_KINDS[kind][1]}, got {item!r:.40}", name)
     return cast("list[T]", value)
 
 

@@ -243,7 +243,7 @@ class Sessions:
         """Raises CapacityError when the key or the server has no room for another session."""
         most = self._most_sessions(tenant)
         if self._num_sessions(tenant) >= most:
-            message = f"{most} sessions are open, which is the limit (--max-sessions)"
+            message = f"the limit of open sessions ({most}) has been reached (--max-sessions)"
             raise CapacityError(message, status_code=_status(tenant))
         if len(self._open) >= self._max_sessions:
             raise CapacityError("the server has no room for another session (--max-sessions)")

@@ -112,13 +112,13 @@ class Tenant:
         """A request of `num_samples` samples begins. Raises CapacityError (429) when a limit of the key forbids it."""
         limits = self.limits
         if limits.max_concurrent is not None and self.num_live >= limits.max_concurrent:
-            raise self._refusal(f"{limits.max_concurrent} requests at once", self._duration_s / max(1, self.num_live))
+            raise self._refusal(f"requests at once ({limits.max_concurrent})", self._duration_s / max(1, self.num_live))
         if limits.max_queued is not None and self.num_queued + num_samples > limits.max_queued:
-            raise self._refusal(f"{limits.max_queued} samples that wait", self._duration_s / max(1, self.num_live))
+            raise self._refusal(f"waiting samples ({limits.max_queued})", self._duration_s / max(1, self.num_live))
         if wait_s := self._requests.wait_s(1.0, now_s):
-            raise self._refusal(f"{limits.requests_per_minute:g} requests per minute", wait_s)
+            raise self._refusal(f"requests per minute ({limits.requests_per_minute:g})", wait_s)
         if wait_s := self._tokens.wait_s(1.0, now_s):
-            raise self._refusal(f"{limits.tokens_per_minute:g} tokens per minute", wait_s, "tokens")
+            raise self._refusal(f"tokens per minute ({limits.tokens_per_minute:g})", wait_s, "tokens")
         self._requests.take(1.0)
         self.num_live += 1
         self.num_queued += num_samples

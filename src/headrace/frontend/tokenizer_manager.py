@@ -397,7 +397,7 @@ class TokenizerManager:
         try:
             await asyncio.wait_for(self.table.wait_until_empty(), ABORT_WAIT_S)
         except TimeoutError:
-            logger.warning("%d samples did not end after they were aborted", len(self.table.samples))
+            logger.warning("number of samples that did not end after they were aborted: %d", len(self.table.samples))
         return False
 
     def fail_all(self, message: str) -> None:

@@ -56,8 +56,8 @@ def expire(state: SchedulerState, now_s: float) -> list[TokenIDOut]:
 def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheReply:
     """Empty the prefix cache, or reply why not. While generation is paused, only requests that hold KV prevent it."""
     if state.running or (state.waiting and not state.gate.holds):
-        busy = f"{len(state.running)} requests are running and {len(state.waiting)} are waiting"
-        return FlushCacheReply(request.id, False, f"the cache cannot be flushed now: {busy}")
+        busy = f"requests running: {len(state.running)}, waiting: {len(state.waiting)}"
+        return FlushCacheReply(request.id, False, f"the cache cannot be flushed now ({busy})")
     state.kv.flush()
     return FlushCacheReply(request.id, True, "the cache has been flushed")
 

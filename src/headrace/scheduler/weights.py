@@ -134,8 +134,8 @@ class WeightControl:
                 state.gate.held = False
                 self._answer(request.id, True, _DROPPED)
             case ReleaseMemory() if not state.gate.holds and (state.running or state.waiting):
-                busy = f"{len(state.running)} requests are running and {len(state.waiting)} are waiting"
-                self._answer(request.id, False, f"memory cannot be released now: {busy}; pause generation first")
+                busy = f"requests running: {len(state.running)}, waiting: {len(state.waiting)}"
+                self._answer(request.id, False, f"memory cannot be released now ({busy}); pause generation first")
             case HoldForUpdate():
                 state.gate.held = False
                 self._queue.append((request.id, operation))

@@ -62,9 +62,9 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/v1/completions", post, "user", completions.handle_request, "Text completion", CompletionRequest),
         RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput),
         RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
-        RouteSpec("/ready", get, "public", control.ready, "New requests are welcome", failure=Liveness),
-        RouteSpec("/ping", get, "public", control.ping, "The HTTP loop turns"),
-        RouteSpec("/health_generate", get, "public", control.health_generate, "A token can be made", failure=Liveness),
+        RouteSpec("/ready", get, "public", control.ready, "New requests are accepted", failure=Liveness),
+        RouteSpec("/ping", get, "public", control.ping, "The HTTP server answers"),
+        RouteSpec("/health_generate", get, "public", control.health_generate, "The engine can generate a token", failure=Liveness),
         RouteSpec("/tokenize", post, "user", tokens.tokenize, "Text or messages to token ids", TokenizeBody),
         RouteSpec("/detokenize", post, "user", tokens.detokenize, "Token ids to text", DetokenizeBody),
         RouteSpec("/v1/tokenize", post, "user", tokens.tokenize, "Alias of /tokenize", TokenizeBody),
@@ -89,8 +89,8 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec(
             "/configure_logging", post, "admin", diagnostics.configure_logging, "What is logged", ConfigureLoggingBody
         ),
-        RouteSpec("/dump_requests", post, "admin", diagnostics.dump_requests, "Write what the last requests were"),
-        RouteSpec("/freeze_gc", post, "admin", settings.freeze_gc, "Leave what lives now out of garbage collection"),
+        RouteSpec("/dump_requests", post, "admin", diagnostics.dump_requests, "Write a dump of the latest requests"),
+        RouteSpec("/freeze_gc", post, "admin", settings.freeze_gc, "Exclude current objects from garbage collection"),
         RouteSpec(
             "/set_internal_state", post, "admin", settings.set_internal_state, "Change limits", SetInternalStateBody
         ),

@@ -68,5 +68,5 @@ class DiagnosticsAPI:
         """Write a dump of the most recent requests to the operator's folder. Returns the file's name and their number."""
         await exchange.read_no_fields()
         name, count = await self.context.frontend.records.dump()
-        message = f"{count} requests are in {name}"
+        message = f"wrote {name}; number of requests: {count}"
         await exchange.reply_json({"success": True, "message": message, "file": name, "num_requests": count})

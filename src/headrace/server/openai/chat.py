@@ -60,7 +60,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest]):
         refuse_unsupported(request)
         if request.add_special_tokens:
             raise RequestError(
-                "add_special_tokens: the chat template writes the special tokens",
+                "add_special_tokens cannot be set: the chat template adds them",
                 "add_special_tokens",
                 "unsupported_parameter",
             )
