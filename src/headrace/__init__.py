@@ -1,4 +1,11 @@
-"""Headrace: an LLM serving runtime. See docs/architecture.md for the rooms of the house."""
+"""Headrace: an LLM serving runtime. docs/architecture.md follows a request through its packages.
+
+Read first: launch.py (the composition root: puts an engine together from its parts), serve.py (`headrace serve`, from
+signals to exit code).
+
+- Base: errors.py (one error tree), log.py (one logger), version.py, garbage.py (garbage collection, returning free
+  memory)
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,6 @@
 """Documents that can be checked against the code are."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from headrace.config.cli import options_markdown
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCES = DOCS.parent / "src" / "headrace"
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
-ROOMS = ARCHITECTURE.split("## Rooms")[1].split("```")[1]
+ROOMS = ARCHITECTURE.split("## Rooms")[1].split("## ")[0]
+PACKAGES = sorted(init.parent for init in SOURCES.rglob("__init__.py"))
 
 
 def commands():
@@ -70,15 +72,24 @@ def test_modules_that_the_architecture_names_exist():
 
     assert len(named) > 40
     assert sorted(name for name in named if not (SOURCES / name).is_file()) == []
-    known = {path.name for path in SOURCES.rglob("*.py")}
-    assert sorted(set(re.findall(r"\b[a-z_0-9]+\.py\b", ROOMS)) - known) == []
 
 
-@pytest.mark.parametrize("room", ["api", "execution", "frontend", "messages", "processes", "scheduler", "server"])
-def test_the_architecture_names_every_module_of_a_room(room):
-    modules = {path.name for path in (SOURCES / room).rglob("*.py")} - {"__init__.py"}
+def test_the_architecture_names_every_package():
+    packages = {str(package.relative_to(SOURCES)) for package in PACKAGES} - {"."}
 
-    assert sorted(name for name in modules if not re.search(rf"\b{name}\b", ROOMS)) == []
+    assert len(packages) > 20
+    assert sorted(name for name in packages if f"`{name}/`" not in ROOMS) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(SOURCES)))
+def test_the_docstring_of_a_package_names_its_modules_and_no_others(package):
+    """By file name; a module of another package by its path."""
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    named = set(re.findall(r"(?<![\w/.])(?:[a-z_0-9]+/)*[a-z_0-9]+\.py\b", docstring))
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+
+    assert sorted(modules - named) == []
+    assert sorted(name for name in named - modules if "/" not in name or not (SOURCES / name).is_file()) == []
 
 
 def test_each_coming_capability_touches_at_most_six_files():

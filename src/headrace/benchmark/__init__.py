@@ -1,1 +1,9 @@
-"""Measuring a server from outside (`serving`) and an Engine from inside (`offline`). No torch."""
+"""`headrace bench`: measures a server from outside (serving.py) and an Engine from inside (offline.py). No torch there.
+
+Read first: workloads.py (what is sent), figures.py (what is computed from it).
+
+- Clients: serving.py, offline.py, load.py (when requests are sent), targets.py (where they go), http_stream.py, sse.py
+- Inside one process: step.py (prefill and decode steps), kernels.py (ops), timing.py (both: repetitions)
+- Results: results.py (JSON, table, plot), machine.py (what it was measured on)
+- A mix of clients for hours: soak.py (`scripts/soak`)
+"""

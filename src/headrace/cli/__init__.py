@@ -1,4 +1,10 @@
-"""The command line, `headrace`. Commands import what they run only when they run it."""
+"""The command line, `headrace`. Commands import what they run only when they run it.
+
+Read first: app.py (the commands and their options).
+
+chat.py (the terminal chat), doctor.py (what runs on this machine, and why not), quantize.py, __main__.py (`python -m
+headrace.cli`).
+"""
 
 from headrace.cli.app import main
 

@@ -1,1 +1,8 @@
-"""User options (`server_args`), and their resolution for one model and device (`resolve`)."""
+"""User options, and their resolution for one model and device.
+
+Read first: server_args.py (the options: frozen, grouped), resolve.py (pure: options + model + device -> `Config`, and
+the decisions it took).
+
+cli.py (the command line made from the options), adapters.py (--lora-paths), web.py (--allow-origins, --allowed-hosts),
+open_files.py (the limit of open files).
+"""

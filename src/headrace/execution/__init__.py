@@ -1,1 +1,13 @@
-"""Runs a model: loading, memory, the step, and the worker that the scheduler uses."""
+"""Runs a model: loading, memory, the step, and the worker that the scheduler uses.
+
+Read first: build.py (start-up), model_runner.py (one step), worker.py (`TpModelWorker`).
+
+- A step: forward_batch.py (as tensors), sequence_table.py (tokens and slots of sequences), lora.py (adapters in memory,
+  rows of a step by adapter), overlap_worker.py (the model in a thread of its own)
+- On a GPU: device_worker.py, device_runner.py (queues steps on the device), graphs.py (CUDA graphs of decode),
+  device.py (the seam)
+- Weights: load_weights.py, weight_cache.py (packed, from a file), update_weights.py, save_weights.py
+- Memory: memory.py (how much there is), released.py (given back for a while)
+- Watching: profiler.py, expert_recorder.py
+- `headrace quantize`: calibrate.py, perplexity.py
+"""

@@ -1,4 +1,13 @@
-"""Kernels: one function per op, backed by native code or torch, chosen by device and instruction set."""
+"""Kernels: one function per op, backed by native code or torch, chosen by device and instruction set.
+
+Read first: ops.py (what an op is), registry.py (op -> implementations).
+
+- Everywhere: torch_fallback.py (the ops in plain torch), torch_quantized.py (fp8 and int4 on GPUs), drawing.py (the
+  draw, defined)
+- Layouts: packing.py, quantized_packing.py, unpacking.py (there and back)
+- Larger than a layer's op: decoder.py (all layers of the common block), experts.py (a mixture's), lora.py (adapters)
+- Measuring: probe.py (what this machine can do at best)
+"""
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.experts import PackedExperts, pack_experts

@@ -1,1 +1,11 @@
-"""All structs that cross a process or thread boundary: typed, frozen, without behaviour. Imports nothing above it."""
+"""All structs that cross a process or thread boundary: typed and frozen. Imports nothing above it.
+
+Read first: requests.py (front end -> scheduler), step.py (scheduler <-> worker, and the `Worker` protocol), outputs.py
+(back to the front end).
+
+- Operations: control.py, lora.py, weights.py, experts.py
+- HTTP workers: front.py
+- Transport: channel.py (ZMQ or queues; every message that a channel carries), fan_out.py, dispatch.py, packing.py,
+  safetensors_bytes.py
+- Fields of bodies: neutral.py (those that request nothing), allowed_values.py, field_errors.py
+"""

@@ -1,1 +1,6 @@
-"""Metrics of the server, their export, and watchdogs of its loops."""
+"""Metrics of the server, their export, and watchdogs of its loops; what happened to a request.
+
+Read first: catalog.py (every metric, once), timeline.py (a request's).
+
+export.py, compat.py (other servers' names), watchdog.py, spans.py (OpenTelemetry), crash_dump.py.
+"""

@@ -1,7 +1,10 @@
 """What starts, watches, restarts and ends the parts of an engine, and what each of them runs.
 
-The parent's side: `children` (or `threads` with --single-process) starts the parts, each a `child`; `supervisor` notices a death,
-`recovery` starts another, and `restarts` puts the two together; `http_workers` does the same for HTTP workers. The child's side:
-`child_main` is the entry, and `scheduler_process`, `detokenizer_process` and `http_process` are what runs. Both know `handshake` and
-`lifeline`.
+Read first: parts.py (the parts of a running engine), child_main.py (where a child begins).
+
+- The parent's side: children.py (the parts as processes), threads.py (as threads, --single-process), child.py (one
+  child), environment.py (what it gets of ours), supervisor.py (notices a death), recovery.py (starts another),
+  restarts.py (puts the two together), http_workers.py
+- The child's side: scheduler_process.py, detokenizer_process.py, http_process.py
+- Both: handshake.py (what a child is given and reports), lifeline.py (the other's death), model_files.py
 """

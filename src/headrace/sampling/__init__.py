@@ -1,1 +1,7 @@
-"""From logits to token ids: parameters, penalties, the sampler, logprobs, custom logit processors."""
+"""From logits to token ids: parameters, penalties, the sampler, logprobs, custom logit processors.
+
+Read first: params.py (no torch), sampler.py (the order of operations).
+
+draw.py, random.py (numbers from seed and position), penalties.py, device_penalties.py (on a GPU), logprobs.py,
+logit_processors.py.
+"""

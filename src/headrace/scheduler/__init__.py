@@ -1,1 +1,10 @@
-"""Decides what each step computes, and applies the results. No torch: it handles tokens, pages and counts."""
+"""Decides what each step computes, and applies the results. No torch: it handles tokens, pages and counts.
+
+Read first: scheduler.py (the only loop), request.py (`Req`), planner.py, commit.py.
+
+- State: state.py, batch.py (`ScheduleBatch`), groups.py (samples of one prompt), kv_manager.py (pages, leases, rows)
+- Who runs next: waiting.py (lanes of keys and priorities), policy.py, fairness.py (turns of keys), admission.py (how
+  much memory a request will need), preemption.py, retract.py (back to the queue)
+- Operations: control.py, lora.py (loads beside the steps), weights.py (pause, updates), drain.py (requests that an
+  update waits for)
+"""

@@ -1,1 +1,12 @@
-"""The HTTP surface: routes, authentication, OpenAI and native protocols, server-sent events."""
+"""The HTTP surface: routes, authentication, OpenAI and native protocols, server-sent events.
+
+Read first: app.py (the route table), context.py (what handlers get), http.py (one exchange), request_frontend.py (what
+a server needs of an engine).
+
+- The socket: address.py, listener.py, connection.py
+- Around a handler: routes.py (a row of the table), auth.py, keys.py, origin_gate.py (web pages, Host), request_id.py,
+  body.py (limits of a body), embeds_body.py, sse.py, openapi.py
+- Handlers: native.py, control.py, settings.py, lora.py, weights.py, sessions.py, diagnostics.py, experts.py; those of
+  openai/
+- In an HTTP worker: remote_frontend.py, remote_calls.py
+"""

@@ -1,1 +1,7 @@
-"""Text and token ids: tokenizers, chat templates, the detokenizer, incremental decoding and stop matching."""
+"""Text and token ids: tokenizers, chat templates, the detokenizer, incremental decoding and stop matching.
+
+Read first: detokenizer_manager.py (the detokenizer process), incremental.py (ids -> text), chat_templates.py.
+
+- In: tokenizers/, batch_tokenizer.py (beside the event loop), template_sandbox.py, marked_text.py (what users wrote)
+- Stops: stop.py, stop_patterns.py, pattern_width.py (how long a match can be)
+"""

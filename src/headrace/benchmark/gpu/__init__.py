@@ -1,1 +1,10 @@
-"""What has to be seen on a GPU, in one command: `scripts/gpu_check`."""
+"""What has to be seen on a GPU, in one command: `scripts/gpu_check`.
+
+Read first: check.py (the command, which runs each piece in a process), pieces.py (which function is which piece).
+
+- Shared: options.py, bench.py (sizes, clock, rows of results), plans.py (decode steps over a cached context),
+  marked_worker.py (steps timed on the device), rates.py (the device at its best), floor.py (the least time of a step),
+  closeness.py (how far numbers are from the CPU's)
+- Correct: kernels.py, ops.py, attention.py, tokens.py
+- Fast: steps.py, serving.py, against_transformers.py
+"""

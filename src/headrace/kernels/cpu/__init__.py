@@ -1,7 +1,9 @@
 """Loads the native CPU kernels, `headrace.kernels.cpu._native`.
 
-Owns the choice of the instruction set, or the reason why there is none. Importing this package never fails: a missing or broken
-extension is a reason, reported by `why_not`. Runs in any thread of a process that computes.
+native_ops.py calls them; threads.py says with how many threads.
+
+Owns the choice of the instruction set, or the reason why there is none. Importing this package never fails: a missing
+or broken extension is a reason, reported by `why_not`. Runs in any thread of a process that computes.
 """
 
 import os

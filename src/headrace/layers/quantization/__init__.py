@@ -1,4 +1,10 @@
-"""Weight formats of linear layers, one class a file; each registers itself when it is imported here."""
+"""Weight formats of linear layers, one class a file; each registers itself when it is imported here.
+
+Read first: base.py (`WeightFormat`, the registry).
+
+- Formats: floats.py, fp8.py, int16.py, int8.py, int8_fast.py, int4.py
+- Rounding to int4: int4_grid.py, gptq.py
+"""
 
 from headrace.layers.quantization import floats, fp8, int4, int8, int8_fast, int16
 from headrace.layers.quantization.base import IntegerFormat, WeightFormat, integer_format, weight_format
