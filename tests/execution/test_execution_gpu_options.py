@@ -65,7 +65,7 @@ def test_a_backend_that_cannot_be_captured_is_said():
         (HOPPER, QUANTISED, {"cuda_graph_bs": "1,x"}, "whole numbers"),
         (HOPPER, QUANTISED, {"cuda_graph_bs": "1,65"}, r"from 1 to --max-running-requests \(64\)"),
         (HOPPER, QUANTISED, {"cuda_graph_bs": "1", "cuda_graph_max_bs": 4}, "leave --cuda-graph-max-bs out"),
-        (HOPPER, QUANTISED, {"cuda_graph_bs": "1", "disable_cuda_graph": True}, "does not go with"),
+        (HOPPER, QUANTISED, {"cuda_graph_bs": "1", "disable_cuda_graph": True}, "cannot be combined with"),
     ],
 )
 def test_graph_options_that_do_not_fit_are_refused(facts, backends, options, message):

@@ -26,7 +26,7 @@ def test_a_profile_names_the_steps_between_start_and_stop(tmp_path):
     profiler = StepProfiler(str(tmp_path))
     run_steps(profiler, [1])
     assert profiler.handle(ProfileReq(1, True, "run")) == "profiling"
-    with pytest.raises(RequestError, match="is running"):
+    with pytest.raises(RequestError, match="is already running"):
         profiler.handle(ProfileReq(2, True))
     run_steps(profiler, [2, 3])
     assert profiler.handle(ProfileReq(3, False)).startswith("wrote steps-")

@@ -72,7 +72,7 @@ def test_a_backend_that_was_verified_on_such_a_device_goes_before_a_faster_one_t
 
 def test_where_none_is_verified_the_fastest_is_taken_and_that_is_said():
     fast = FakeBackend("fast", verified=frozenset())
-    said = "not verified on cuda yet, and no other that can serve is"
+    said = "not verified on cuda yet, nor is any other that supports the model"
 
     assert attention_of(GPU, fast, FakeBackend("slow")) == ("fast", f"attention_backend fast: {said}")
     absent = FakeBackend("absent", refuses=lambda needs: True)

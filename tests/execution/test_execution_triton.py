@@ -62,7 +62,7 @@ def test_the_interpreter_is_for_tests_and_refuses_what_it_computes_wrong(tmp_pat
     from headrace.errors import ConfigError
 
     save_llama(tmp_path)
-    with kernels.prefer("triton"), pytest.raises(ConfigError, match="computes wrong in bfloat16"):
+    with kernels.prefer("triton"), pytest.raises(ConfigError, match="gives wrong results in bfloat16"):
         make_driver(tmp_path, attention_backend="triton", kv_cache_dtype="bfloat16")
     with pytest.raises(ConfigError, match="interpreted, for tests"):
         make_driver(tmp_path, attention_backend="triton")

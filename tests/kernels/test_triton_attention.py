@@ -159,7 +159,7 @@ def test_float16_is_off_by_its_rounding(triton_device: torch.device, case: Case)
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_bfloat16_is_off_by_its_rounding(triton_device: torch.device, case: Case):
     if triton_device.type != "cuda":
-        pytest.skip("needs a GPU: Triton's interpreter computes wrong in bfloat16")
+        pytest.skip("needs a GPU: Triton's interpreter gives wrong results in bfloat16")
     assert run_case(triton_device, case, deterministic=False, dtype=torch.bfloat16) < 8 * HALF_TOLERANCE
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from reliability_harness import (
     each_at_once,
     events,
     greedy,
+    wait_until,
 )
 
 PROMPT_TOKENS = 64
@@ -43,7 +45,13 @@ def test_a_full_kv_cache_changes_nothing_but_time(
     server.flush()
     before = server.state()["num_retracted"]
 
-    together = each_at_once(lambda prompt: server.generate(client, prompt, output_tokens), prompts)
+    # They begin together: those that come one after the other end one after the other, and never want all at once.
+    assert server.admin.post("/pause_generation", json={"mode": "retract"}).json()["success"]
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(each_at_once, lambda prompt: server.generate(client, prompt, output_tokens), prompts)
+        wait_until(lambda: server.state()["num_waiting"] == len(prompts), "all wait")
+        assert server.admin.post("/continue_generation", json={}).json()["success"]
+        together = sent.result()
 
     assert [reply["output_ids"] for reply in together] == alone
     assert server.state()["num_retracted"] > before

@@ -91,7 +91,7 @@ BAD_CHECKPOINTS = {
     "zero-filled": (zero, "zero-filled"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "other sizes": (change(intermediate_size=128), "another model"),
+    "other sizes": (change(intermediate_size=128), "not of the served model"),
     "other constants": (change(rms_norm_eps=0.5), "rms_norm_eps"),
 }
 
