@@ -7,6 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from headrace.cli.app import app as headrace
 from headrace.config.cli import ENGINE_FIELDS, ENV_VARS, flag, options_markdown, parse, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -102,10 +103,21 @@ def test_a_command_can_offer_some_options_with_its_own_defaults():
     assert runner.invoke(app, ["--port", "1"]).exit_code == 2
 
 
+def test_a_switch_shows_no_value_in_the_help():
+    commands = typer.main.get_command(headrace).commands
+    params = [p for command in (*commands.values(), *commands["bench"].commands.values()) for p in command.params]
+
+    switches = [param for param in params if getattr(param, "is_flag", False)]
+
+    assert len(switches) > 20
+    assert [param.name for param in switches if param.metavar != ""] == []
+
+
 def test_the_markdown_table_lists_every_option_with_its_choices():
     text = options_markdown()
 
     for name, f in FIELDS.items():
-        assert f"`{flag(f'no_{name}' if f.default is True else name)}" in text
+        assert f"| `{flag(name)}" in text
+        assert f.default is not True or f"`{flag(f'no_{name}')}` turns it off." in text
     assert "`--dtype {auto,float32,bfloat16,float16}` | `auto`" in text
     assert "HEADRACE_API_KEY" in text

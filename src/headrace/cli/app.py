@@ -106,7 +106,8 @@ def generate(
         typer.Option(help="Stop before this text; may be given several times.", rich_help_panel="Sampling"),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with text, ids and counts instead of the text.")
+        bool,
+        typer.Option("--json", help="Print one JSON object with text, ids and counts instead of the text.", metavar=""),
     ] = False,
     *,
     server_args: ServerArgs,
@@ -242,7 +243,9 @@ def quantize(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", metavar="")] = False,
+) -> None:
     """Show the machine, which kernels and attention backends run on it, and why others do not."""
     from headrace.cli.doctor import examine, print_report
 
@@ -382,7 +385,9 @@ def bench_step(
         str, typer.Option(help="Numbers of prompt tokens of a prefill step, comma-separated; empty: none.")
     ] = "512",
     repeat: Annotated[int, typer.Option(help="Steps per shape.")] = 20,
-    phases: Annotated[bool, typer.Option("--phases", help="Also print how long each part of a step takes.")] = False,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="Also print how long each part of a step takes.", metavar="")
+    ] = False,
     busy_neighbours: Annotated[
         int, typer.Option(help="Measure again beside N processes that use a full core each.", metavar="N")
     ] = 0,

@@ -100,13 +100,15 @@ def _parameters(f: Field[Any], default: Any) -> list[inspect.Parameter]:
         help=f.metadata["help"] + one_of,
         rich_help_panel=f.metadata["group"],
         envvar=ENV_VARS.get(f.name),
-        metavar=None if f.type is bool else _metavar(f.type),
+        metavar=_metavar(f.type),
         show_default=default not in (None, "", False),
         hidden=_is_on(f),
     )
     parameters = [_keyword(f.name, f.type, default, shown)]
     if _is_on(f):
-        off = typer.Option(_off_flag(f), help=_off_help(f), rich_help_panel=f.metadata["group"], show_default=False)
+        off = typer.Option(
+            _off_flag(f), help=_off_help(f), rich_help_panel=f.metadata["group"], metavar="", show_default=False
+        )
         parameters.append(_keyword(_off_name(f), bool, False, off))
     return parameters
 
@@ -138,7 +140,7 @@ def _off_help(f: Field[Any]) -> str:
 
 def _spelling(f: Field[Any]) -> str:
     if f.type is bool:
-        return _off_flag(f) if _is_on(f) else flag(f.name)
+        return flag(f.name)
     choices = _choices(f.type)
     names = ", ".join((flag(f.name), *ALIASES.get(f.name, ())))
     return f"{names} {'{' + ','.join(choices) + '}' if choices else _metavar(f.type)}"
@@ -149,6 +151,9 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _metavar(annotation: Any) -> str:
+    """What stands for the value in the help; nothing for a switch, which takes none."""
+    if annotation is bool:
+        return ""
     if get_origin(annotation) is Literal:
         return "NAME"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
@@ -164,9 +169,9 @@ def _default_text(f: Field[Any]) -> str:
 
 
 def _help_text(f: Field[Any]) -> str:
-    meaning = _off_help(f) if _is_on(f) else str(f.metadata["help"])
+    off = f" `{_off_flag(f)}` turns it off." if _is_on(f) else ""
     env = f" Also from the environment: `{ENV_VARS[f.name]}`." if f.name in ENV_VARS else ""
-    return meaning.replace("|", "\\|") + env
+    return str(f.metadata["help"]).replace("|", "\\|") + off + env
 
 
 if __name__ == "__main__":
