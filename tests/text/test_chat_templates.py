@@ -14,7 +14,6 @@ from headrace.text.chat_templates import (
     chat_template_of,
     choose_template,
     read_template_argument,
-    with_joined_parts,
 )
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
@@ -398,11 +397,3 @@ def test_the_template_argument_is_a_file_or_the_template_itself(tmp_path):
     assert read_template_argument("{{ messages }}") == "{{ messages }}"
     with pytest.raises(ModelError, match="neither"):
         read_template_argument("no-such-file")
-
-
-def test_text_parts_are_joined_and_others_refused():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-
-    assert with_joined_parts([{"role": "user", "content": parts}, *user("c")]) == [*user("a\nb"), *user("c")]
-    with pytest.raises(RequestError, match="only text"):
-        with_joined_parts([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])

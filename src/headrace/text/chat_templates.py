@@ -1,6 +1,6 @@
 """Renders chat messages to a prompt with the model's chat template.
 
-Owns the choice of the template, its variables, and which parts of the prompt come from it. Does not tokenize (`tokenizers.py`) and does not
+Owns the choice of the template, its variables, and which parts of the prompt come from it. Does not tokenize (`tokenizers/`) and does not
 check roles or tool schemas (the server's handlers). Rendering is plain computation of up to a second: callers run it off the event loop.
 
 If messages contain the first or last character of special tokens, the template is rendered a second time over marked text
@@ -269,22 +269,3 @@ def _cut_after(rendered: str, final: str) -> str:
         )
     kept = final[final.index(core) :]
     return rendered[: at + len(kept if rendered.startswith(kept, at) else core)]
-
-
-def with_joined_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages with lists of text parts joined into one string, for templates that accept only strings.
-
-    Raises RequestError for a part that is not text.
-    """
-    joined = []
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, list):
-            texts = []
-            for part in content:
-                if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise RequestError("this model takes only text parts", param=f"messages[{number}].content")
-                texts.append(part["text"])
-            message = {**message, "content": "\n".join(texts)}
-        joined.append(dict(message))
-    return joined
