@@ -99,7 +99,10 @@ def launch_engine(
 
 
 def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
-    """Start to load the model. resources: owns the folder of the sockets."""
+    """The engine's parts: processes, which begin to load the model, or threads, which do so in `wait_ready`.
+
+    resources: owns the folder of the sockets.
+    """
     if args.single_process:
         return ThreadParts(args)
     resolve_model(args.model_path)  # once, before the children do: it may have to join the files of a model

@@ -177,7 +177,7 @@ def test_stored_matrices_are_taken_as_they_are(name, taken):
 
 
 @every_format
-def test_a_format_without_codes_takes_no_stored_matrix(name):
+def test_a_format_takes_stored_matrices_only_if_it_has_codes(name):
     layer = Linear(IN_SIZE, {"a": 64}, Placement(torch.device("cpu"), torch.float32, 32, name))
     (weight,) = layer.weights("")
     assert (weight.load_quantized is None) == (FORMATS[name].codes is None)
