@@ -1,5 +1,7 @@
 """The waiting queue against a plain list, and the order of admission against sorting all of it."""
 
+from collections.abc import Iterator
+
 import pytest
 from fake_worker import Rig
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.messages.requests import SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
-from headrace.scheduler import planner, policy
+from headrace.scheduler import fairness, planner, policy
 from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.request import Req
 from headrace.scheduler.waiting import WaitingQueue
@@ -87,6 +89,85 @@ def test_keys_take_turns_by_what_they_got(arrivals):
         got[tenant] += want[-1].num_prompt_tokens
 
     assert list(fair_share.order(queue.tenants, lambda tenant: policy.fcfs(queue.lanes(tenant)))) == want
+
+
+class NeverListed(set[str]):
+    """Tenants that may be looked up but not gone through."""
+
+    def __iter__(self):
+        raise AssertionError("goes through all tenants")
+
+
+def test_the_arrival_of_a_key_does_not_look_at_all_that_wait():
+    fair_share, waiting = FairShare(), NeverListed()
+    for order in range(20):
+        req = make(order, f"t{order}")
+        fair_share.arrive(req, waiting)
+        waiting.add(req.asked.tenant)
+        if order % 3 == 0:
+            fair_share.charge_prompt(req, order + 1)
+            waiting.remove(req.asked.tenant)
+
+
+ACTIONS = st.tuples(st.sampled_from(["arrive", "admit", "come back", "output"]), st.sampled_from("abcde"))
+
+
+@given(st.lists(st.tuples(ACTIONS, st.integers(1, 5)), max_size=60))
+def test_a_key_that_begins_to_wait_is_raised_to_the_least_of_those_that_wait(actions):
+    """Against the definition: the smallest counter of those that wait, else that of the last one admitted."""
+    fair_share, waiting = FairShare(), set()
+    service: dict[str, float] = {}
+    last = ""
+    for order, ((action, tenant), cost) in enumerate(actions):
+        req = make(order, tenant, num_tokens=cost)
+        if action == "arrive":
+            if tenant not in waiting:
+                least = min((service[name] for name in waiting), default=service.get(last, 0.0))
+                service[tenant] = max(service.get(tenant, 0.0), least)
+            fair_share.arrive(req, waiting)
+            waiting.add(tenant)
+        elif action == "admit" and tenant in waiting:
+            waiting.remove(tenant)
+            fair_share.charge_prompt(req, cost)
+            service[tenant] += cost
+            last = tenant
+        elif action == "come back" and tenant in service:
+            fair_share.come_back(req)
+            waiting.add(tenant)
+        elif action == "output" and tenant in service:
+            fair_share.charge_output(req, cost)
+            service[tenant] += 2.0 * cost
+        # Each key's first turn comes by its counter.
+        turns = [r.asked.tenant for r in fair_share.order(waiting, lambda name: iter([make(0, name)]))]
+        assert turns == sorted(waiting, key=lambda name: (service[name], name))
+
+
+def test_a_plan_opens_only_the_queues_of_the_keys_that_it_reaches():
+    fair_share, waiting, opened = FairShare(), set(), []
+    for order, tenant in enumerate("abcd"):
+        fair_share.arrive(make(order, tenant), waiting)
+        waiting.add(tenant)
+
+    def own_order(tenant: str) -> Iterator[Req]:
+        opened.append(tenant)
+        return iter([make(9, tenant)])
+
+    order = fair_share.order(waiting, own_order)
+    assert [next(order).asked.tenant for _ in range(2)] == opened == ["a", "b"]
+
+
+def test_counters_of_keys_that_do_not_wait_are_dropped_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(fairness, "MAX_TENANTS", 4)
+    fair_share, waiting = FairShare(), set()
+    for order in range(3):
+        fair_share.arrive(make(order, f"waits{order}"), waiting)
+        waiting.add(f"waits{order}")
+    for order in range(50):
+        fair_share.arrive(make(order, f"gone{order}"), waiting)
+
+    # No more than twice those that wait, and one; those that wait are all there.
+    assert len(fair_share._service) <= 2 * (3 + 1) + 1
+    assert len(list(fair_share.order(waiting, lambda name: iter([make(0, name)])))) == 3
 
 
 @pytest.mark.parametrize("name", ["fcfs", "lpm", "priority"])

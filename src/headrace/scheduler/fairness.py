@@ -19,7 +19,7 @@ OUTPUT_COST = 2.0
 """Cost of an output token, in prompt tokens; the ratio of the paper."""
 
 MAX_TENANTS = 10_000
-"""Most counters to keep; beyond this, counters of tenants without waiting requests are dropped."""
+"""Most counters to keep; beyond this (or twice the number of tenants that wait), those of tenants without waiting requests are dropped."""
 
 
 class FairShare:
@@ -27,20 +27,24 @@ class FairShare:
 
     def __init__(self) -> None:
         self._service: dict[str, float] = {}
+        self._max_counters = MAX_TENANTS
         self._last_admitted = ""
+        # All tenants that wait, and perhaps some that did, each once with its counter or an earlier, smaller value of it.
+        self._by_service: list[tuple[float, str]] = []
+        self._in_heap: set[str] = set()
 
     def arrive(self, req: Req, waiting: Collection[str]) -> None:
         """A request is about to wait: raise its tenant's counter, unless the tenant is already among the `waiting`."""
         tenant = req.asked.tenant
-        if tenant in self._service and len(self._service) < 2:
-            return
         if tenant not in waiting:
-            last = self._service.get(self._last_admitted, 0.0)
-            least = min((self._service[name] for name in waiting), default=last)
-            self._service[tenant] = max(self._service.get(tenant, 0.0), least)
-        if len(self._service) > MAX_TENANTS:
-            kept = {*waiting, tenant, self._last_admitted}
-            self._service = {name: cost for name, cost in self._service.items() if name in kept}
+            self._service[tenant] = max(self._service.get(tenant, 0.0), self._least(waiting))
+            self._put_in_heap(tenant)
+        if len(self._service) > self._max_counters:
+            self._drop_all_but({*waiting, tenant, self._last_admitted})
+
+    def come_back(self, req: Req) -> None:
+        """A running request is about to wait again. Its tenant's counter stays as it is."""
+        self._put_in_heap(req.asked.tenant)
 
     def order(self, tenants: Collection[str], own_order: Callable[[str], Iterator[Req]]) -> Iterator[Req]:
         """What waits, with the tenants taking turns by what they got, as if admitted one by one.
@@ -50,11 +54,13 @@ class FairShare:
         if len(tenants) == 1:
             yield from own_order(next(iter(tenants)))
             return
-        own = {tenant: own_order(tenant) for tenant in tenants}
+        own: dict[str, Iterator[Req]] = {}
         turns = [(self._service[tenant], tenant) for tenant in tenants]
         heapq.heapify(turns)
         while turns:
             service, tenant = turns[0]
+            if tenant not in own:
+                own[tenant] = own_order(tenant)
             req = next(own[tenant], None)
             if req is None:
                 heapq.heappop(turns)
@@ -74,3 +80,30 @@ class FairShare:
     def _charge(self, req: Req, cost: float) -> None:
         tenant = req.asked.tenant
         self._service[tenant] = self._service.get(tenant, 0.0) + cost / req.asked.weight
+
+    def _least(self, waiting: Collection[str]) -> float:
+        """The smallest counter of those that wait, or the counter of the last one that was admitted."""
+        heap = self._by_service
+        while heap:
+            service, tenant = heap[0]
+            if tenant not in waiting:
+                heapq.heappop(heap)
+                self._in_heap.remove(tenant)
+            elif service < self._service[tenant]:
+                heapq.heapreplace(heap, (self._service[tenant], tenant))
+            else:
+                return service
+        return self._service.get(self._last_admitted, 0.0)
+
+    def _put_in_heap(self, tenant: str) -> None:
+        if tenant not in self._in_heap:
+            heapq.heappush(self._by_service, (self._service[tenant], tenant))
+            self._in_heap.add(tenant)
+
+    def _drop_all_but(self, kept: set[str]) -> None:
+        """Drop the counters of other tenants. Done again only when there are twice as many as are left now."""
+        self._service = {tenant: service for tenant, service in self._service.items() if tenant in kept}
+        self._max_counters = max(MAX_TENANTS, 2 * len(self._service))
+        self._by_service = [(service, tenant) for tenant, service in self._service.items()]
+        heapq.heapify(self._by_service)
+        self._in_heap = set(self._service)
