@@ -132,7 +132,7 @@ def test_a_key_that_begins_to_wait_is_raised_to_the_least_of_those_that_wait(act
             service[tenant] += cost
             last = tenant
         elif action == "come back" and tenant in service:
-            fair_share.come_back(req)
+            fair_share.come_back(req, waiting)
             waiting.add(tenant)
         elif action == "output" and tenant in service:
             fair_share.charge_output(req, cost)
@@ -168,6 +168,18 @@ def test_counters_of_keys_that_do_not_wait_are_dropped_when_there_are_too_many(m
     # No more than twice those that wait, and one; those that wait are all there.
     assert len(fair_share._service) <= 2 * (3 + 1) + 1
     assert len(list(fair_share.order(waiting, lambda name: iter([make(0, name)])))) == 3
+
+
+def test_a_request_waits_again_after_the_counter_of_its_key_was_dropped(monkeypatch):
+    monkeypatch.setattr(fairness, "MAX_TENANTS", 2)
+    fair_share = FairShare()
+    runs = make(0, "runs")
+    fair_share.arrive(runs, ())
+    for order in range(4):
+        fair_share.arrive(make(order, f"gone{order}"), ())
+    fair_share.come_back(runs, ())
+
+    assert list(fair_share.order({"runs", "gone3"}, lambda name: iter([make(0, name)])))
 
 
 @pytest.mark.parametrize("name", ["fcfs", "lpm", "priority"])

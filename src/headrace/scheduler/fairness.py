@@ -42,9 +42,12 @@ class FairShare:
         if len(self._service) > self._max_counters:
             self._drop_all_but({*waiting, tenant, self._last_admitted})
 
-    def come_back(self, req: Req) -> None:
-        """A running request is about to wait again. Its tenant's counter stays as it is."""
-        self._put_in_heap(req.asked.tenant)
+    def come_back(self, req: Req, waiting: Collection[str]) -> None:
+        """A running request is about to wait again. Its tenant's counter stays as it is; if it was dropped, the tenant is like a new one."""
+        if req.asked.tenant in self._service:
+            self._put_in_heap(req.asked.tenant)
+        else:
+            self.arrive(req, waiting)
 
     def order(self, tenants: Collection[str], own_order: Callable[[str], Iterator[Req]]) -> Iterator[Req]:
         """What waits, with the tenants taking turns by what they got, as if admitted one by one.

@@ -63,7 +63,7 @@ def _retract(state: SchedulerState, req: Req) -> None:
     # Its KV goes into the cache: if the room is not needed after all, it is found there again.
     state.kv.release(req)
     state.running.remove(req)
-    state.fair_share.come_back(req)
+    state.fair_share.come_back(req, state.waiting.tenants)
     state.waiting.add(req)
     req.num_retractions += 1
     req.note("retracted", state.now_s, req.num_outputs)
