@@ -105,6 +105,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _at_most(vocab_size, self.allowed_token_ids, "allowed_token_ids", "ids")
         _at_most(MAX_LOGIT_BIAS, self.logit_bias, "logit_bias", "entries")
 
+    def _refuse_grammars(self) -> None:
+        """Raises RequestError for a field that constrains decoding."""
+        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported yet: constrained decoding is not available", name)
+
+    def _checked_max_new_tokens(self, default: int, room_tokens: int) -> int:
+        """`max_new_tokens`; if not set, `default` or what the context has room for. Checks it and `min_new_tokens`. Raises RequestError."""
+        wanted = self.max_new_tokens
+        most = min(default, room_tokens) if wanted is None else wanted
+        _require(most >= 0, "max_new_tokens", f"max_new_tokens must be at least 0, got {most}")
+        _require(
+            most <= room_tokens,
+            "max_new_tokens",
+            f"max_new_tokens is {most} but only {room_tokens} tokens of the context are left after the prompt",
+        )
+        _require(
+            0 <= self.min_new_tokens <= most,
+            "min_new_tokens",
+            f"min_new_tokens must be between 0 and max_new_tokens ({most}), got {self.min_new_tokens}",
+        )
+        return most
+
+    def _check_stops_not_empty(self) -> None:
+        for name, strings in (("stop", self.stop_strings()), ("stop_regex", self.stop_patterns())):
+            _require(all(strings), name, f"{name} must not be empty")
+
     def _asked_seed(self) -> int | None:
         """The seed, from either field name; None = none. Raises RequestError."""
         given = {}
@@ -133,49 +160,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bad_word_ids: `bad_words` tokenized by the caller. seed: used if the request sets none.
         Raises RequestError that names the parameter.
         """
-        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported yet: constrained decoding is not available", name)
+        self._refuse_grammars()
         temperature = _first(self.temperature, defaults.temperature, 1.0)
         top_p = _first(self.top_p, defaults.top_p, 1.0)
-        top_k = _first(self.top_k, defaults.top_k, -1)
+        top_k = _first(self.top_k, defaults.top_k, -1) or -1  # 0 is off, too
         min_p = _first(self.min_p, defaults.min_p, 0.0)
         repetition_penalty = _first(self.repetition_penalty, defaults.repetition_penalty, 1.0)
-        max_new_tokens = self.max_new_tokens
-        if max_new_tokens is None:
-            max_new_tokens = min(default_max_new_tokens, room_tokens)
-
-        _between("temperature", temperature, 0.0, math.inf)
-        _between("top_p", top_p, 0.0, 1.0, low_open=True)
-        top_k = -1 if top_k == 0 else top_k
-        _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 or 0 (off) or at least 1, got {top_k}")
-        _between("min_p", min_p, 0.0, 1.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("repetition_penalty", repetition_penalty, 0.0, 2.0, low_open=True)
-        _require(
-            repetition_penalty >= MIN_REPETITION_PENALTY,
-            "repetition_penalty",
-            f"repetition_penalty must be at least {MIN_REPETITION_PENALTY:g}, got {repetition_penalty}",
-        )
+        _check_distribution(temperature, top_p, top_k, min_p)
+        _check_penalties(self.frequency_penalty, self.presence_penalty, repetition_penalty)
         _require(1 <= self.n <= max_n, "n", f"n must be between 1 and {max_n}, got {self.n}")
-        _require(max_new_tokens >= 0, "max_new_tokens", f"max_new_tokens must be at least 0, got {max_new_tokens}")
-        _require(
-            max_new_tokens <= room_tokens,
-            "max_new_tokens",
-            f"max_new_tokens is {max_new_tokens} but only {room_tokens} tokens of the context are left after the prompt",
-        )
-        _require(
-            0 <= self.min_new_tokens <= max_new_tokens,
-            "min_new_tokens",
-            f"min_new_tokens must be between 0 and max_new_tokens ({max_new_tokens}), got {self.min_new_tokens}",
-        )
+        max_new_tokens = self._checked_max_new_tokens(default_max_new_tokens, room_tokens)
         asked_seed = self._asked_seed()
         if self.stream_interval is not None:
             _require(1 <= self.stream_interval <= 4096, "stream_interval", "stream_interval must be between 1 and 4096")
         self.check_sizes(vocab_size)
-        for name, strings in (("stop", self.stop_strings()), ("stop_regex", self.stop_patterns())):
-            _require(all(strings), name, f"{name} must not be empty")
+        self._check_stops_not_empty()
         stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, vocab_size)
         allowed = _ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         _require(
@@ -241,6 +240,26 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
     def is_greedy(self) -> bool:
         """Whether the largest logit is taken."""
         return self.temperature == 0.0
+
+
+def _check_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
+    """Raises RequestError for a value out of bounds. top_k: -1 = off."""
+    _between("temperature", temperature, 0.0, math.inf)
+    _between("top_p", top_p, 0.0, 1.0, low_open=True)
+    _require(top_k == -1 or 1 <= top_k < 2**31, "top_k", f"top_k must be -1 or 0 (off) or at least 1, got {top_k}")
+    _between("min_p", min_p, 0.0, 1.0)
+
+
+def _check_penalties(frequency: float, presence: float, repetition: float) -> None:
+    """Raises RequestError for a value out of bounds."""
+    _between("frequency_penalty", frequency, -2.0, 2.0)
+    _between("presence_penalty", presence, -2.0, 2.0)
+    _between("repetition_penalty", repetition, 0.0, 2.0, low_open=True)
+    _require(
+        repetition >= MIN_REPETITION_PENALTY,
+        "repetition_penalty",
+        f"repetition_penalty must be at least {MIN_REPETITION_PENALTY:g}, got {repetition}",
+    )
 
 
 def _first(*values: T | None) -> T:
