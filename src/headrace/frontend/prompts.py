@@ -46,6 +46,8 @@ _NOT_YET: tuple[tuple[str, str], ...] = (
     ("bootstrap_room", "disaggregated prefill"),
 )
 
+_NO_SESSION = SessionParams()
+
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
@@ -115,10 +117,52 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
 
     The time does not depend on `n`. Raises RequestError naming the field.
     """
+    _refuse_not_yet(obj)
+    _check_routing(obj, limits)
+    _check_num_prompts(obj, limits.max_prompts)
+    inputs = _inputs(obj, limits)
+    samplings = _samplings(obj, inputs, limits)
+    multiple = any(sampling.n > 1 for sampling in samplings)
+    logprobs = _logprobs(obj, inputs, multiple, limits.vocab_size)
+    hidden = inputs.spread("return_hidden_states", obj.return_hidden_states, bool)
+    processors = _processors(obj, inputs, limits.processors)
+    namespaces = _namespaces(obj, inputs)
+    sessions = _sessions(obj, inputs, samplings)
+    adapters = inputs.spread("lora_path", obj.lora_path, str)
+    call_rid, rids = _rids(obj.rid, inputs)
+    prompts = tuple(
+        Prompt(
+            rid=rids[i],
+            text=inputs.texts[i],
+            input_ids=inputs.ids[i],
+            input_embeds=inputs.embeds[i],
+            sampling=samplings[i],
+            return_logprob=logprobs.wanted[i],
+            logprob_start_len=logprobs.starts[i],
+            top_logprobs_num=logprobs.tops[i],
+            token_ids_logprob=logprobs.picked[i],
+            return_hidden_states=hidden[i],
+            custom_logit_processor=processors[i] or "",
+            namespace=namespaces[i],
+            session=sessions[i],
+            adapter=adapters[i] or "",
+        )
+        for i in range(inputs.count)
+    )
+    _check_cost(prompts, limits.context_length)
+    return Call(call_rid, prompts, inputs.is_batch or multiple)
+
+
+def _refuse_not_yet(obj: GenerateReqInput) -> None:
+    """Raises RequestError for a field of a capability that is not there yet."""
     for name, what in _NOT_YET:
         value = getattr(obj, name)
         if not is_empty(value) and not (isinstance(value, list) and all(map(is_empty, value))):
             raise RequestError(f"{name}: {what} is not supported yet", name)
+
+
+def _check_routing(obj: GenerateReqInput, limits: CallLimits) -> None:
+    """Raises RequestError for a replica that does not exist and for a priority that is out of range or not used."""
     replica = obj.routed_dp_rank
     if replica is not None and not 0 <= replica < limits.num_replicas:
         raise RequestError(
@@ -131,79 +175,6 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
         )
     if obj.priority and not limits.uses_priority:
         raise RequestError("priority needs a server started with --schedule-policy priority", "priority")
-    _check_num_prompts(obj, limits.max_prompts)
-    texts, ids, embeds, is_batch = _inputs(obj, limits.hidden_size)
-    count = len(texts)
-    for token_ids in ids:
-        if token_ids is not None:
-            check_token_ids("input_ids", token_ids, limits.vocab_size)
-    samplings = [
-        item or SamplingParams()
-        for item in _spread("sampling_params", obj.sampling_params, count, is_batch, SamplingParams)
-    ]
-    for sampling in samplings:
-        _check_sampling(sampling, limits)
-    if not limits.has_tokenizer:
-        _check_ids_only(obj, samplings)
-    _check_patterns(samplings)
-    num_samples = sum(sampling.n for sampling in samplings)
-    if num_samples > limits.max_samples:
-        raise RequestError(
-            f"the request has {num_samples} samples; this server queues at most {limits.max_samples}", "n"
-        )
-    multiple = any(sampling.n > 1 for sampling in samplings)
-    wants = _spread("return_logprob", obj.return_logprob, count, is_batch, bool)
-    starts = _spread("logprob_start_len", obj.logprob_start_len, count, is_batch, int)
-    tops = _spread("top_logprobs_num", obj.top_logprobs_num, count, is_batch, int)
-    picked, picked_per_prompt = _picked_ids(obj, count, is_batch, limits.vocab_size)
-    if multiple:
-        for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
-            if isinstance(getattr(obj, name), list):
-                raise RequestError(f"{name} must be one value, not a list, when n > 1", name)
-        if picked_per_prompt:
-            raise RequestError("token_ids_logprob must be one list of ids when n > 1", "token_ids_logprob")
-    for index in range(count):
-        _check_logprobs(wants[index], starts[index], tops[index], picked[index], limits.vocab_size)
-    hidden = _spread("return_hidden_states", obj.return_hidden_states, count, is_batch, bool)
-    processors = _spread("custom_logit_processor", obj.custom_logit_processor, count, is_batch, str)
-    for processor in processors:
-        if processor and processor not in limits.processors:
-            raise RequestError(
-                "custom_logit_processor does not name a processor of this server "
-                f"({', '.join(sorted(limits.processors)) or 'it has none'})",
-                "custom_logit_processor",
-            )
-    extra_keys = _spread("extra_key", obj.extra_key, count, is_batch, str)
-    salts = _spread("cache_salt", obj.cache_salt, count, is_batch, str)
-    for name, keys in (("extra_key", extra_keys), ("cache_salt", salts)):
-        for key in keys:
-            check_text(name, key or "", MAX_KEY_LENGTH)
-    sessions = _spread("session_params", obj.session_params, count, is_batch, SessionParams)
-    for session, sampling, rows in zip(sessions, samplings, embeds, strict=True):
-        _check_session(session, sampling, rows is not None)
-    adapters = _spread("lora_path", obj.lora_path, count, is_batch, str)
-    call_rid, rids = _rids(obj.rid, count, is_batch)
-    prompts = tuple(
-        Prompt(
-            rid=rids[i],
-            text=texts[i],
-            input_ids=ids[i],
-            input_embeds=embeds[i],
-            sampling=samplings[i],
-            return_logprob=wants[i],
-            logprob_start_len=starts[i],
-            top_logprobs_num=tops[i],
-            token_ids_logprob=picked[i],
-            return_hidden_states=hidden[i],
-            custom_logit_processor=processors[i] or "",
-            namespace=_namespace(extra_keys[i], salts[i]),
-            session=sessions[i] if sessions[i] != SessionParams() else None,
-            adapter=adapters[i] or "",
-        )
-        for i in range(count)
-    )
-    _check_cost(prompts, limits.context_length)
-    return Call(call_rid, prompts, is_batch or multiple)
 
 
 def _check_cost(prompts: Sequence[Prompt], context_length: int) -> None:
@@ -289,52 +260,111 @@ def _check_num_prompts(obj: GenerateReqInput, limit: int) -> None:
             raise RequestError(f"at most {limit} prompts in one request, got {len(value)}", name)
 
 
-_Inputs = tuple[list[str | None], list[list[int] | None], list[bytes | None], bool]
+@dataclass(slots=True)
+class _Inputs:
+    """Text, ids and embeds of each prompt (one of the three is not None). is_batch: whether the input was a list of prompts."""
+
+    texts: Sequence[str | None]
+    ids: Sequence[list[int] | None]
+    embeds: Sequence[bytes | None]
+    is_batch: bool
+
+    @property
+    def count(self) -> int:
+        """The number of prompts."""
+        return len(self.texts)
+
+    def spread(self, name: str, value: T | list[T] | Sequence[T | None] | None, kind: type[T]) -> list[T]:
+        """One value per prompt of the field `name`. A None (where the field allows one) stays None.
+
+        value: one for all prompts, or a list of one per prompt. Raises RequestError.
+        """
+        if not isinstance(value, list):
+            if value is not None and type(value) is not kind:
+                raise RequestError(f"{name} must be {_KINDS[kind][0]}, got {value!r:.40}", name)
+            return [cast(T, value)] * len(self.texts)
+        if not self.is_batch:
+            raise RequestError(f"{name} is a list, but there is one prompt", name)
+        if len(value) != self.count:
+            raise RequestError(
+                f"{name}: the number of items ({len(value)}) must equal the number of prompts ({self.count})", name
+            )
+        for item in value:
+            if item is not None and type(item) is not kind:
+                raise RequestError(f"{name} must be a list of {_KINDS[kind][1]}, got {item!r:.40}", name)
+        return cast("list[T]", value)
 
 
-def _inputs(obj: GenerateReqInput, hidden_size: int) -> _Inputs:
-    """Texts, ids and embeds of each prompt (one of the three is not None), and whether the input was a list of prompts."""
+def _inputs(obj: GenerateReqInput, limits: CallLimits) -> _Inputs:
+    """The prompts of the field that gives them. Raises RequestError."""
+    _check_one_input(obj)
+    if obj.text is not None:
+        texts = _texts(obj.text)
+        nothing = [None] * len(texts)
+        return _Inputs(texts, nothing, nothing, isinstance(obj.text, list))
+    if obj.input_ids is not None:
+        ids, is_batch = _id_lists(obj.input_ids, limits.vocab_size)
+        nothing = [None] * len(ids)
+        return _Inputs(nothing, ids, nothing, is_batch)
+    assert obj.input_embeds is not None, "one of the three is given"
+    embeds, is_batch = pack_embeds(obj.input_embeds, limits.hidden_size)
+    nothing = [None] * len(embeds)
+    return _Inputs(nothing, nothing, embeds, is_batch)
+
+
+def _check_one_input(obj: GenerateReqInput) -> None:
+    """Raises RequestError unless exactly one of the three inputs is given and it is no empty list."""
     given = [name for name in ("text", "input_ids", "input_embeds") if getattr(obj, name) is not None]
     if len(given) != 1:
         raise RequestError(
             f"give exactly one of text, input_ids and input_embeds, got {' and '.join(given) or 'none of them'}",
             given[1] if given else "text",
         )
-    name = given[0]
-    value: object = getattr(obj, name)
+    value: object = getattr(obj, given[0])
     if isinstance(value, list) and not value:
-        raise RequestError(f"{name} is empty", name)
-    texts: list[str | None] = [None]
-    ids: list[list[int] | None] = [None]
-    embeds: list[bytes | None] = [None]
-    if obj.text is not None:
-        is_batch = isinstance(obj.text, list)
-        given_texts = obj.text if isinstance(obj.text, list) else [obj.text]
-        for text in given_texts:
-            if not isinstance(text, str):
-                raise RequestError("text must be a string or a list of strings", name)
-            if not text:
-                raise RequestError("text: a prompt is empty", name)
-            check_text(name, text)
-        texts = list(given_texts)
-    elif obj.input_ids is not None:
-        is_batch = isinstance(obj.input_ids[0], list)
-        if any(isinstance(item, list) != is_batch for item in obj.input_ids):
-            raise RequestError("input_ids mixes token ids and lists of token ids", name)
-        ids = cast("list[list[int] | None]", obj.input_ids if is_batch else [obj.input_ids])
-        if not all(ids):
-            raise RequestError("input_ids: a prompt is empty", name)
-    else:
-        assert obj.input_embeds is not None, "one of the three is given"
-        packed, is_batch = pack_embeds(obj.input_embeds, hidden_size)
-        embeds = list(packed)
-    count = max(len(texts), len(ids), len(embeds))
-    return (
-        texts if obj.text is not None else [None] * count,
-        ids if obj.input_ids is not None else [None] * count,
-        embeds if obj.input_embeds is not None else [None] * count,
-        is_batch,
-    )
+        raise RequestError(f"{given[0]} is empty", given[0])
+
+
+def _texts(given: str | list[str]) -> list[str]:
+    """The text of each prompt. Raises RequestError."""
+    texts = list(given) if isinstance(given, list) else [given]
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError("text must be a string or a list of strings", "text")
+        if not text:
+            raise RequestError("text: a prompt is empty", "text")
+        check_text("text", text)
+    return texts
+
+
+def _id_lists(given: list[int | list[int]], vocab_size: int) -> tuple[list[list[int]], bool]:
+    """The token ids of each prompt, and whether they were given as a list of prompts. Raises RequestError."""
+    is_batch = isinstance(given[0], list)
+    if any(isinstance(item, list) != is_batch for item in given):
+        raise RequestError("input_ids mixes token ids and lists of token ids", "input_ids")
+    lists = cast("list[list[int]]", given if is_batch else [given])
+    if not all(lists):
+        raise RequestError("input_ids: a prompt is empty", "input_ids")
+    for ids in lists:
+        check_token_ids("input_ids", ids, vocab_size)
+    return lists, is_batch
+
+
+def _samplings(obj: GenerateReqInput, inputs: _Inputs, limits: CallLimits) -> list[SamplingParams]:
+    """The sampling parameters of each prompt, checked as far as `_check_sampling` does. Raises RequestError."""
+    given = inputs.spread("sampling_params", obj.sampling_params, SamplingParams)
+    samplings = [sampling or SamplingParams() for sampling in given]
+    for sampling in samplings:
+        _check_sampling(sampling, limits)
+    if not limits.has_tokenizer:
+        _check_ids_only(obj, samplings)
+    _check_patterns(samplings)
+    num_samples = sum(sampling.n for sampling in samplings)
+    if num_samples > limits.max_samples:
+        raise RequestError(
+            f"the request has {num_samples} samples; this server queues at most {limits.max_samples}", "n"
+        )
+    return samplings
 
 
 def _check_sampling(sampling: SamplingParams, limits: CallLimits) -> None:
@@ -360,13 +390,64 @@ def _check_patterns(samplings: Sequence[SamplingParams]) -> None:
         check_stop_regex(patterns)
 
 
-def _check_session(session: SessionParams | None, sampling: SamplingParams, has_embeds: bool) -> None:
-    if session is None or session == SessionParams():
-        return
+def _processors(obj: GenerateReqInput, inputs: _Inputs, known: frozenset[str]) -> list[str]:
+    """The custom logit processor of each prompt. Raises RequestError for one that is not `known`."""
+    processors = inputs.spread("custom_logit_processor", obj.custom_logit_processor, str)
+    for processor in processors:
+        if processor and processor not in known:
+            raise RequestError(
+                "custom_logit_processor does not name a processor of this server "
+                f"({', '.join(sorted(known)) or 'it has none'})",
+                "custom_logit_processor",
+            )
+    return processors
+
+
+def _sessions(
+    obj: GenerateReqInput, inputs: _Inputs, samplings: Sequence[SamplingParams]
+) -> list[SessionParams | None]:
+    """The session that each prompt continues; None = none. Raises RequestError."""
+    given = inputs.spread("session_params", obj.session_params, SessionParams)
+    sessions = [session if session != _NO_SESSION else None for session in given]
+    for session, sampling, rows in zip(sessions, samplings, inputs.embeds, strict=True):
+        if session is not None:
+            _check_session(sampling, rows is not None)
+    return sessions
+
+
+def _check_session(sampling: SamplingParams, has_embeds: bool) -> None:
+    """Raises RequestError for a prompt that cannot continue a session."""
     if sampling.n > 1:
         raise RequestError("session_params: a request of a session has one sample (n = 1)", "session_params")
     if has_embeds:
         raise RequestError("session_params: sessions hold tokens, not embeddings", "session_params")
+
+
+@dataclass(slots=True)
+class _Logprobs:
+    """What each prompt asks of logprobs; the fields of `Prompt`, as lists."""
+
+    wanted: list[bool]
+    starts: list[int]
+    tops: list[int]
+    picked: list[tuple[int, ...]]
+
+
+def _logprobs(obj: GenerateReqInput, inputs: _Inputs, multiple: bool, vocab_size: int) -> _Logprobs:
+    """What each prompt asks of logprobs. multiple: whether a prompt has several samples. Raises RequestError."""
+    wanted = inputs.spread("return_logprob", obj.return_logprob, bool)
+    starts = inputs.spread("logprob_start_len", obj.logprob_start_len, int)
+    tops = inputs.spread("top_logprobs_num", obj.top_logprobs_num, int)
+    picked, picked_per_prompt = _picked_ids(obj, inputs, vocab_size)
+    if multiple:
+        for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
+            if isinstance(getattr(obj, name), list):
+                raise RequestError(f"{name} must be one value, not a list, when n > 1", name)
+        if picked_per_prompt:
+            raise RequestError("token_ids_logprob must be one list of ids when n > 1", "token_ids_logprob")
+    for want, start, top, ids in zip(wanted, starts, tops, picked, strict=True):
+        _check_logprobs(want, start, top, ids, vocab_size)
+    return _Logprobs(wanted, starts, tops, picked)
 
 
 def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...], vocab_size: int) -> None:
@@ -385,14 +466,12 @@ def _check_logprobs(wanted: bool, start: int, top: int, picked: tuple[int, ...],
             raise RequestError(f"{name} needs return_logprob", name)
 
 
-def _picked_ids(
-    obj: GenerateReqInput, count: int, is_batch: bool, vocab_size: int
-) -> tuple[list[tuple[int, ...]], bool]:
+def _picked_ids(obj: GenerateReqInput, inputs: _Inputs, vocab_size: int) -> tuple[list[tuple[int, ...]], bool]:
     """`token_ids_logprob` for each prompt, and whether it was given per prompt."""
     name = "token_ids_logprob"
     value = obj.token_ids_logprob
     if not value:
-        return [()] * count, False
+        return [()] * inputs.count, False
     per_prompt = isinstance(value[0], list)
     if any(isinstance(item, list) != per_prompt for item in value):
         raise RequestError(f"{name} mixes token ids and lists of token ids", name)
@@ -403,40 +482,20 @@ def _picked_ids(
         check_token_ids(name, ids, vocab_size)
     unique = [tuple(dict.fromkeys(ids)) for ids in lists]
     if not per_prompt:
-        return unique * count, False
-    if not is_batch or len(unique) != count:
+        return unique * inputs.count, False
+    if not inputs.is_batch or len(unique) != inputs.count:
         raise RequestError(
-            f"{name}: the number of lists ({len(unique)}) must equal the number of prompts ({count})", name
+            f"{name}: the number of lists ({len(unique)}) must equal the number of prompts ({inputs.count})", name
         )
     return unique, True
 
 
-def _spread(
-    name: str, value: T | list[T] | Sequence[T | None] | None, count: int, is_batch: bool, kind: type[T]
-) -> list[T]:
-    """One value per prompt. A None (where the field allows one) stays None."""
-    if not isinstance(value, list):
-        if value is not None and type(value) is not kind:
-            raise RequestError(f"{name} must be {_KINDS[kind][0]}, got {value!r:.40}", name)
-        return [cast(T, value)] * count
-    if not is_batch:
-        raise RequestError(f"{name} is a list, but there is one prompt", name)
-    if len(value) != count:
-        raise RequestError(
-            f"{name}: the number of items ({len(value)}) must equal the number of prompts ({count})", name
-        )
-    for item in value:
-        if item is not None and type(item) is not kind:
-            raise RequestError(f"{name} must be a list of {_KINDS[kind][1]}, got {item!r:.40}", name)
-    return cast("list[T]", value)
-
-
-def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> tuple[str, list[str]]:
+def _rids(given: str | list[str] | None, inputs: _Inputs) -> tuple[str, list[str]]:
     """Rid of the call and of each prompt. One rid for a batch names its prompts `rid/0`, `rid/1` ..."""
     if not given:
         given = None
     if isinstance(given, list):
-        _spread("rid", given, count, is_batch, str)
+        inputs.spread("rid", given, str)
         for rid in given:
             _check_rid(rid)
         if len(set(given)) != len(given):
@@ -445,13 +504,25 @@ def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> tuple[st
     if given is not None:
         _check_rid(given)
     rid = given if given is not None else uuid.uuid4().hex
-    return rid, [f"{rid}/{i}" for i in range(count)] if is_batch else [rid]
+    return rid, [f"{rid}/{i}" for i in range(inputs.count)] if inputs.is_batch else [rid]
 
 
 def _check_rid(rid: str) -> None:
     if not isinstance(rid, str) or not rid:
         raise RequestError("rid must be a non-empty string", "rid")
     check_text("rid", rid, MAX_RID_LENGTH)
+
+
+def _namespaces(obj: GenerateReqInput, inputs: _Inputs) -> list[str]:
+    """The namespace of each prompt, from its two keys. Raises RequestError."""
+    if obj.extra_key is None and obj.cache_salt is None:
+        return [""] * inputs.count
+    extra_keys = inputs.spread("extra_key", obj.extra_key, str)
+    salts = inputs.spread("cache_salt", obj.cache_salt, str)
+    for name, keys in (("extra_key", extra_keys), ("cache_salt", salts)):
+        for key in filter(None, keys):
+            check_text(name, key, MAX_KEY_LENGTH)
+    return [_namespace(extra_key, salt) for extra_key, salt in zip(extra_keys, salts, strict=True)]
 
 
 def _namespace(extra_key: str | None, cache_salt: str | None) -> str:
