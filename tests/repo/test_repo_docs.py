@@ -62,8 +62,8 @@ def coming_capabilities() -> list[list[str]]:
 
 
 def modules_in(text: str) -> list[str]:
-    """`room/module.py` as written in a document."""
-    return [name for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)", text) if not name.startswith("tests/")]
+    """`room/module.py` or `module.py` as written in a document."""
+    return [name for name in re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)", text) if not name.startswith("tests/")]
 
 
 def test_modules_that_the_architecture_names_exist():
@@ -92,9 +92,18 @@ def test_the_docstring_of_a_package_names_its_modules_and_no_others(package):
     assert sorted(name for name in named - modules if "/" not in name or not (SOURCES / name).is_file()) == []
 
 
-def test_each_coming_capability_touches_at_most_six_files():
-    rows = coming_capabilities()
+LACK_A_SEAM = {"images, audio", "tensor parallelism", "speculation", "tiers of KV"}
+"""Capabilities that would touch more files today. The page says which seam each of them needs first."""
 
-    assert len(rows) >= 9
-    for capability, _, files in rows:
-        assert len(modules_in(files)) <= 6, capability
+
+def test_each_coming_capability_touches_at_most_six_files():
+    touched = {capability: len(modules_in(files)) for capability, _, files in coming_capabilities()}
+
+    assert len(touched) >= 10
+    assert {capability for capability, num_files in touched.items() if num_files > 6} == LACK_A_SEAM
+
+
+def test_the_page_of_the_architecture_has_lines_that_fit():
+    lines = ARCHITECTURE.splitlines()
+
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
