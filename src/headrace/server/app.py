@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from starlette.types import Lifespan
 
 from headrace.config.server_args import ServerArgs
 from headrace.config.web import parse_origins
@@ -27,7 +28,7 @@ from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
 from headrace.server.experts import ExpertsAPI
 from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
-from headrace.server.keys import open_keys
+from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
 from headrace.server.openai.chat import ChatServing, chat_prompt_ids
@@ -123,13 +124,32 @@ def create_app(
     handlers' context, `app.state.keys` the keys of --api-key-file.
     Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
-    status = status if status is not None else ServerStatus()
-    context = ServingContext(frontend, model, args, status)
+    context = ServingContext(frontend, model, args, status if status is not None else ServerStatus())
     warmups = chosen_warmups(args)
     table = route_table(context)
     keys = open_keys(args)
     _warn_if_open(args)
     bodies = Bodies(args.max_body_bytes)
+    app = FastAPI(
+        title="Headrace",
+        version=VERSION,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan(context, warmups, bodies),
+        exception_handlers={HTTPException: _routing_error},
+    )
+    app.state.context = context
+    app.state.startup_error = None
+    app.state.keys = keys
+    _add_routes(app, table, bodies)
+    _add_middleware(app, args, table, keys)
+    return app
+
+
+def _lifespan(context: ServingContext, warmups: list[str], bodies: Bodies) -> Lifespan[FastAPI]:
+    """Start and end of the application: warm up, serve, end the threads. `app.state.startup_error` gets what a warm-up raises."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -139,32 +159,28 @@ def create_app(
         except Exception as exc:
             app.state.startup_error = exc
             raise
-        status.started = True
+        context.status.started = True
         try:
             yield
         finally:
-            status.started = False
+            context.status.started = False
             context.text_threads.shutdown(wait=False, cancel_futures=True)
             bodies.close()
 
-    app = FastAPI(
-        title="Headrace",
-        version=VERSION,
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        lifespan=lifespan,
-        exception_handlers={HTTPException: _routing_error},
-    )
-    app.state.context = context
-    app.state.startup_error = None
-    app.state.keys = keys
+    return lifespan
+
+
+def _add_routes(app: FastAPI, table: list[RouteSpec], bodies: Bodies) -> None:
     for spec in table:
         endpoint = Endpoint(spec.handler, bodies)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
-    # The last one added is the outermost: CORS answers preflights without a key, and adds its headers to error replies too, but not to
-    # refusals of the origin gate.
+
+
+def _add_middleware(app: FastAPI, args: ServerArgs, table: list[RouteSpec], keys: ApiKeys | None) -> None:
+    """Add what a request passes before its handler, from the inside out: the last one added is the outermost.
+
+    CORS answers preflights without a key, and adds its headers to error replies too, but not to refusals of the origin gate.
+    """
     access = AccessTable((spec.path, spec.access) for spec in table)
     app.add_middleware(AuthMiddleware, table=access, api_key=args.api_key, admin_api_key=args.admin_api_key, keys=keys)
     app.add_middleware(ErrorBoundary)
@@ -179,7 +195,6 @@ def create_app(
         )
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     app.add_middleware(RequestIdMiddleware)
-    return app
 
 
 def _warn_if_open(args: ServerArgs) -> None:
