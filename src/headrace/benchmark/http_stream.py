@@ -1,7 +1,7 @@
 """One POST whose reply is timed piece by piece, at less cost than a general client's.
 
-The client of a benchmark shares the machine with the server: what it does for a token, the server's kernels wait for. Owns one
-connection for each request. Does not look into bodies. HTTP is read by httptools, the parser of uvicorn. Runs in an event loop.
+The client of a benchmark often shares the machine with the server, so its work per token slows the server down. Owns one
+connection per request. Does not look into bodies. HTTP is read by httptools, the parser of uvicorn. Runs in an event loop.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class _Connection(asyncio.Protocol):
             self._fail(ConnectionError("the reply is not HTTP"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended. The end of a body that says nothing of its length is the end of the connection."""
+        """The connection has ended. Without Content-Length or chunks, this is how a body ends."""
         if exc is None and self._in_body and not self._has_length:
             self.on_message_complete()
         self._fail(exc or ConnectionResetError("the reply ended early"))

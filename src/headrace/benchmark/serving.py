@@ -116,7 +116,7 @@ def run_serving(options: ServingOptions, console: Console) -> dict[str, Any]:
 
 
 def run_client(work: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run, on a cheaper loop: what the client takes of a machine that it shares, the servers have not."""
+    """As asyncio.run, on a cheaper event loop: a client on the same machine takes processor time from the servers."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 

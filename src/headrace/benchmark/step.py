@@ -269,8 +269,8 @@ class _StepBench:
         }
 
     def _plans(self, shape: Shape) -> Iterator[ModelWorkerBatch]:
-        """Steps of a shape, for ever: a decode goes on, a prefill begins anew. Sequences enter with each step, since shapes in
-        turns share the rows; the first `context` tokens of a row count as cached."""
+        """Endless steps of one shape: each decode continues the one before, each prefill starts over. Sequences are added with
+        every step, since the shapes that take turns share rows; the first `context` tokens of a row count as cached."""
         start = shape.context
         while True:
             yield self._plan(shape, start)

@@ -1,7 +1,7 @@
 """What the front end knows of a sample while it lives, and of the call that waits for it.
 
-Owns the accumulated output and the times of each sample, what of it is new to the waiter, and the waking of the waiter. Does
-not own the table of rids nor sending. Used by the tokenizer manager, in its event loop only.
+Owns the accumulated output and the times of each sample, keeps track of what the waiter has not read yet, and wakes it. Does
+not own the table of rids, nor sending. Used by the tokenizer manager, in its event loop only.
 
 A sample's life: created -> sent -> waiting or streaming -> finished -> cleaned. Output is accumulated here, so a waiter that is
 slow to read costs no memory beyond the output itself: what is pending is only "this sample has something new".
@@ -35,13 +35,13 @@ class ReqState:
     shown_id: the prompt's rid as its client knows it, the same for all samples of a prompt. index: place in the answer.
     first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
     first_logprob_id: the prompt token at logprob_start_len, listed without a value; None = no prompt logprobs.
-    leader: the sample of the same prompt whose prompt logprobs this one shows; until they have come it says nothing. Should
-    the leader end before its first token, there are none. logged_input: for the log. dumped_prompt: its beginning,
-    for dumps. turn: its place in a session.
-    adapter: what it holds in memory until it leaves the table.
-    request: as it was first sent. replica: index of the one that has it, -1 = none. routed_replica: of the only one that may. num_sends, num_deaths,
-    num_outputs_at_death: how often it was sent, how often in a row who had it died, and how far it was then; see `engine_link`.
-    _num_taken_characters and the like: how much of its output updates have told.
+    leader: the sample of the same prompt whose prompt logprobs this one shows; it gives no update before they have arrived. If
+    the leader ends before its first token, there are none. logged_input: for the log. dumped_prompt: the prompt's beginning,
+    for dumps. turn: its place in a session. adapter: held in memory until the sample leaves the table.
+    request: as it was first sent. replica: the replica that has it, -1 = none. routed_replica: the only one that may have it.
+    num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
+    number of outputs at the last death; see `engine_link`.
+    _num_taken_characters etc.: how much of its output earlier updates contained.
     """
 
     rid: str
@@ -137,7 +137,7 @@ class ReqState:
             self._tell()
 
     def _same_prefill(self, stats: SampleStats) -> SampleStats:
-        """Statistics of a later attempt: how the prompt was met is a matter of the attempt that gave the first output."""
+        """Statistics of a later attempt: the prefill that the client sees is that of the attempt that gave the first output."""
         if not self._is_heard:
             return stats
         first = self.stats

@@ -97,7 +97,7 @@ class OpenApi:
 
 
 def _bound_numbers(schema: Any) -> None:
-    """Say of every number without bounds of its own that it is within 64 bits: larger integers are refused everywhere."""
+    """Add the bounds of 64-bit integers to every number that has none: larger integers are refused everywhere."""
     for item in schema.values() if isinstance(schema, dict) else schema:
         if isinstance(item, (dict, list)):
             _bound_numbers(item)
