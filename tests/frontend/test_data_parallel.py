@@ -96,7 +96,7 @@ def test_replicas_together_are_what_a_client_may_ask_for():
 
 
 def test_states_add_up():
-    total = sum_of_states([STATE, msgspec.structs.replace(STATE, dp_rank=1, num_retracted=4)])
+    total = sum_of_states([STATE, msgspec.structs.replace(STATE, replica=1, num_retracted=4)])
     assert (total.num_retracted, total.pool.total_tokens, total.pool.consistent) == (7, 8192, True)
     assert total.new_token_ratio == 0.5
     assert (total.paused, total.released, total.weight_version) == ("", (), "default")
@@ -238,9 +238,9 @@ async def test_control_messages_reach_all_that_live():
     seen = [inbox.recv_nowait() for inbox in house.inboxes]
     assert [type(message) for message in seen] == [InternalStateReq, type(None), InternalStateReq]
     for replica in (2, 0):
-        state = msgspec.structs.replace(STATE, dp_rank=replica)
+        state = msgspec.structs.replace(STATE, replica=replica)
         house.from_engine.send(InternalStateReply(seen[replica].id, state))
-    assert [state.dp_rank for state in await asking] == [0, 2]
+    assert [state.replica for state in await asking] == [0, 2]
     house.manager.abort_request(abort_all=True)
     assert house.inboxes[0].recv_nowait() == AbortReq(abort_all=True)
     await house.manager.close()

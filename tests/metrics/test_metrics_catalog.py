@@ -51,7 +51,7 @@ def test_gauges_are_the_schedulers_last_state():
     metrics = Metrics("tiny")
     metrics.set_scheduler_state(state(num_running=8))
     metrics.set_scheduler_state(state())
-    metrics.set_scheduler_state(state(num_running=5, dp_rank=1))
+    metrics.set_scheduler_state(state(num_running=5, replica=1))
 
     got = values(metrics)
     assert got[("num_running_reqs", "1")] == 5
@@ -71,7 +71,7 @@ def test_gauges_are_the_schedulers_last_state():
 def test_counters_of_replicas_add_up_each_from_its_own():
     metrics = Metrics("tiny")
     for replica, retracted in ((0, 4), (1, 10), (0, 5), (1, 12)):
-        metrics.set_scheduler_state(state(num_retracted=retracted, dp_rank=replica))
+        metrics.set_scheduler_state(state(num_retracted=retracted, replica=replica))
     metrics.count_restart("scheduler 1")
     metrics.replayed_requests.inc(3)
 

@@ -67,6 +67,9 @@ def test_information_routes_and_their_aliases(client: httpx.Client, server: Runn
     assert client.get("/get_server_info").json() == server_info
     assert server_info["frontend"] == state["frontend"]
     assert [each["pool"] for each in server_info["internal_states"]] == [state["pool"]]
+    for shown in (state, *server_info["internal_states"]):
+        assert shown["dp_rank"] == 0  # as routers expect it
+        assert "replica" not in shown
 
 
 def test_server_info_is_flat(client: httpx.Client):

@@ -43,7 +43,7 @@ def sum_of_states(states: Sequence[InternalState]) -> InternalState:
     plain = {
         name: sum(getattr(state, name) for state in states)
         for name in InternalState.__struct_fields__
-        if isinstance(getattr(states[0], name), int | float) and name not in ("new_token_ratio", "dp_rank")
+        if isinstance(getattr(states[0], name), int | float) and name not in ("new_token_ratio", "replica")
     }
     ratio = sum(state.new_token_ratio for state in states) / len(states)
-    return msgspec.structs.replace(states[0], pool=pool, new_token_ratio=ratio, dp_rank=0, **plain)
+    return msgspec.structs.replace(states[0], pool=pool, new_token_ratio=ratio, replica=0, **plain)

@@ -64,7 +64,7 @@ class Control:
         """Counters and pool accounting of each live replica. Raises CapacityError, ExecutionError."""
         self._engine_loop.check_serving()
         replies = await self._states.call(self._link.replicas_up(), InternalStateReq, CONTROL_TIMEOUT_S)
-        return sorted((reply.state for reply in replies.values()), key=lambda state: state.dp_rank)
+        return sorted((reply.state for reply in replies.values()), key=lambda state: state.replica)
 
     async def internal_state(self) -> InternalState:
         """The sum of `internal_states`."""

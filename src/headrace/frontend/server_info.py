@@ -75,7 +75,7 @@ def describe_short_load(state: InternalState) -> dict[str, int]:
     pool = state.pool
     used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
     return {
-        "dp_rank": state.dp_rank,
+        "dp_rank": state.replica,
         "num_reqs": state.num_running + state.num_waiting,
         "num_waiting_reqs": state.num_waiting,
         "num_tokens": used + state.waiting_tokens,
@@ -87,7 +87,7 @@ def describe_load(state: InternalState) -> dict[str, Any]:
     pool = state.pool
     used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
     return {
-        "dp_rank": state.dp_rank,
+        "dp_rank": state.replica,
         "num_running_reqs": state.num_running,
         "num_waiting_reqs": state.num_waiting,
         "num_waiting_tokens": state.waiting_tokens,

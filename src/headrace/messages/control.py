@@ -61,7 +61,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
 
     forward_s: seconds the worker spent in steps since start. host_s: seconds the scheduler spent on planning and committing them; with
     overlap mostly while a step ran. paused: the pause mode, empty while generation runs. released: tags of released memory.
-    dp_rank: the replica's index, under the name that routers expect.
+    replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
     pool: PoolState
@@ -87,7 +87,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"
-    dp_rank: int = 0
+    replica: int = msgspec.field(default=0, name="dp_rank")
 
 
 class InternalStateReply(_Control, frozen=True, tag=True, array_like=True, gc=False):

@@ -113,7 +113,7 @@ class Metrics:
     def set_scheduler_state(self, state: InternalState) -> None:
         """Set a replica's gauges, and add to the counters what has changed since its last state."""
         pool = state.pool
-        labels = (self._model_name, str(state.dp_rank))
+        labels = (self._model_name, str(state.replica))
         self.num_running.labels(*labels).set(state.num_running)
         self.num_queued.labels(*labels).set(state.num_waiting)
         self.gen_throughput.labels(*labels).set(state.gen_throughput)
@@ -124,14 +124,14 @@ class Metrics:
         self.cache_hit_rate.labels(*labels).set(
             state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0
         )
-        last = self._last_states.get(state.dp_rank)
+        last = self._last_states.get(state.replica)
         # A restarted scheduler counts from zero.
         self.prefix_query_tokens.inc(_added(state.prefix_query_tokens, last.prefix_query_tokens if last else 0))
         self.retracted_requests.inc(_added(state.num_retracted, last.num_retracted if last else 0))
         self.scheduler_host_s.inc(_added(state.host_s, last.host_s if last else 0.0))
         self.step_s.inc(_added(state.forward_s, last.forward_s if last else 0.0))
         self.steps.inc(_added(state.num_steps, last.num_steps if last else 0))
-        self._last_states[state.dp_rank] = state
+        self._last_states[state.replica] = state
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"headrace:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)

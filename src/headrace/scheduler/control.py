@@ -122,7 +122,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         paused=state.gate.pause or "",
         released=tuple(sorted(state.gate.released)),
         weight_version=state.weight_version,
-        dp_rank=state.config.replica,
+        replica=state.config.replica,
     )
 
 

@@ -137,7 +137,7 @@ class ControlAPI:
     async def _state(self) -> dict[str, object]:
         frontend = self.context.frontend
         states = await frontend.control.internal_states()
-        state = {**msgspec.structs.asdict(sum_of_states(states)), "frontend": await answer(frontend.counters())}
+        state = {**msgspec.to_builtins(sum_of_states(states)), "frontend": await answer(frontend.counters())}
         if self.context.args.dp_size > 1:
             state["replicas"] = states
         return state
