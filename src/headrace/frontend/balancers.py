@@ -86,7 +86,7 @@ class LeastLoaded:
         """See `Balancer`."""
 
     def _weight(self, request: TokenizedGenerateReqInput) -> int:
-        return len(request.input_ids) // 4 + request.task.params.max_new_tokens if self._by_tokens else 1
+        return len(request.input_ids) // 4 + request.task.max_new_tokens if self._by_tokens else 1
 
 
 class CacheAware:

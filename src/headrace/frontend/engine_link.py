@@ -299,10 +299,9 @@ class EngineLink:
         self._metrics.replayed_requests.inc()
         sample.note("replayed", self._clock())
         task = request.task
-        if task.logprobs is not None and sample.output_ids:
+        if sample.output_ids:
             # The prompt's logprobs came with the first output.
-            outputs_only = msgspec.structs.replace(task.logprobs, prompt_start=sample.num_prompt_tokens + 1)
-            task = msgspec.structs.replace(task, logprobs=outputs_only)
+            task = task.without_prompt_logprobs(sample.num_prompt_tokens)
         return msgspec.structs.replace(
             request,
             task=task,

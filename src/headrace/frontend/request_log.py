@@ -10,8 +10,6 @@ Owns what a level shows. Used by the tokenizer manager, in its event loop.
 ```
 """
 
-import msgspec
-
 from headrace.frontend.prompts import Prompt
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
@@ -46,7 +44,7 @@ class RequestLog:
             return
         details = ""
         if self.level >= 1 and sample.request is not None:
-            details += f" sampling={msgspec.json.encode(sample.request.task.params).decode()}"
+            details += f" {sample.request.task.described()}"
         if self.level >= 2:
             output = _cut(sample.text, MAX_CHARACTERS if self.level == 2 else None)
             details += f" prompt={sample.logged_input} text={output}"

@@ -1,5 +1,7 @@
 """Requests: as the front end receives them, and as it sends them to the scheduler."""
 
+import sys
+from collections.abc import Set
 from typing import Annotated
 
 import msgspec
@@ -77,6 +79,7 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     """The task of a request: sample tokens after the prompt.
 
     stream: send outputs every few tokens, not only at the end. custom_logit_processor: its name, or empty.
+    The properties are what scheduling asks of any task; `params` and `logprobs` are for those who sample.
     """
 
     params: ResolvedSamplingParams
@@ -84,6 +87,56 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     logprobs: LogprobSpec | None = None
     return_hidden_states: bool = False
     custom_logit_processor: str = ""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most output tokens; 0 = it only computes its prompt."""
+        return self.params.max_new_tokens
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether the model's end of a sequence does not end it, so that it usually makes all `max_new_tokens`."""
+        return self.params.ignore_eos
+
+    @property
+    def stream_interval(self) -> int:
+        """New tokens that make a chunk due; 0 = the server's number."""
+        return self.params.stream_interval
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are all that comes out of it, no logprobs and no hidden states."""
+        return self.logprobs is None and not self.return_hidden_states
+
+    @property
+    def prompt_logprob_start(self) -> int:
+        """First prompt index whose logprob is wanted; beyond every prompt if none is."""
+        return self.logprobs.prompt_start if self.logprobs is not None else sys.maxsize
+
+    @property
+    def stop_text(self) -> ResolvedSamplingParams | None:
+        """Where it is said which text ends it and how text is made of its tokens, or None if no text ends it."""
+        return self.params if self.params.stop or self.params.stop_regex else None
+
+    def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end it. eos_token_ids: of the model."""
+        own = frozenset(self.params.stop_token_ids)
+        return own if self.params.ignore_eos else own | eos_token_ids
+
+    def check(self, eos_token_ids: Set[int]) -> None:
+        """Raises RequestError if it can never be carried out: see `ResolvedSamplingParams.check_allowed`."""
+        self.params.check_allowed(eos_token_ids)
+
+    def without_prompt_logprobs(self, num_prompt_tokens: int) -> "SampleTask":
+        """The same for a prompt of `num_prompt_tokens` whose logprobs have been delivered."""
+        if self.logprobs is None:
+            return self
+        outputs_only = msgspec.structs.replace(self.logprobs, prompt_start=num_prompt_tokens + 1)
+        return msgspec.structs.replace(self, logprobs=outputs_only)
+
+    def described(self) -> str:
+        """What the request log says of it."""
+        return f"sampling={msgspec.json.encode(self.params).decode()}"
 
 
 class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

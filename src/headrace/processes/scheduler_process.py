@@ -158,14 +158,15 @@ def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) ->
     from headrace.text.incremental import IncrementalDecoder
     from headrace.text.stop import StopMatcher
 
-    sampling = request.task.params
+    stop_text = request.task.stop_text
+    assert stop_text is not None, request.rid
     decoder = IncrementalDecoder(
         tokenizer,
-        skip_special_tokens=sampling.skip_special_tokens,
-        spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+        skip_special_tokens=stop_text.skip_special_tokens,
+        spaces_between_special_tokens=stop_text.spaces_between_special_tokens,
         context_ids=unpack_int32(request.input_ids[-32:]) if not request.input_embeds else (),
     )
-    return StopMatcher(sampling.stop, sampling.stop_regex, decoder)
+    return StopMatcher(stop_text.stop, stop_text.stop_regex, decoder)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ Validation is visible in the type: only `SamplingParams.resolve` makes a `Resolv
 """
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence, Set, Sized
 from typing import TypeVar
 
 import msgspec
@@ -240,6 +240,19 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
     def is_greedy(self) -> bool:
         """Whether the largest logit is taken."""
         return self.temperature == 0.0
+
+    def check_allowed(self, eos_token_ids: Set[int]) -> None:
+        """Raises RequestError if none of the allowed tokens can be sampled. eos_token_ids: of the model."""
+        if not self.allowed_token_ids:
+            return
+        forbidden = {ids[0] for ids in self.bad_words if len(ids) == 1}
+        if self.min_new_tokens:
+            forbidden.update(self.stop_token_ids, () if self.ignore_eos else eos_token_ids)
+        if forbidden.issuperset(self.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: bad_words and min_new_tokens together forbid every one of these tokens",
+                "allowed_token_ids",
+            )
 
 
 def _check_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> None:

@@ -38,7 +38,7 @@ class UsualLength:
     def learn(self, req: Req, finish: FinishReason) -> None:
         """Learn from the length of `req`, which ended with `finish`. One that was cut off counts only if it was already longer than usual."""
         length = req.num_outputs
-        if req.task.params.ignore_eos or finish.type == "abort":
+        if req.task.ignores_eos or finish.type == "abort":
             return
         if finish.type == "length" and length <= self.tokens:
             return
@@ -54,7 +54,7 @@ class UsualLength:
         A request that ignores EOS generates all that it may. One that is longer than usual is expected to get as long again.
         """
         left = max(0, req.num_new_tokens_left)
-        if req.task.params.ignore_eos:
+        if req.task.ignores_eos:
             return left
         return min(left, max(self.tokens - req.num_outputs, req.num_outputs, RETRACT_MARGIN_TOKENS))
 

@@ -112,7 +112,7 @@ class Req:
 
         An incomplete last token is left out here and refused at admission.
         """
-        task, params = asked.task, asked.task.params
+        task = asked.task
         prompt = _whole_tokens(asked.input_ids)
         req = cls(
             asked=asked,
@@ -120,12 +120,12 @@ class Req:
             order=order,
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
-            end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids),
+            end_token_ids=task.end_token_ids(eos_token_ids),
             # A prefill-only request never gets that far.
-            max_tokens=len(prompt) + max(1, params.max_new_tokens),
-            report_interval=(params.stream_interval or stream_interval) if task.stream else FORCED_INTERVAL,
-            is_prefill_only=params.max_new_tokens == 0,
-            is_plain=task.logprobs is None and not task.return_hidden_states,
+            max_tokens=len(prompt) + max(1, task.max_new_tokens),
+            report_interval=(task.stream_interval or stream_interval) if task.stream else FORCED_INTERVAL,
+            is_prefill_only=task.max_new_tokens == 0,
+            is_plain=task.is_plain,
         )
         if asked.output_ids:
             req.token_ids += _whole_tokens(asked.output_ids)
@@ -170,7 +170,7 @@ class Req:
     @property
     def num_new_tokens_left(self) -> int:
         """Number of output tokens that it may still generate."""
-        return self.task.params.max_new_tokens - self.num_outputs
+        return self.task.max_new_tokens - self.num_outputs
 
     @property
     def is_prefilling(self) -> bool:
@@ -192,7 +192,7 @@ class Req:
         """Length of the longest cached prefix that it may use, in tokens."""
         # One token must be computed even on a full hit, or there are no logits to sample.
         limit = self.num_tokens - 1
-        if self.task.logprobs is not None and self.prompt_logprob_start < self.num_prompt_tokens:
+        if not self.is_plain and self.prompt_logprob_start < self.num_prompt_tokens:
             # The logprob of token i comes from the logits at i - 1.
             limit = min(limit, self.prompt_logprob_start - 1)
         if self.task.return_hidden_states:
@@ -201,10 +201,9 @@ class Req:
 
     @property
     def prompt_logprob_start(self) -> int:
-        """First prompt token whose logprob is still to be computed."""
-        assert self.task.logprobs is not None
+        """First prompt token whose logprob is still to be computed; `num_prompt_tokens` if none is."""
         # Token 0 has no logprob: nothing comes before it.
-        return min(self.num_prompt_tokens, max(1, self.task.logprobs.prompt_start) + self.num_prompt_logprobs)
+        return min(self.num_prompt_tokens, max(1, self.task.prompt_logprob_start) + self.num_prompt_logprobs)
 
     def note(self, kind: Literal["admitted", "chunk", "retracted"], at_s: float, num_tokens: int) -> None:
         """Record an event; at most MAX_EVENTS."""

@@ -35,7 +35,6 @@ from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
 from headrace.messages.weights import WeightOpReq
-from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.kv_manager import KVManager
@@ -232,7 +231,7 @@ class Scheduler:
         try:
             self._check(req)
             self._inject_admission_fault(req)
-            if req.task.params.stop or req.task.params.stop_regex:
+            if req.task.stop_text is not None:
                 req.stop_checker = self._stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
@@ -264,20 +263,7 @@ class Scheduler:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
         if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:
             raise ExecutionError("the request's adapter is not loaded in the engine")
-        self._check_allowed(req.task.params)
-
-    def _check_allowed(self, sampling: ResolvedSamplingParams) -> None:
-        """Raises RequestError if none of the allowed tokens can be sampled."""
-        if not sampling.allowed_token_ids:
-            return
-        forbidden = {ids[0] for ids in sampling.bad_words if len(ids) == 1}
-        if sampling.min_new_tokens:
-            forbidden.update(sampling.stop_token_ids, () if sampling.ignore_eos else self.config.eos_token_ids)
-        if forbidden.issuperset(sampling.allowed_token_ids):
-            raise RequestError(
-                "allowed_token_ids: bad_words and min_new_tokens together forbid every one of these tokens",
-                "allowed_token_ids",
-            )
+        req.task.check(self.config.eos_token_ids)
 
     def _inject_admission_fault(self, req: Req) -> None:
         for fault in self.state.faults[:]:
