@@ -1,4 +1,4 @@
-"""The listening socket. Separate from the server, which is slow to import, so that the port is bound before anything is loaded."""
+"""Binds the listening socket. Apart from the server, which is slow to import, so that the port is bound before anything is loaded."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Access control: decided by the path of the request, before routing; denied unless a route declares otherwise.
+"""Access control by API keys: decided by a request's path, before routing. A route is closed unless its declaration opens it.
 
 Every route is declared `public`, `user` or `admin`. With an API key, `user` routes need that key or the admin key. With an
 admin key, `admin` routes need it; without one, they need the API key. Keys of a file open `user` routes only.

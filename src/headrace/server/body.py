@@ -1,4 +1,4 @@
-"""Limits on what a JSON body holds, and the thread that decodes it.
+"""Decodes JSON bodies, in a thread unless they are small, and limits what they may hold.
 
 Decoding holds the GIL: a few megabytes of empty lists would block every other request for seconds. So the values of a body are
 counted first, piece by piece, in the same thread that then decodes it (small bodies are decoded in the event loop).

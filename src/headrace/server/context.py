@@ -1,4 +1,4 @@
-"""The context of handlers: the front end, the served model and the server's options.
+"""What every handler uses: the front end, the served model and the server's options.
 
 Runs in the event loop that serves HTTP.
 """

@@ -1,4 +1,4 @@
-"""Embeddings in a JSON body: may be millions of numbers, so they are read row by row.
+"""Reads the embeddings in a JSON body row by row, because they may be millions of numbers.
 
 Decoding all of them at once would block every other request. Pure functions, for the thread that decodes bodies.
 """

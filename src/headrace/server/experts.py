@@ -1,4 +1,4 @@
-"""Routes that record which experts a mixture chooses.
+"""Routes that record which experts a mixture-of-experts model uses.
 
 Runs in the event loop that serves HTTP.
 """

@@ -1,4 +1,4 @@
-"""One HTTP exchange over raw ASGI: reads a limited body, writes JSON, maps errors to replies, notices disconnects.
+"""One HTTP exchange over raw ASGI: reads the body up to a limit, writes JSON, turns errors into replies, notices disconnects.
 
 Owns what every route shares. Does not own routes, keys (auth.py) or the socket (connection.py).
 Runs in the event loop that serves HTTP.

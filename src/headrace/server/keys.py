@@ -1,4 +1,4 @@
-"""The keys of --api-key-file: their names and limits.
+"""API keys of the file given by --api-key-file: their names and limits.
 
 Owns the file and the table from key to tenant. Does not own access to routes (auth.py) or the counting (frontend/tenants.py).
 Read before the server starts and again on SIGHUP, in the main process and in each HTTP worker.

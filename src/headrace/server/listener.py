@@ -1,4 +1,4 @@
-"""The HTTP server: the listening socket, uvicorn's loop around the application, start and stop.
+"""The HTTP server: runs the application in uvicorn on a bound socket, until it is told to stop.
 
 The caller handles signals: uvicorn's own handlers are off. Runs in the thread that calls `Server.run`; `shutdown` may
 be called from any thread.

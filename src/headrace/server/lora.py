@@ -1,4 +1,4 @@
-"""Routes that load and unload adapters, and which model or adapter the `model` of a request names.
+"""Routes that load and unload LoRA adapters.
 
 Runs in the event loop that serves HTTP. Who may call the routes is declared in app.py.
 """

@@ -1,4 +1,4 @@
-"""The OpenAPI description and the plain /docs page, made from the route table. Built once, on demand."""
+"""The OpenAPI description and the plain /docs page, generated from the route table. Built once, on demand."""
 
 import html
 import re

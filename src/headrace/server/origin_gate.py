@@ -1,4 +1,4 @@
-"""Refuses requests of web pages from other origins, and requests to host names that are not the server's.
+"""Refuses requests from web pages of other origins, and requests to host names that are not the server's.
 
 A page can make a browser send requests to any address, including this machine's loopback. Two checks, before keys and routes:
 

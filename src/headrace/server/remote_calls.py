@@ -1,4 +1,4 @@
-"""Calls of an HTTP worker to the front end in the main process (--tokenizer-worker-num), and news from there.
+"""How an HTTP worker (--tokenizer-worker-num) calls the front end in the main process and receives its results and news.
 
 Owns the calls of this worker that are under way, and the last news. What the methods are is `request_frontend`'s; the other side is
 `frontend/front_door.py`. Runs in the worker's event loop.

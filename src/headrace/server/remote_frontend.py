@@ -1,4 +1,4 @@
-"""The front end as an HTTP worker sees it (--tokenizer-worker-num): its methods, each of which is carried out in the main process.
+"""The front end in an HTTP worker (--tokenizer-worker-num): a proxy whose methods run in the main process.
 
 Does not own requests or limits: the main process does, for all workers. Nor how a call crosses: `remote_calls` does. Runs in the worker's
 event loop.

@@ -1,4 +1,4 @@
-"""The server's view of the front end, as Protocols: one for calls, and one for each part that it exposes.
+"""The server's view of the front end as Protocols: one for generation, and one for each part that the front end exposes.
 
 The front end is the `TokenizerManager` if the server runs in the main process, and a `RemoteFrontend` in an HTTP worker.
 """

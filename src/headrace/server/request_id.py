@@ -1,4 +1,4 @@
-"""`x-request-id` of every reply: the id that the client sent, else the rid, else a new id.
+"""The `x-request-id` header of every reply: the client's own id, else the rid, else a new id.
 
 Owns the header. A client's id is only echoed and not used otherwise, so two requests may have the same. Runs in the event loop
 that serves HTTP.

@@ -1,4 +1,4 @@
-"""A row of the route table."""
+"""`RouteSpec`, a row of the route table: path, methods, access, handler and what the OpenAPI description says."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Routes that change how a running server works: its limits, and its garbage collection.
+"""Routes that change the limits and the garbage collection of a running server.
 
 Runs in the event loop that serves HTTP. Who may call them is declared in app.py.
 """

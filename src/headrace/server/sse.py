@@ -1,4 +1,4 @@
-"""Server-sent events: framing, and the loop that turns a generator of outputs into a stream.
+"""Server-sent events: writes a generator of outputs as an event stream.
 
 Runs in the event loop that serves HTTP. Frames are bytes made by the caller; nothing here knows a protocol.
 """

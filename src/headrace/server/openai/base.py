@@ -1,4 +1,4 @@
-"""Common parts of the OpenAI generation routes: validating, converting, streaming, counting tokens, naming errors.
+"""What the chat and completion routes share: validating, converting, streaming, counting tokens, naming errors.
 
 Owns `OpenAIServingBase` and the walk from updates of samples to choices. The shapes of the replies are the
 subclasses'. Runs in the event loop that serves HTTP.

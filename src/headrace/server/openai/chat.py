@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`.
+"""Chat completions: `POST /v1/chat/completions`.
 
 Owns the checks of messages, the prompt made from them and the chat chunks. Rendering and tokenizing run in a thread; the rest in
 the event loop that serves HTTP.

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`.
+"""Text completions: `POST /v1/completions`.
 
 Owns the legacy logprobs shape, echo and the text chunks. Runs in the event loop that serves HTTP; long work on texts goes
 to a thread.

@@ -1,4 +1,4 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`. Runs in the event loop that serves HTTP."""
+"""The list of models: `GET /v1/models`, `GET /v1/models/{id}`. Runs in the event loop that serves HTTP."""
 
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI routes: every field of OpenAI's API, and additional ones.
+"""Request bodies of the OpenAI routes: every field of OpenAI's API, and additional ones, e.g. `top_k`.
 
 A field is supported, or refused by name if it requests something that is not supported; `refuse_unsupported` and
 `NO_EFFECT` say which. Fields that are not listed here are refused by the decoder, unless they request nothing

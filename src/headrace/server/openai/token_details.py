@@ -1,4 +1,4 @@
-"""What clients of vLLM may ask for beside the text: token ids of prompt and output, logprobs of the prompt, shortened prompts.
+"""Fields of vLLM's API in the OpenAI routes: token ids of prompt and output, prompt logprobs, truncated prompts.
 
 Owns the checks of those fields and their shapes in replies. Pure functions, run in the event loop that serves HTTP.
 """
