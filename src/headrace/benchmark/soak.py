@@ -191,7 +191,7 @@ class Client:
                 return True
             answers = await reply.json()
         if reply.status == 200:
-            self._soak.check(len(answers) == 2, f"samples: {len(answers)} answers")
+            self._soak.check(len(answers) == 2, f"answers to a request for two samples: {len(answers)}")
             self._soak.num_tokens += sum(each["meta_info"]["completion_tokens"] for each in answers)
         return False
 
@@ -241,7 +241,7 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
             duration_s = time.monotonic() - begin_s
             state = await _look_after(run, session, golden)
             num_ended = await _num_ended(session) - ended_before - 1  # the last canary
-            run.check(num_ended == run.num_accepted, f"{run.num_accepted} samples were taken, {num_ended} have ended")
+            run.check(num_ended == run.num_accepted, f"samples accepted: {run.num_accepted}, ended: {num_ended}")
             now = len(_processes(runtime.pid))
             run.check(now == num_processes, f"there are {now} processes, there were {num_processes}")
     return _report(options, run, duration_s, state)
@@ -293,8 +293,8 @@ async def _look_after(run: Soak, session: aiohttp.ClientSession, golden: object)
         run.check(reply.status == 200, f"flush: {reply.status}")
     frontend = (await _state(session))["frontend"]
     restarts = frontend["num_restarts"]
-    run.check(restarts == run.num_kills, f"{restarts} restarts after {run.num_kills} kills")
-    run.check(frontend["num_held"] == 0, f"{frontend['num_held']} samples are held")
+    run.check(restarts == run.num_kills, f"restarts: {restarts}, kills: {run.num_kills}")
+    run.check(frontend["num_held"] == 0, f"samples still held: {frontend['num_held']}")
     pool = (await _state(session))["pool"]
     run.check(pool["free_tokens"] == pool["total_tokens"], f"KV is missing after a flush: {pool}")
     return state
