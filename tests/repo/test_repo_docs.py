@@ -63,7 +63,7 @@ def coming_capabilities() -> list[list[str]]:
 
 def modules_in(text: str) -> list[str]:
     """`room/module.py` or `module.py` as written in a document."""
-    return [name for name in re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)", text) if not name.startswith("tests/")]
+    return [name for name in re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)\b", text) if not name.startswith("tests/")]
 
 
 def test_modules_that_the_architecture_names_exist():
