@@ -5,6 +5,7 @@ Owns the order of start-up in the scheduler's process, and `ReadyInfo`. Runs onc
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import torch
 
 from headrace import kernels
 from headrace.attention import select
+from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
@@ -45,14 +47,30 @@ from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
 from headrace.models.decoder import DecoderLM
 from headrace.models.registry import model_class_for
-from headrace.models.spec import CausalLM, kv_shape
+from headrace.models.spec import CausalLM, ModelSpec, kv_shape
 from headrace.sampling.device_penalties import DevicePenalties, penalty_bytes
-from headrace.sampling.logit_processors import load_processors
+from headrace.sampling.logit_processors import LogitProcessor, load_processors
 from headrace.sampling.sampler import Sampler
 
 _logger = get_logger(__name__)
 
 _NOT_IN_GRAPHS = "decode steps run as CUDA graphs, which do not tell what is chosen in them: start the server with --disable-cuda-graph"
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs."""
+
+    args: ServerArgs
+    model_config: ModelConfig
+    spec: ModelSpec
+    config: Config
+    placement: Placement
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the model runs on the CPU."""
+        return self.config.device == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,17 @@ class _PoolPlan:
     context_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What takes memory beside the weights: the KV pool, allocated, with its backend, and CUDA graphs of these sizes, which are still to capture."""
+
+    weight_bytes: int
+    plan: _PoolPlan
+    graph_sizes: tuple[int, ...]
+    attention: AttentionBackend
+    pool: KvPool
+
+
 def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
@@ -71,122 +100,210 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
     begin = time.perf_counter()
     checkpoint = open_model(args)
     fingerprint = fingerprint_of(checkpoint)
+    setup = _set_up(args, checkpoint)
+    decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions]
+    processors = load_processors(args.custom_logit_processors)
+    with ExitStack() as resources:
+        _choose_kernels(setup, resources)
+        model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
+        if args.enable_torch_compile:
+            _compile(model, setup.spec.name)
+        memory = _allocate(setup, model, decisions)
+        link = None if setup.is_cpu else CudaDevice(setup.placement.device)
+        table = _sequence_table(setup, memory, link)
+        sampler = _sampler(setup, table, link, processors)
+        rename = setup.spec.renaming(setup.model_config)
+        weights = _updatable_weights(setup, model, memory, rename)
+        loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
+        lora_fingerprints = _load_adapters(args, loras)
+        runner = ModelRunner(model, memory.attention, table, sampler, loras)
+        if link is None:
+            worker = _cpu_worker(setup, runner, weights, resources)
+        else:
+            worker = _device_worker(setup, memory, link, runner, weights, resources)
+    for decision in decisions:
+        _logger.debug("%s", decision)
+    ready = _ready_info(setup, memory, decisions, time.perf_counter() - begin, fingerprint, lora_fingerprints)
+    return worker, ready
+
+
+def _set_up(args: ServerArgs, checkpoint: Checkpoint) -> _Setup:
+    """Raises ConfigError or ModelError."""
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     spec = model_class_for(model_config, args.model_impl)
     config = resolve(args, model_config, device_facts(), select.BACKENDS)
-    processors = load_processors(args.custom_logit_processors)
-    with ExitStack() as resources:
-        if config.device == "cpu" and not config.native_kernels:
-            resources.enter_context(kernels.prefer("torch"))
-        if config.deterministic:
-            if spec.name == "transformers":
-                raise ConfigError(
-                    f"--enable-deterministic-inference: model type {model_config.model_type} runs transformers' code, whose bits depend on the batch"
-                )
-            resources.enter_context(kernels.batch_invariant())
-        if config.device == "cpu":
-            kernels.set_num_threads(config.num_threads)
-        device = torch.device(config.device)
-        placement = Placement(device, getattr(torch, config.dtype), config.context_length, config.quantization)
-        use_cache = config.native_kernels and not args.disable_weight_cache
-        cache = open_cache(checkpoint, spec.name, placement) if use_cache else None
-        model = load_model(
-            checkpoint,
-            spec,
-            placement,
-            config=model_config,
-            seed=args.random_seed,
-            progress=progress,
-            cache=cache,
-        )
-        check_unchanged(checkpoint, fingerprint)
-        checkpoint.release()
-        give_back_free_memory()
-        if cache is not None and cache.needs_writing:
-            resources.callback(cache.write_in_background(model.weights()))
-        if config.native_kernels:
-            # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
-            resources.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(1)
-        weight_bytes = model_bytes(model)
-        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
-        decisions = [_model_decision(spec.name, model_config.model_type), *config.decisions]
-        if cache is not None:
-            decisions.append(f"weight cache: {cache.outcome}")
-        if args.enable_torch_compile:
-            _compile(model, spec.name)
-        graph_sizes = _graph_sizes(config, spec.name, model_config, decisions)
-        reserved = _reserved_bytes(config, model_config, graph_sizes)
-        pool_plan = _plan_pool(args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions)
-        attention = select.make_backend(config.attention_backend, deterministic=config.deterministic)
-        # The padding of a graph writes to a page of its own.
-        num_slots = pool_plan.num_tokens + (config.page_size if graph_sizes else 0)
-        pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
-        reason = model.fuse(attention) if config.device == "cpu" else f"the device is {config.device}"
-        decisions.append(
-            f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
-        )
-        link = None if config.device == "cpu" else CudaDevice(device)
-        table = SequenceTable(
-            config.max_running_requests,
-            pool_plan.context_length,
-            model_config.hidden_size,
-            device,
-            page_size=config.page_size if attention.paged_kv() is not None else 0,
-            link=link,
-        )
-        penalties = None if link is None else DevicePenalties(table.tokens, model_config.vocab_size, link.upload)
-        sampler = Sampler(model_config.vocab_size, config.max_running_requests, device, processors, penalties)
-        rename = spec.renaming(model_config)
+    dtype = getattr(torch, config.dtype)
+    placement = Placement(torch.device(config.device), dtype, config.context_length, config.quantization)
+    return _Setup(args, model_config, spec, config, placement)
 
-        def load(model_path: str, load_format: LoadFormat) -> tuple[CausalLM, str]:
-            other = open_model(replace(args, model_path=model_path, load_format=load_format))
-            before = fingerprint_of(other)
-            check_same_model(model_config, override_model(other.config, args.json_model_override_args))
-            model = load_model(other, spec, placement, config=model_config)
-            check_unchanged(other, before)
-            return model, before
 
-        weights = ModelWeights(model, attention, pool, rename, spec.ignored, load)
-        # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
-        weights.holds_steps = spec.name == "transformers" and config.device != "cpu"
-        weights.saver = WeightSaver(args.save_dir, model_config.raw, config.quantization)
-        loras = LoraPool(model, placement, args.max_loras, args.max_lora_rank, rename)
-        lora_fingerprints = _load_adapters(args, loras)
-        runner = ModelRunner(model, attention, table, sampler, loras)
-        worker: Worker
-        if link is not None:
-            graphs = None
-            if graph_sizes:
-                vocab_size = model_config.vocab_size
-                graphs = GraphPool(model, attention, table, link, graph_sizes, vocab_size, pool_plan.num_tokens)
-                _capture(graphs)
-                weights.moved = graphs.capture
-            refusal = "" if graphs is None else _NOT_IN_GRAPHS
-            experts = ExpertRecorder(model.expert_counts(), device, refusal)
-            device_runner = DeviceRunner(runner, link, graphs)
-            worker = DeviceWorker(device_runner, weights, resources.pop_all(), args.profile_dir, experts)
-        else:
-            experts = ExpertRecorder(model.expert_counts(), device)
-            sync_worker = TpModelWorker(runner, weights, resources.pop_all(), args.profile_dir, experts)
-            worker = TpModelWorkerClient(sync_worker) if config.overlap else sync_worker
-    for decision in decisions:
-        _logger.debug("%s", decision)
-    return worker, ReadyInfo(
-        max_total_tokens=pool_plan.num_tokens,
+def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
+    """Choose the kernels of this process until `resources` are closed, and their threads. Raises ConfigError."""
+    config = setup.config
+    if setup.is_cpu and not config.native_kernels:
+        resources.enter_context(kernels.prefer("torch"))
+    if config.deterministic:
+        if setup.spec.name == "transformers":
+            raise ConfigError(
+                f"--enable-deterministic-inference: model type {setup.model_config.model_type} runs transformers' code, "
+                "whose bits depend on the batch"
+            )
+        resources.enter_context(kernels.batch_invariant())
+    if setup.is_cpu:
+        kernels.set_num_threads(config.num_threads)
+
+
+def _load_weights(
+    setup: _Setup,
+    checkpoint: Checkpoint,
+    fingerprint: str,
+    progress: Progress,
+    resources: ExitStack,
+    decisions: list[str],
+) -> CausalLM:
+    """Load the model, from the weight cache where that has it, and let the checkpoint go.
+
+    fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
+    """
+    use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
+    cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
+    model = load_model(
+        checkpoint,
+        setup.spec,
+        setup.placement,
+        config=setup.model_config,
+        seed=setup.args.random_seed,
+        progress=progress,
+        cache=cache,
+    )
+    check_unchanged(checkpoint, fingerprint)
+    checkpoint.release()
+    give_back_free_memory()
+    if cache is not None and cache.needs_writing:
+        resources.callback(cache.write_in_background(model.weights()))
+    if setup.config.native_kernels:
+        # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
+        resources.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+    if cache is not None:
+        decisions.append(f"weight cache: {cache.outcome}")
+    return model
+
+
+def _allocate(setup: _Setup, model: CausalLM, decisions: list[str]) -> _Memory:
+    """Measure the memory that is left and allocate the KV pool; let the model fuse its layers with the backend where it can. Raises ConfigError."""
+    config, model_config, device = setup.config, setup.model_config, setup.placement.device
+    weight_bytes = model_bytes(model)
+    shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
+    graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
+    reserved = _reserved_bytes(config, model_config, graph_sizes)
+    plan = _plan_pool(setup.args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions)
+    attention = select.make_backend(config.attention_backend, deterministic=config.deterministic)
+    # The padding of a graph writes to a page of its own.
+    num_slots = plan.num_tokens + (config.page_size if graph_sizes else 0)
+    pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
+    reason = model.fuse(attention) if setup.is_cpu else f"the device is {config.device}"
+    decisions.append(
+        f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
+    )
+    return _Memory(weight_bytes, plan, graph_sizes, attention, pool)
+
+
+def _sequence_table(setup: _Setup, memory: _Memory, link: CudaDevice | None) -> SequenceTable:
+    """link: None = on the CPU."""
+    config = setup.config
+    return SequenceTable(
+        config.max_running_requests,
+        memory.plan.context_length,
+        setup.model_config.hidden_size,
+        setup.placement.device,
+        page_size=config.page_size if memory.attention.paged_kv() is not None else 0,
+        link=link,
+    )
+
+
+def _sampler(
+    setup: _Setup, table: SequenceTable, link: CudaDevice | None, processors: dict[str, LogitProcessor]
+) -> Sampler:
+    """link: None = on the CPU."""
+    vocab_size = setup.model_config.vocab_size
+    penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
+    return Sampler(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
+
+
+def _updatable_weights(setup: _Setup, model: CausalLM, memory: _Memory, rename: Callable[[str], str]) -> ModelWeights:
+    """The weights of `model`, for updates and saving. rename: maps names of tensors to the model's."""
+    args, spec, model_config = setup.args, setup.spec, setup.model_config
+
+    def load(model_path: str, load_format: LoadFormat) -> tuple[CausalLM, str]:
+        other = open_model(replace(args, model_path=model_path, load_format=load_format))
+        before = fingerprint_of(other)
+        check_same_model(model_config, override_model(other.config, args.json_model_override_args))
+        model = load_model(other, spec, setup.placement, config=model_config)
+        check_unchanged(other, before)
+        return model, before
+
+    weights = ModelWeights(model, memory.attention, memory.pool, rename, spec.ignored, load)
+    # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
+    weights.holds_steps = spec.name == "transformers" and not setup.is_cpu
+    weights.saver = WeightSaver(args.save_dir, model_config.raw, setup.config.quantization)
+    return weights
+
+
+def _cpu_worker(setup: _Setup, runner: ModelRunner, weights: ModelWeights, resources: ExitStack) -> Worker:
+    """The worker takes over `resources`."""
+    experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device)
+    worker = TpModelWorker(runner, weights, resources.pop_all(), setup.args.profile_dir, experts)
+    return TpModelWorkerClient(worker) if setup.config.overlap else worker
+
+
+def _device_worker(
+    setup: _Setup,
+    memory: _Memory,
+    link: CudaDevice,
+    runner: ModelRunner,
+    weights: ModelWeights,
+    resources: ExitStack,
+) -> Worker:
+    """The worker of a GPU, with its graphs captured. It takes over `resources`. Raises ConfigError."""
+    graphs = None
+    if memory.graph_sizes:
+        vocab_size = setup.model_config.vocab_size
+        graphs = GraphPool(
+            runner.model, runner.attention, runner.table, link, memory.graph_sizes, vocab_size, memory.plan.num_tokens
+        )
+        _capture(graphs)
+        weights.moved = graphs.capture
+    refusal = "" if graphs is None else _NOT_IN_GRAPHS
+    experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device, refusal)
+    device_runner = DeviceRunner(runner, link, graphs)
+    return DeviceWorker(device_runner, weights, resources.pop_all(), setup.args.profile_dir, experts)
+
+
+def _ready_info(
+    setup: _Setup,
+    memory: _Memory,
+    decisions: list[str],
+    load_s: float,
+    fingerprint: str,
+    lora_fingerprints: tuple[str, ...],
+) -> ReadyInfo:
+    config = setup.config
+    return ReadyInfo(
+        max_total_tokens=memory.plan.num_tokens,
         max_running_requests=config.max_running_requests,
-        context_length=pool_plan.context_length,
-        vocab_size=model_config.vocab_size,
-        hidden_size=model_config.hidden_size,
+        context_length=memory.plan.context_length,
+        vocab_size=setup.model_config.vocab_size,
+        hidden_size=setup.model_config.hidden_size,
         page_size=config.page_size,
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,
         device=config.device,
         attention_backend=config.attention_backend,
-        model_class=spec.name,
-        weight_bytes=weight_bytes,
-        kv_bytes=pool.num_bytes,
-        load_s=time.perf_counter() - begin,
+        model_class=setup.spec.name,
+        weight_bytes=memory.weight_bytes,
+        kv_bytes=memory.pool.num_bytes,
+        load_s=load_s,
         quantization=config.quantization,
         chunked_prefill_size=config.chunked_prefill_size,
         decisions=tuple(decisions),
