@@ -178,6 +178,10 @@ class TokenizerManager:
             self._askers,
             tellers=(self.settings, self.experts, self.adapters),
         )
+        self._register_handlers()
+
+    def _register_handlers(self) -> None:
+        """Say which part takes which message of the engine."""
         handlers = self.engine_loop.handlers
         handlers.register(BatchStrOut, self.outputs.handle)
         handlers.register(Heartbeat, self.heartbeats.handle)
