@@ -77,7 +77,7 @@ async def test_pinned_ones_and_those_in_use_stay(adapters, engine):
     await adapters.load("b", "/b", pinned=False)
     held = await adapters.acquire("b", 2)
     held.release()
-    with pytest.raises(CapacityError, match="all 2 adapters"):
+    with pytest.raises(CapacityError, match="every adapter in memory is in use or pinned"):
         await adapters.load("c", "/c", pinned=False)
     assert adapters.names == ["a", "b"]
     held.release()
