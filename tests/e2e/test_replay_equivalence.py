@@ -4,12 +4,14 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, Case, answer_of, random_ids, request_of, running_engine
 
 from headrace.api.engine import Engine
+from headrace.frontend.request_state import ReqState
 
 N = 90
 LONG = {"max_new_tokens": N, "ignore_eos": True}
@@ -29,16 +31,35 @@ def engine(tiny_model: str) -> Iterator[Engine]:
         yield engine
 
 
-def interrupt(engine: Engine) -> int:
-    """As when the detokenizer dies and comes back: every sample is taken away and sent again. How many were sent again so far."""
+def interrupt(engine: Engine) -> None:
+    """As when the detokenizer dies and comes back: every sample that has not ended is taken away and sent again."""
 
-    async def die() -> int:
+    async def die() -> None:
         link = engine._manager.link
         link.detokenizer_down()
         link.detokenizer_up()
-        return link.num_replayed
 
-    return asyncio.run_coroutine_threadsafe(die(), engine._loop).result()
+    asyncio.run_coroutine_threadsafe(die(), engine._loop).result()
+
+
+@contextmanager
+def interrupted_at(engine: Engine, num_outputs: int) -> Iterator[list[int]]:
+    """As `interrupt`, once, as soon as a sample has so many outputs, however late its reader is. Yields how many were sent again."""
+    outputs, link = engine._manager.outputs, engine._manager.link
+    apply, replayed = outputs._apply, []
+
+    def apply_and_die(sample: ReqState, *output: Any) -> int:
+        new_tokens = apply(sample, *output)
+        if not replayed and len(sample.output_ids) >= num_outputs:
+            before = link.num_replayed
+            link.detokenizer_down()
+            link.detokenizer_up()
+            replayed.append(link.num_replayed - before)
+        return new_tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "_apply", apply_and_die)
+        yield replayed
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
@@ -48,15 +69,12 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(engine: Engine, kind: str, 
     request = request_of(Case(kind, PROMPT, SAMPLINGS[kind], start))
     want = answer_of(engine.generate(**request))
 
-    before, last = engine._manager.link.num_replayed, {}
-    texts: list[str] = []
-    for number, chunk in enumerate(engine.generate(**request, stream=True), start=1):
-        last = chunk
-        texts.append(chunk["text"])
-        if number == at:
-            assert interrupt(engine) == before + 1
+    with interrupted_at(engine, at) as replayed:
+        chunks = list(engine.generate(**request, stream=True))
 
-    assert answer_of(last) == want
+    assert replayed == [1]
+    assert answer_of(chunks[-1]) == want
+    texts = [chunk["text"] for chunk in chunks]
     assert all(after.startswith(earlier) for earlier, after in itertools.pairwise(texts))
 
 
