@@ -61,12 +61,13 @@ SERVING = [backend for backend in BACKENDS if not reasons_here(backend, NEEDS)]
 VERIFIED = [backend for backend in SERVING if "cpu" in backend.verified]
 over_serving = pytest.mark.parametrize("backend", SERVING, ids=lambda backend: backend.name)
 over_verified = pytest.mark.parametrize("backend", VERIFIED, ids=lambda backend: backend.name)
-"""Of an interpreter's bits nothing is said."""
+"""Only of these the bits are tested: an interpreter's bits mean nothing."""
 
 
 def skip_unless_it_serves(backend: Backend, head_dim: int, dtype: torch.dtype) -> None:
     needs = replace(NEEDS, head_dim=head_dim, kv_cache_dtype=str(dtype).removeprefix("torch."))
     if reasons := reasons_here(backend, needs):
+        assert "cpu" not in backend.verified, f"{backend.name} is verified here but refuses: {reasons}"
         pytest.skip(f"{backend.name}: {'; '.join(reasons)}")
 
 
