@@ -102,9 +102,12 @@ class NewTokenRatio:
         """Tokens to reserve for the request's output."""
         return math.ceil(self._expected_left(req) * self.value)
 
-    def expected_tokens(self, req: Req, page_size: int) -> int:
-        """Tokens, in whole pages, that the request will still need: the rest of its known tokens and its reserved output."""
-        known = max(0, req.num_tokens - req.num_scheduled)
+    def expected_tokens(self, req: Req, page_size: int, num_cached: int = 0) -> int:
+        """Tokens, in whole pages, that the request will still need: the rest of its known tokens and its reserved output.
+
+        num_cached: of a waiting request, the known tokens that the cache has.
+        """
+        known = max(0, req.num_tokens - req.num_scheduled - num_cached)
         in_last_page = len(req.pages) * page_size - req.num_scheduled if req.pages else 0
         return max(0, known + self.reserve(req) - max(0, in_last_page)) + page_size - 1
 

@@ -45,27 +45,20 @@ class ScheduleBatch:
         """Request, start, count and num_logits of each row."""
         return zip(self.reqs, self.starts, self.counts, self.num_logits, strict=True)
 
-    def add(self, req: Req, count: int, num_wanted: int) -> None:
-        """Add a row for `count` of the `num_wanted` tokens that the request could compute, and advance its counters.
-
-        It samples if it computes all of them. The request has pages for them.
-        """
+    def add(self, req: Req, count: int) -> None:
+        """Add a row for the next `count` tokens of the request, which has pages for them."""
         start, pages, size = req.num_scheduled, req.pages, self.page_size
-        num_logits = 1 if count == num_wanted and not req.is_prefill_only else 0
         if count > 1 or start < req.num_prompt_tokens:
             req.note("chunk", self.planned_s, count)
         self.reqs.append(req)
         self.seqs.append(req.seq)
         self.starts.append(start)
         self.counts.append(count)
-        self.num_logits.append(num_logits)
+        self.num_logits.append(req.join_step(count))
         if count == 1:
             self.out_slots.append(pages[start // size] * size + start % size)
         else:
             self.out_slots.extend(pages[p // size] * size + p % size for p in range(start, start + count))
-        req.num_scheduled = start + count
-        req.num_sampling += num_logits
-        req.num_in_flight += 1
 
     def worker_batch(self) -> ModelWorkerBatch:
         """The plan as plain integers, for the worker."""

@@ -26,12 +26,10 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
     outs: list[TokenIDOut] = []
     ids, id_starts = result.ids.tolist(), result.id_starts.tolist()
     for row, (req, start, count, num_logits) in enumerate(batch.rows()):
-        req.num_in_flight -= 1
-        req.num_sampling -= num_logits
+        req.leave_step(start + count, num_logits)
         if req.finish is not None:
             _settle(state, req)
             continue
-        req.num_computed = start + count
         if row in result.errors:
             # Its KV may contain NaN, so it must not enter the cache.
             req.keep_kv = False
@@ -61,8 +59,7 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
     """End the requests of a step that failed as a whole. Other requests continue."""
     outs: list[TokenIDOut] = []
     for req, _, _, num_logits in batch.rows():
-        req.num_in_flight -= 1
-        req.num_sampling -= num_logits
+        req.leave_step(req.num_computed, num_logits)
         req.keep_kv = False
         if req.finish is None:
             req.finish = FinishReason("abort", message=message, status_code=500)

@@ -56,7 +56,7 @@ class KVManager:
         req.lease = match.lease
         req.pages = list(match.pages)
         req.num_tree_pages = len(match.pages)
-        req.num_computed = req.num_scheduled = match.num_tokens
+        req.rewind(match.num_tokens)
 
     def grow(self, req: Req, num_tokens: int) -> bool:
         """Allocate pages for `num_tokens` tokens of the request, evicting if needed. False: there is no room, and nothing has changed."""
@@ -91,7 +91,7 @@ class KVManager:
         self.cache.release(req.lease)
         self._free_seqs.append(req.seq)
         req.seq, req.lease, req.pages, req.num_tree_pages, req.duplicate_pages = -1, None, [], 0, []
-        req.num_computed = req.num_scheduled = 0
+        req.rewind(0)
 
     def prefix_slots(self, req: Req) -> Int32Array:
         """Slots of the request's computed tokens, int32[num_computed]."""

@@ -43,7 +43,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
             continue
         num_tokens = req.num_scheduled + count
         if num_tokens <= len(req.pages) * page_size or _make_room(state, batch, req, num_tokens):
-            batch.add(req, count, num_wanted)
+            batch.add(req, count)
             budget -= count
             prompt_budget -= count if computes_prompt else 0
         else:
@@ -101,13 +101,11 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
         if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
         match = kv.match(req)
-        req.num_computed = req.num_scheduled = match.num_tokens
         # A request that is alone may use the whole pool: the estimate must never starve it.
-        needed = _expected_tokens(state, req)
+        needed = _expected_tokens(state, req, match.num_tokens)
         room = kv.available_tokens - reserved
         if needed > room and (state.running or batch.reqs):
             kv.cache.release(match.lease)
-            req.num_computed = req.num_scheduled = 0
             break
         kv.admit(req, match)
         num_wanted = req.num_to_schedule
@@ -121,7 +119,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
         state.running.append(req)
         _note_first_schedule(state, req, match.num_tokens, now_s)
         batch.new.append(_new_sequence(state, req))
-        batch.add(req, count, num_wanted)
+        batch.add(req, count)
         budget -= count
     for req in admitted:  # `order` looks at the queue as it was
         state.waiting.remove(req)
@@ -154,8 +152,8 @@ def _peek(state: SchedulerState, req: Req) -> int:
     return state.kv.cache.peek(req.cache_key(), req.asked.namespace, req.match_limit)
 
 
-def _expected_tokens(state: SchedulerState, req: Req) -> int:
-    return state.ratio.expected_tokens(req, state.kv.page_size)
+def _expected_tokens(state: SchedulerState, req: Req, num_cached: int = 0) -> int:
+    return state.ratio.expected_tokens(req, state.kv.page_size, num_cached)
 
 
 def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:

@@ -65,13 +65,11 @@ def _missing(state: SchedulerState, first: Req) -> tuple[int, int]:
     running = [req for req in state.running if req.finish is None]
     places = 1 - (min(kv.max_seqs, state.config.max_running) - len(running))
     match = kv.match(first)
-    first.num_scheduled = match.num_tokens
-    needed = _expected_tokens(state, first)
+    needed = _expected_tokens(state, first, match.num_tokens)
     room = kv.available_tokens - sum(_expected_tokens(state, req) for req in running)
     kv.cache.release(match.lease)
-    first.num_scheduled = 0
     return places, needed - room
 
 
-def _expected_tokens(state: SchedulerState, req: Req) -> int:
-    return state.ratio.expected_tokens(req, state.kv.page_size)
+def _expected_tokens(state: SchedulerState, req: Req, num_cached: int = 0) -> int:
+    return state.ratio.expected_tokens(req, state.kv.page_size, num_cached)

@@ -205,6 +205,32 @@ class Req:
         # Token 0 has no logprob: nothing comes before it.
         return min(self.num_prompt_tokens, max(1, self.task.prompt_logprob_start) + self.num_prompt_logprobs)
 
+    def rewind(self, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is what it has now. No step in flight computes it."""
+        self.num_computed = self.num_scheduled = num_tokens
+
+    def join_step(self, count: int) -> int:
+        """A step is planned that computes its next `count` tokens. Returns the number of logits that it needs from the step.
+
+        It samples when the step computes the last of the tokens that are known by the time the step runs.
+        """
+        self.num_in_flight += 1
+        self.num_scheduled = num_scheduled = self.num_scheduled + count
+        if self.is_prefill_only or num_scheduled < len(self.token_ids) + self.num_sampling:
+            return 0
+        self.num_sampling += 1
+        return 1
+
+    def leave_step(self, num_computed: int, num_logits: int) -> None:
+        """The oldest of the steps that it joined has ended, which was to give `num_logits` logits.
+
+        num_computed: tokens whose KV there is now; a request that has ended meanwhile does not count them.
+        """
+        self.num_in_flight -= 1
+        self.num_sampling -= num_logits
+        if self.finish is None:
+            self.num_computed = num_computed
+
     def note(self, kind: Literal["admitted", "chunk", "retracted"], at_s: float, num_tokens: int) -> None:
         """Record an event; at most MAX_EVENTS."""
         if len(self.events) < MAX_EVENTS:
