@@ -13,6 +13,7 @@ import transformers
 from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
 from headrace.messages.control import FaultReq, ReadyInfo
+from headrace.messages.requests import SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -69,14 +70,18 @@ class Driver:
     num_steps: int = 0
     computed: dict[int, int] = field(default_factory=dict)
 
-    def new(self, seq: int, tokens: list[int], **changes: Any) -> NewSequence:
+    def new(
+        self, seq: int, tokens: list[int], sampling: ResolvedSamplingParams = GREEDY, **changes: Any
+    ) -> NewSequence:
+        """changes: fields of the sequence or of its task."""
+        task = {name: changes.pop(name) for name in SampleTask.__struct_fields__ if name in changes}
         fields: dict[str, Any] = {
             "seq": seq,
             "rid": f"r{seq}",
             "token_ids": int32(tokens),
             "num_prompt_tokens": len(tokens),
             "prefix_slots": int32([]),
-            "sampling": GREEDY,
+            "task": SampleTask(sampling, **task),
             "end_token_ids": (),
             **changes,
         }

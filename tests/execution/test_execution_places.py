@@ -8,11 +8,12 @@ from headrace.attention.base import KvShape
 from headrace.attention.cpu import CpuAttention
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.sequence_table import SequenceTable
+from headrace.messages.requests import SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 
 PAGE = 16
-GREEDY = ResolvedSamplingParams(max_new_tokens=64, seed=0, temperature=0.0)
+GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=64, seed=0, temperature=0.0))
 
 
 def slots_of(pages, start, count):

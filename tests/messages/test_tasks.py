@@ -1,7 +1,5 @@
 """What scheduling asks of a task is all that it needs to know of it."""
 
-from dataclasses import dataclass
-
 import msgspec
 import pytest
 
@@ -15,31 +13,6 @@ EOS = frozenset({1, 2})
 
 def task(logprobs: LogprobSpec | None = None, **params: object) -> SampleTask:
     return SampleTask(ResolvedSamplingParams(**{"max_new_tokens": 4, "seed": 0, **params}), logprobs=logprobs)
-
-
-@dataclass
-class TaskWithoutSampling:
-    """A task that only computes its prompt, and has neither sampling parameters nor logprobs."""
-
-    stream = False
-    return_hidden_states = False
-    max_new_tokens = 0
-    stream_interval = 0
-    ignores_eos = True
-    is_plain = True
-    stop_text = None
-
-    def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        return frozenset()
-
-
-def test_the_scheduler_keeps_a_task_without_sampling():
-    asked = TokenizedGenerateReqInput("r", bytes(4 * 6), TaskWithoutSampling())
-    req = Req.from_input(asked, 0.0, 0, EOS, 1)
-
-    assert req.is_prefill_only
-    assert req.num_new_tokens_left == 0
-    assert req.match_limit == 5
 
 
 @pytest.mark.parametrize(("ignore_eos", "want"), [(False, {1, 2, 7}), (True, {7})])
@@ -59,10 +32,10 @@ def test_only_a_stop_string_or_pattern_needs_the_text():
 @pytest.mark.parametrize("start", [1, 5, 100])
 def test_delivered_prompt_logprobs_are_not_asked_for_again(start):
     logprobs = LogprobSpec(start, 2, (3,))
-    left = task(logprobs).without_prompt_logprobs(8)
+    left = task(logprobs).with_prompt_logprobs_from(9)
 
     assert left == task(LogprobSpec(9, 2, (3,)))
-    assert task().without_prompt_logprobs(8) == task()
+    assert task().with_prompt_logprobs_from(9) == task()
 
 
 @pytest.mark.parametrize("logprobs", [None, LogprobSpec(3)])

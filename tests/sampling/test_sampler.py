@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.messages.requests import LogprobSpec
+from headrace.messages.requests import LogprobSpec, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.sampling.sampler import BAD_LOGITS, NOTHING_LEFT, Sampler
@@ -14,16 +14,15 @@ PROMPT = (5, 6, 7, 5)
 
 
 def sequence(seq, *, outputs=(), ends=(2,), logprobs=None, processor="", input_embeds=b"", **params) -> NewSequence:
+    sampling = ResolvedSamplingParams(**({"max_new_tokens": 50, "seed": 100 + seq, "temperature": 0.0} | params))
     return NewSequence(
         seq=seq,
         rid=f"r{seq}",
         token_ids=np.array([*PROMPT, *outputs], dtype=np.int32),
         num_prompt_tokens=len(PROMPT),
         prefix_slots=np.empty(0, dtype=np.int32),
-        sampling=ResolvedSamplingParams(**({"max_new_tokens": 50, "seed": 100 + seq, "temperature": 0.0} | params)),
+        task=SampleTask(sampling, logprobs=logprobs, custom_logit_processor=processor),
         end_token_ids=ends,
-        logprobs=logprobs,
-        custom_logit_processor=processor,
         input_embeds=input_embeds,
     )
 

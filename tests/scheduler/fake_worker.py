@@ -162,7 +162,7 @@ class FakeWorker:
             assert 0 <= new.seq < self.max_seqs
             self.tokens[new.seq] = [int(t) for t in new.token_ids]
             self.slots[new.seq] = [int(s) for s in new.prefix_slots]
-            self.specs[new.seq] = (new.logprobs, new.num_prompt_tokens)
+            self.specs[new.seq] = (None if new.task.is_plain else new.task.logprobs, new.num_prompt_tokens)
             self.rids[new.seq] = new.rid
             self.lora_ids[new.seq] = new.lora_id
             self.broken.discard(new.seq)

@@ -36,12 +36,13 @@ from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.messages.control import ReadyInfo
+from headrace.messages.requests import SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.models.decoder import DecoderLM
 from headrace.models.spec import CausalLM
 from headrace.sampling.params import ResolvedSamplingParams
 
-_GREEDY = ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temperature=0.0)
+_GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temperature=0.0))
 _WARM_UP = 2
 _PAGE = 16
 
@@ -290,7 +291,7 @@ class _StepBench:
                 token_ids=tokens[row],
                 num_prompt_tokens=end,
                 prefix_slots=slots[row, :start],
-                sampling=_GREEDY,
+                task=_GREEDY,
                 end_token_ids=(),
             )
             for row in range(shape.batch)

@@ -89,11 +89,12 @@ class ModelRunner:
         outcome = _Outcome([-1] * len(seqs))
         for row in special:
             new = self.table.specs[seqs[row]].new
-            if new.return_hidden_states:
+            if new.task.return_hidden_states:
                 part = hidden[batch.row_starts[row] : batch.row_starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
-            if new.logprobs is not None and batch.rows.starts[row] + 1 < new.num_prompt_tokens:
-                self._prompt_logprobs(outcome, row, seqs[row], batch, hidden, new.logprobs, new.num_prompt_tokens)
+            logprobs = new.task.logprobs
+            if logprobs is not None and batch.rows.starts[row] + 1 < new.num_prompt_tokens:
+                self._prompt_logprobs(outcome, row, seqs[row], batch, hidden, logprobs, new.num_prompt_tokens)
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
             self._sample(plan, seqs, batch, hidden, sampled, outcome)

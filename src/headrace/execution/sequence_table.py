@@ -24,7 +24,7 @@ class SequenceSpec:
     @property
     def is_plain(self) -> bool:
         """Whether its only input is token ids and its only output a sampled token."""
-        return self.input_embeds is None and self.new.logprobs is None and not self.new.return_hidden_states
+        return self.input_embeds is None and self.new.task.is_plain
 
 
 @dataclass(frozen=True, slots=True)

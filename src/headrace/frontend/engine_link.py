@@ -301,7 +301,7 @@ class EngineLink:
         task = request.task
         if sample.output_ids:
             # The prompt's logprobs came with the first output.
-            task = task.without_prompt_logprobs(sample.num_prompt_tokens)
+            task = task.with_prompt_logprobs_from(sample.num_prompt_tokens + 1)
         return msgspec.structs.replace(
             request,
             task=task,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from headrace.messages.outputs import DecodeOptions
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
 
 NotYet = Annotated[object | None, msgspec.Meta(extra_json_schema={"enum": [None, False, "", [], {}, [None]]})]
@@ -79,7 +80,7 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     """The task of a request: sample tokens after the prompt.
 
     stream: send outputs every few tokens, not only at the end. custom_logit_processor: its name, or empty.
-    The properties are what scheduling asks of any task; `params` and `logprobs` are for those who sample.
+    The properties and methods are what is asked of any task; `params` and `custom_logit_processor` are for those who sample.
     """
 
     params: ResolvedSamplingParams
@@ -127,12 +128,26 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         """Raises RequestError if it can never be carried out: see `ResolvedSamplingParams.check_allowed`."""
         self.params.check_allowed(eos_token_ids)
 
-    def without_prompt_logprobs(self, num_prompt_tokens: int) -> "SampleTask":
-        """The same for a prompt of `num_prompt_tokens` whose logprobs have been delivered."""
-        if self.logprobs is None:
+    def with_prompt_logprobs_from(self, start: int) -> "SampleTask":
+        """The same once the logprobs of the prompt's tokens before `start` have been delivered."""
+        if self.logprobs is None or self.logprobs.prompt_start == start:
             return self
-        outputs_only = msgspec.structs.replace(self.logprobs, prompt_start=num_prompt_tokens + 1)
-        return msgspec.structs.replace(self, logprobs=outputs_only)
+        rest = msgspec.structs.replace(self.logprobs, prompt_start=start)
+        return msgspec.structs.replace(self, logprobs=rest)
+
+    def decode_options(self, context_ids: bytes, output_ids: bytes, attempt: int) -> DecodeOptions:
+        """How text is made of its tokens. The arguments are those of `DecodeOptions`."""
+        params = self.params
+        return DecodeOptions(
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+            params.no_stop_trim,
+            params.stop,
+            params.stop_regex,
+            context_ids,
+            output_ids,
+            attempt,
+        )
 
     def described(self) -> str:
         """What the request log says of it."""

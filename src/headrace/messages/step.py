@@ -17,9 +17,8 @@ from headrace.messages.control import FaultReq, Profiler
 from headrace.messages.experts import ExpertCounter
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.requests import LogprobSpec
+from headrace.messages.requests import SampleTask
 from headrace.messages.weights import WeightExecutor
-from headrace.sampling.params import ResolvedSamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -29,8 +28,9 @@ class NewSequence:
     """A sequence that enters (or, after a retraction, re-enters) row `seq` of the worker's tables.
 
     token_ids: int32[num_tokens], the prompt and the outputs so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
-    multiple of page_size and < num_tokens. end_token_ids: impossible before `min_new_tokens` outputs.
-    input_embeds: float32[num_prompt_tokens, hidden_size] bytes, or empty. lora_id: its adapter, 0 = none.
+    multiple of page_size and < num_tokens. task: that of the request, whose prompt logprobs begin with the first that is still missing.
+    end_token_ids: impossible before `min_new_tokens` outputs. input_embeds: float32[num_prompt_tokens, hidden_size] bytes, or empty.
+    lora_id: its adapter, 0 = none.
     """
 
     seq: int
@@ -38,12 +38,9 @@ class NewSequence:
     token_ids: Int32Array
     num_prompt_tokens: int
     prefix_slots: Int32Array
-    sampling: ResolvedSamplingParams
+    task: SampleTask
     end_token_ids: tuple[int, ...]
-    logprobs: LogprobSpec | None = None
-    return_hidden_states: bool = False
     input_embeds: bytes = b""
-    custom_logit_processor: str = ""
     lora_id: int = 0
 
 

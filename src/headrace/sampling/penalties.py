@@ -98,7 +98,7 @@ class LogitEdits:
     """Applies one sequence's parameters to its logits. The caller extends `history` and then calls `append`."""
 
     def __init__(self, new: NewSequence, history: TokenHistory, vocab_size: int) -> None:
-        params = new.sampling
+        params = new.task.params
         bias: dict[int, float] = {}
         for token_id, value in params.logit_bias:
             bias[token_id] = bias.get(token_id, 0.0) + value
@@ -175,9 +175,9 @@ def edits_logits(params: ResolvedSamplingParams) -> bool:
 
 def edits_only_by_penalties(new: NewSequence) -> bool:
     """Whether penalties are the only edits that the logits of `new` need."""
-    params = new.sampling
+    params = new.task.params
     others = params.logit_bias or params.bad_words or params.allowed_token_ids or params.min_new_tokens
-    return uses_penalties(params) and not (others or new.custom_logit_processor or new.input_embeds)
+    return uses_penalties(params) and not (others or new.task.custom_logit_processor or new.input_embeds)
 
 
 _NO_IDS = np.empty(0, dtype=np.int64)

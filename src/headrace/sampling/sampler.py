@@ -83,21 +83,21 @@ class Sampler:
 
     def add(self, seq: int, new: NewSequence) -> None:
         """Put `new`, with the outputs that it already has (after a retraction), in row `seq`, replacing the old content."""
-        params = new.sampling
+        task, params = new.task, new.task.params
         history = None
         if self._penalties is not None:
             self._penalties.discard(seq)
         if self._penalties is not None and edits_only_by_penalties(new):
             self._penalties.set(seq, params, new.num_prompt_tokens)
-        elif edits_logits(params) or new.custom_logit_processor:
+        elif edits_logits(params) or task.custom_logit_processor:
             history = TokenHistory(new.token_ids, new.num_prompt_tokens)
         filters = Filters(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
         self._draws.set(seq, None if params.is_greedy else filters, params.seed)
         self._table[seq] = _Sequence(
             is_greedy=params.is_greedy,
-            logprobs=new.logprobs,
+            logprobs=task.logprobs,
             edits=LogitEdits(new, history, self._vocab_size) if history is not None and edits_logits(params) else None,
-            processor=new.custom_logit_processor,
+            processor=task.custom_logit_processor,
             history=history,
         )
         if self._state(seq).is_plain:

@@ -187,18 +187,10 @@ def _take_pending(req: Req) -> tuple[LogprobBlock | None, LogprobBlock | None, b
 
 
 def _decode_options(req: Req) -> DecodeOptions:
-    asked, params = req.asked, req.task.params
+    asked = req.asked
     prompt = asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES]
-    return DecodeOptions(
-        params.skip_special_tokens,
-        params.spaces_between_special_tokens,
-        params.no_stop_trim,
-        params.stop,
-        params.stop_regex,
-        b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :],
-        asked.output_ids,
-        asked.attempt,
-    )
+    context_ids = b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :]
+    return req.task.decode_options(context_ids, asked.output_ids, asked.attempt)
 
 
 def _stats(state: SchedulerState, req: Req) -> SampleStats:

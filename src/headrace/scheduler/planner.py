@@ -7,7 +7,6 @@ Running requests come first (decode rows, then the rest of their prompts), then 
 from collections.abc import Iterator
 
 from headrace.cache.radix_cache import TOKEN_BYTES
-from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
 from headrace.scheduler import policy, preemption, retract
 from headrace.scheduler.batch import ScheduleBatch
@@ -208,22 +207,15 @@ def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, no
 
 
 def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
-    task = req.task
-    spec = task.logprobs
-    if spec is not None:
-        spec = LogprobSpec(req.prompt_logprob_start, spec.top_num, spec.token_ids)
     return NewSequence(
         seq=req.seq,
         rid=req.rid,
         token_ids=req.tokens(),
         num_prompt_tokens=req.num_prompt_tokens,
         prefix_slots=state.kv.prefix_slots(req),
-        sampling=task.params,
+        task=req.task.with_prompt_logprobs_from(req.prompt_logprob_start),
         end_token_ids=tuple(sorted(req.end_token_ids)),
-        logprobs=spec,
-        return_hidden_states=task.return_hidden_states,
         input_embeds=req.asked.input_embeds,
-        custom_logit_processor=task.custom_logit_processor,
         lora_id=req.asked.lora_id,
     )
 

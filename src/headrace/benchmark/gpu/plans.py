@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from headrace.messages.requests import SampleTask
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, StepResult
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -42,7 +43,7 @@ def sequence(
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
         prefix_slots=cached,
-        sampling=sampling,
+        task=SampleTask(sampling),
         end_token_ids=(),
     )
 
