@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from typing import Literal
+from typing import Literal, assert_never
 
 import msgspec
 
@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.messages.channel import Channels, ZmqChannels
 from headrace.messages.control import ReadyInfo
 from headrace.processes import lifeline
-from headrace.processes.handshake import Bootstrap, Failed, Progress, Ready, Report
+from headrace.processes.handshake import Bootstrap, Failed, Kind, Progress, Ready, Report
 
 
 class Reporter:
@@ -72,7 +72,7 @@ def main() -> None:
     """Entry of a child."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    kind = sys.argv[1]
+    kind = msgspec.convert(sys.argv[1], Kind)
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
     log.configure(bootstrap.args.log_level, kind)
@@ -90,7 +90,7 @@ def main() -> None:
         channels.close()
 
 
-def _run(kind: str, bootstrap: Bootstrap, channels: Channels, reporter: Reporter) -> None:
+def _run(kind: Kind, bootstrap: Bootstrap, channels: Channels, reporter: Reporter) -> None:
     """The body of this kind of child. What the others need is not imported."""
     args = bootstrap.args
 
@@ -100,18 +100,22 @@ def _run(kind: str, bootstrap: Bootstrap, channels: Channels, reporter: Reporter
         gc.collect()
         gc.freeze()
 
-    if kind == "scheduler":
-        from headrace.processes.scheduler_process import run_scheduler
+    match kind:
+        case "scheduler":
+            from headrace.processes.scheduler_process import run_scheduler
 
-        run_scheduler(args, channels, on_ready, reporter.progress, replica=bootstrap.index, source=bootstrap.source)
-    elif bootstrap.http is not None:
-        from headrace.processes.http_process import run_http_worker
+            run_scheduler(args, channels, on_ready, reporter.progress, replica=bootstrap.index, source=bootstrap.source)
+        case "detokenizer":
+            from headrace.processes.detokenizer_process import run_detokenizer
 
-        run_http_worker(args, channels, on_ready, bootstrap.http)
-    else:
-        from headrace.processes.detokenizer_process import run_detokenizer
+            run_detokenizer(args, channels, on_ready, reporter.progress)
+        case "http":
+            from headrace.processes.http_process import run_http_worker
 
-        run_detokenizer(args, channels, on_ready, reporter.progress)
+            assert bootstrap.http is not None
+            run_http_worker(args, channels, on_ready, bootstrap.http)
+        case _:
+            assert_never(kind)
 
 
 if __name__ == "__main__":
