@@ -9,8 +9,10 @@
 #define HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("sse4.2") HEADRACE_NEEDS("avx2") HEADRACE_NEEDS("fma") HEADRACE_NEEDS("f16c")
 #define HEADRACE_NEEDS_AVX512                                                                                       \
   HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("avx512f") HEADRACE_NEEDS("avx512bw") HEADRACE_NEEDS("avx512dq") HEADRACE_NEEDS("avx512vl")
+#define HEADRACE_NEEDS_VNNI HEADRACE_NEEDS_AVX512 HEADRACE_NEEDS("avx512vnni")
 #define HEADRACE_VARIANTS                                                     \
-  HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_AVX512 HEADRACE_NEEDS("avx512vnni")) \
+  HEADRACE_VARIANT(avx512bf16, HEADRACE_NEEDS_VNNI HEADRACE_NEEDS("avx512bf16")) \
+  HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_VNNI)                           \
   HEADRACE_VARIANT(avx512, HEADRACE_NEEDS_AVX512)                             \
   HEADRACE_VARIANT(avx2, HEADRACE_NEEDS_AVX2)                                 \
   HEADRACE_VARIANT(baseline, HEADRACE_NEEDS("sse4.2"))

@@ -10,7 +10,7 @@ import torch
 from headrace import kernels
 from headrace.kernels import cpu, triton
 
-ISAS = ("baseline", "avx2", "avx512", "avx512vnni")
+ISAS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16")
 
 
 def runnable_isas() -> list[str]:

@@ -15,7 +15,7 @@ from headrace.kernels.cpu.threads import default_num_threads
 from headrace.log import get_logger
 
 ISA_VARIABLE = "HEADRACE_CPU_ISA"
-"""Environment variable that overrides the instruction set: baseline, avx2, avx512 or avx512vnni."""
+"""Environment variable that overrides the instruction set: baseline, avx2, avx512, avx512vnni or avx512bf16."""
 
 _logger = get_logger(__name__)
 _loaded: ModuleType | None = None
