@@ -25,7 +25,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
     """Apply `result` to the requests of `batch`. Rows of requests that have ended meanwhile are ignored."""
     outs: list[TokenIDOut] = []
     ids, id_starts = result.ids.tolist(), result.id_starts.tolist()
-    for row, (req, start, count, num_logits) in enumerate(batch.rows()):
+    for row, (req, start, count, num_logits) in enumerate(batch.rows):
         req.leave_step(start + count, num_logits)
         if req.finish is not None:
             _settle(state, req)
@@ -58,7 +58,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
 def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchTokenIDOut | None:
     """End the requests of a step that failed as a whole. Other requests continue."""
     outs: list[TokenIDOut] = []
-    for req, _, _, num_logits in batch.rows():
+    for req, _, _, num_logits in batch.rows:
         req.leave_step(req.num_computed, num_logits)
         req.keep_kv = False
         if req.finish is None:
@@ -97,7 +97,7 @@ def _forget(state: SchedulerState, req: Req) -> None:
 
 def report(state: SchedulerState, req: Req) -> TokenIDOut | None:
     """The request's next chunk, if one is due."""
-    num_new = req.num_outputs - req.num_sent_outputs
+    num_new = len(req.token_ids) - req.num_sent_tokens
     # The first token is sent at once, for a short time to first token.
     if num_new >= req.report_interval or (num_new and not req.emitted):
         return _output(state, req)
@@ -155,12 +155,12 @@ def _take_hidden(req: Req, start: int, rows: bytes) -> None:
 def _output(state: SchedulerState, req: Req) -> TokenIDOut:
     """All output of the request that has not been sent yet."""
     first, last = not req.emitted, req.finish is not None
-    num_outputs = req.num_outputs
+    num_tokens = len(req.token_ids)
     logprobs, prompt_logprobs, hidden_states = (None, None, b"") if req.is_plain else _take_pending(req)
     out = TokenIDOut(
         req.asked.rid,
-        req.output_bytes(req.num_sent_outputs),
-        num_outputs,
+        req.token_ids[req.num_sent_tokens :].tobytes(),
+        num_tokens - req.num_prompt_tokens,
         req.finish,
         _decode_options(req) if first else None,
         _stats(state, req) if first or last else None,
@@ -169,7 +169,7 @@ def _output(state: SchedulerState, req: Req) -> TokenIDOut:
         hidden_states,
     )
     req.emitted = True
-    req.num_sent_outputs = num_outputs
+    req.num_sent_tokens = num_tokens
     return out
 
 

@@ -52,7 +52,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
         _put_first(state, batch, making_way, budget, now_s)
     elif not pool_is_full and state.waiting and budget > 0 and _has_place(state):
         _admit(state, batch, _order(state, now_s), budget, now_s)
-    if not batch.reqs:
+    if not batch.rows:
         return None
     if state.faults:
         _arm_faults(state, batch)
@@ -65,7 +65,7 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
     """Allocate pages for `num_tokens` tokens of a running request, retracting others if nothing else helps."""
     while not state.kv.grow(req, num_tokens):
         # Others still progress and may free pages, so this one skips a step.
-        if state.in_flight or batch.reqs or not retract.make_room(state, req):
+        if state.in_flight or batch.rows or not retract.make_room(state, req):
             return False
     return True
 
@@ -103,7 +103,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
         # A request that is alone may use the whole pool: the estimate must never starve it.
         needed = _expected_tokens(state, req, match.num_tokens)
         room = kv.available_tokens - reserved
-        if needed > room and (state.running or batch.reqs):
+        if needed > room and (state.running or batch.rows):
             kv.cache.release(match.lease)
             break
         kv.admit(req, match)
@@ -223,7 +223,7 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
 def _arm_faults(state: SchedulerState, batch: ScheduleBatch) -> None:
     """Test hook: move the faults that are due in this step into the plan."""
     due = {
-        (req.rid, start + count - req.num_prompt_tokens) for req, start, count, num_logits in batch.rows() if num_logits
+        (req.rid, start + count - req.num_prompt_tokens) for req, start, count, num_logits in batch.rows if num_logits
     }
     batch.faults = [fault for fault in state.faults if (fault.rid, fault.at_token) in due]
     state.faults = [fault for fault in state.faults if fault not in batch.faults]

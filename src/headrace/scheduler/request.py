@@ -59,6 +59,7 @@ class Req:
     request inserted the same tokens first. pages[num_tree_pages:] are ours. token_ids: prompt and committed outputs, int32.
     end_token_ids: any of these ends the request; so does having max_tokens tokens, prompt included.
     report_interval: new tokens that make a chunk due. is_prefill_only: it computes its prompt and makes no token.
+    num_sent_tokens: known tokens that the client has, its prompt among them.
     is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
     """
 
@@ -91,7 +92,7 @@ class Req:
     first_scheduled_s: float = 0.0
     events: list[SampleEvent] = field(default_factory=list)
     # what has been sent
-    num_sent_outputs: int = 0
+    num_sent_tokens: int = 0
     emitted: bool = False
     pending_logprobs: list[LogprobBlock] = field(default_factory=list)
     prompt_logprobs: list[LogprobBlock] = field(default_factory=list)
@@ -129,9 +130,9 @@ class Req:
         )
         if asked.output_ids:
             req.token_ids += _whole_tokens(asked.output_ids)
-            req.num_sent_outputs = req.num_outputs
             # Delivered outputs came with the hidden states of all tokens before them.
             req.num_hidden_rows = req.num_tokens - 1
+        req.num_sent_tokens = req.num_tokens
         return req
 
     @property
@@ -240,29 +241,20 @@ class Req:
         """Copy of the known tokens, int32[num_tokens]."""
         return np.array(self.token_ids, dtype=np.int32)
 
-    def output_bytes(self, start: int) -> bytes:
-        """Committed outputs from number `start` on, int32 bytes."""
-        return self.token_ids[self.num_prompt_tokens + start :].tobytes()
-
     def accept(self, ids: Sequence[int]) -> FinishReason | None:
         """Commit output tokens up to the one that ends the request, if any does; those after it are dropped.
 
+        It ends by a stop string, then a stop token or EOS, then its length.
         Returns the finish reason, or None. Raises whatever the stop checker raises; tokens up to there are committed.
         """
         for token_id in ids:
             self.token_ids.append(token_id)
-            if (finish := self._finish_at(token_id)) is not None:
-                return finish
-        return None
-
-    def _finish_at(self, token_id: int) -> FinishReason | None:
-        """Whether the token just committed ends the request: stop string, then stop token or EOS, then length."""
-        if self.stop_checker is not None and (match := self.stop_checker.push(token_id)) is not None:
-            return FinishReason("stop", matched=match.matched)
-        if token_id in self.end_token_ids:
-            return FinishReason("stop", matched=token_id)
-        if len(self.token_ids) >= self.max_tokens:
-            return FinishReason("length", length=self.num_outputs)
+            if self.stop_checker is not None and (match := self.stop_checker.push(token_id)) is not None:
+                return FinishReason("stop", matched=match.matched)
+            if token_id in self.end_token_ids:
+                return FinishReason("stop", matched=token_id)
+            if len(self.token_ids) >= self.max_tokens:
+                return FinishReason("length", length=self.num_outputs)
         return None
 
 
