@@ -1,8 +1,8 @@
 """Steps on a GPU, queued without waiting for one another.
 
 Owns the choice of how a step runs: as a captured graph (decode of few enough rows), eagerly (prefill and mixed steps), or in the
-`ModelRunner`, which waits for every value (rows that need logprobs, hidden states, input embeddings, adapters, logit edits other
-than penalties, and injected faults). Does not own the layers, the sampler or the graphs. Runs in the scheduler's thread.
+`ModelRunner`, which waits for every value (steps that need the host). Does not own the layers, the sampler or the graphs. Runs in the
+scheduler's thread.
 
 A step's tokens stay on the device, in the token buffer, from which the next step reads its input; that step may be queued before this one
 has run. The host reads a copy of the tokens when it collects the step.
@@ -80,19 +80,17 @@ class DeviceRunner:
         begin = time.perf_counter()
         runner = self.runner
         runner.add(plan)
-        seqs = plan.seqs.tolist()
-        table = runner.table
-        by_host = (table.special, table.adapted, runner.sampler.edited)
-        if plan.faults or not all(rows.isdisjoint(seqs) for rows in by_host):
+        if runner.needs_host(plan):
             return _Done(runner.compute(plan))
         runner.loras.step.rows = None
         rows = np.flatnonzero(plan.num_logits).astype(np.int32)
         graphs = self.graphs
-        if graphs is not None and plan.num_tokens == len(seqs) == len(rows) and graphs.size_for(len(seqs)) is not None:
+        num_rows = len(plan.seqs)
+        if graphs is not None and plan.num_tokens == num_rows == len(rows) and graphs.size_for(num_rows) is not None:
             ids = self._replay(plan, graphs)
         else:
             ids = self._eager(plan, rows)
-        return _Queued(plan.step, len(seqs), rows, self._device.download(ids), begin, self._busy)
+        return _Queued(plan.step, num_rows, rows, self._device.download(ids), begin, self._busy)
 
     def _replay(self, plan: ModelWorkerBatch, graphs: GraphPool) -> torch.Tensor:
         """int64[num_rows], the sampled ids."""

@@ -71,6 +71,13 @@ class ModelRunner:
             self.table.add(new)
             self.sampler.add(new.seq, new)
 
+    def needs_host(self, plan: ModelWorkerBatch) -> bool:
+        """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, an adapter, logit edits
+        other than penalties, or an injected fault. The plan's new sequences have been added."""
+        by_host = (self.table.special, self.table.adapted, self.sampler.edited)
+        seqs = plan.seqs.tolist()
+        return bool(plan.faults) or not all(rows.isdisjoint(seqs) for rows in by_host)
+
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, hidden_size] after the final norm, of rows without input embeddings."""
         inputs = self.model.embed(batch.token_ids)
