@@ -25,7 +25,12 @@ from headrace.cache.radix_cache import RadixCache
 from headrace.garbage import freeze
 from headrace.messages.channel import Message
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import BatchTokenizedGenerateReqInput, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import (
+    BatchTokenizedGenerateReqInput,
+    PromptContent,
+    SampleTask,
+    TokenizedGenerateReqInput,
+)
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
@@ -83,7 +88,9 @@ def decoding(num_rows: int, num_turns: int, stream: bool) -> Scheduler:
     rng = np.random.default_rng(0)
     requests = tuple(
         TokenizedGenerateReqInput(
-            str(i), pack_int32(rng.integers(0, VOCAB_SIZE, PROMPT_TOKENS).tolist()), SampleTask(params, stream=stream)
+            str(i),
+            PromptContent(pack_int32(rng.integers(0, VOCAB_SIZE, PROMPT_TOKENS).tolist())),
+            SampleTask(params, stream=stream),
         )
         for i in range(num_rows)
     )

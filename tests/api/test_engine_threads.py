@@ -15,7 +15,6 @@ from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalChannels
 from headrace.messages.control import ShutdownReq
 from headrace.messages.outputs import FinishReason
-from headrace.messages.packing import unpack_int32
 
 
 class RunningFake:
@@ -54,7 +53,7 @@ class RunningFake:
             if engine.aborts:
                 self.aborted.set()
             for rid in list(engine.num_tokens):
-                ids = unpack_int32(engine.requests[rid].input_ids)
+                ids = engine.requests[rid].content.ids()
                 if "held" in rid:
                     if engine.num_tokens[rid] < 0:
                         engine.emit(rid, ids=ids[:1])

@@ -104,7 +104,7 @@ def device_driver(
     attention = attention or TensorAttention()
     num_slots = NUM_SEQS * CONTEXT
     pool = attention.make_kv_pool(kv_shape(checkpoint.config, torch.float32), num_slots + 1, 1, where)
-    table = SequenceTable(NUM_SEQS, CONTEXT, checkpoint.config.hidden_size, where, link=device)
+    table = SequenceTable(NUM_SEQS, CONTEXT, where, link=device)
     loras = LoraPool(model, placement, max_loras=2, max_rank=8)
     penalties = DevicePenalties(table.tokens, VOCAB_SIZE, device.upload)
     sampler = Sampler(VOCAB_SIZE, NUM_SEQS, where, {}, penalties)

@@ -13,7 +13,7 @@ import transformers
 from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
 from headrace.messages.control import FaultReq, ReadyInfo
-from headrace.messages.requests import SampleTask
+from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, Worker
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -83,6 +83,7 @@ class Driver:
             "prefix_slots": int32([]),
             "task": SampleTask(sampling, **task),
             "end_token_ids": (),
+            "content": PromptContent(int32(tokens).tobytes()),
             **changes,
         }
         self.computed[seq] = len(fields["prefix_slots"])

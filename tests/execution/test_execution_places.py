@@ -8,12 +8,13 @@ from headrace.attention.base import KvShape
 from headrace.attention.cpu import CpuAttention
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.sequence_table import SequenceTable
-from headrace.messages.requests import SampleTask
+from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 
 PAGE = 16
 GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=64, seed=0, temperature=0.0))
+UNREAD = PromptContent(b"")
 
 
 def slots_of(pages, start, count):
@@ -42,12 +43,12 @@ def test_both_tables_lead_to_the_same_places():
     ]
     seen = []
     for page_size in (0, PAGE):
-        table = SequenceTable(4, 64, 16, torch.device("cpu"), page_size=page_size)
+        table = SequenceTable(4, 64, torch.device("cpu"), page_size=page_size)
         attention = CpuAttention()
         attention.make_kv_pool(shape, 12 * PAGE, PAGE, torch.device("cpu"))
         cached, nothing = int32(slots_of(first, 0, 32)), int32([])
-        table.add(NewSequence(3, "first", int32(range(100, 164)), 64, cached, GREEDY, ()))
-        table.add(NewSequence(0, "second", int32(range(200, 264)), 64, nothing, GREEDY, ()))
+        table.add(NewSequence(3, "first", int32(range(100, 164)), 64, cached, GREEDY, (), UNREAD))
+        table.add(NewSequence(0, "second", int32(range(200, 264)), 64, nothing, GREEDY, (), UNREAD))
         for plan in plans:
             batch = ForwardBatch.from_plan(plan, table)
             attention.prepare(batch.rows)

@@ -10,7 +10,7 @@ from runner_harness import CONTEXT, Driver, ids_by_row, int32, make_driver, prom
 
 from headrace.errors import ExecutionError
 from headrace.messages.control import FaultReq
-from headrace.messages.requests import LogprobSpec
+from headrace.messages.requests import LogprobSpec, PromptContent
 from headrace.sampling.params import ResolvedSamplingParams
 
 # float32 logits summed in another order than transformers does.
@@ -144,7 +144,7 @@ def test_input_embeddings_stand_in_for_the_prompt_only(sync, checkpoint):
     want = sync.generate(0, A, 5)
     embeds = checkpoint[1].get_input_embeddings().weight.detach()[A].numpy().astype(np.float32).tobytes()
 
-    assert sync.generate(1, [0] * 40, 5, chunks=(11,), input_embeds=embeds) == want
+    assert sync.generate(1, [0] * 40, 5, chunks=(11,), content=PromptContent(bytes(4 * 40), embeds)) == want
 
 
 def fault(stage: str, kind: str, rid: str = "r1", at_token: int = 1) -> tuple[FaultReq, ...]:

@@ -23,7 +23,7 @@ from headrace.messages.control import (
     ReadyInfo,
 )
 from headrace.messages.outputs import BatchTokenIDOut, DecodeOptions, FinishReason, SampleStats, TokenIDOut
-from headrace.messages.packing import pack_int32, unpack_int32
+from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, GenerateReqInput, TokenizedGenerateReqInput
 from headrace.text.detokenizer_manager import DetokenizerManager
 
@@ -153,7 +153,7 @@ class FakeEngine:
         options = DecodeOptions(
             s.skip_special_tokens, s.spaces_between_special_tokens, s.no_stop_trim, s.stop, s.stop_regex
         )
-        stats = SampleStats(len(request.input_ids) // 4, 0, queue_time_s=0.25)
+        stats = SampleStats(request.content.num_tokens, 0, queue_time_s=0.25)
         row = TokenIDOut(
             rid,
             pack_int32(ids),
@@ -187,7 +187,7 @@ class FakeEngine:
         while True:
             self.handle(await self.inbox.arecv())
             for rid in list(self.num_tokens):
-                ids = unpack_int32(self.requests[rid].input_ids)[: self.requests[rid].task.params.max_new_tokens]
+                ids = self.requests[rid].content.ids()[: self.requests[rid].task.params.max_new_tokens]
                 for token_id in ids:
                     self.emit(rid, ids=[token_id])
                 self.emit(rid, finish=FinishReason("length", length=len(ids)))

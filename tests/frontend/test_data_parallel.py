@@ -17,13 +17,18 @@ from headrace.messages.channel import LocalQueue
 from headrace.messages.control import AbortReq, InternalStateReply, InternalStateReq, ProfileReply
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import BatchTokenizedGenerateReqInput, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import (
+    BatchTokenizedGenerateReqInput,
+    PromptContent,
+    SampleTask,
+    TokenizedGenerateReqInput,
+)
 from headrace.sampling.params import ResolvedSamplingParams
 
 
 def asked(ids: list[int], max_new_tokens: int = 8, namespace: str = "") -> TokenizedGenerateReqInput:
     sampling = ResolvedSamplingParams(max_new_tokens=max_new_tokens, seed=0)
-    return TokenizedGenerateReqInput("r", pack_int32(ids), SampleTask(sampling), namespace=namespace)
+    return TokenizedGenerateReqInput("r", PromptContent(pack_int32(ids)), SampleTask(sampling), namespace=namespace)
 
 
 def give(balancer: Balancer, one: TokenizedGenerateReqInput, replicas: list[int]) -> int:

@@ -18,7 +18,7 @@ POINTS = {
     "bad words": ("headrace.text.batch_tokenizer.AsyncDynamicBatchTokenizer.encode_words", None),
     "session": ("headrace.frontend.sessions.Sessions.begin", None),
     "parameters": ("headrace.sampling.params.SamplingParams.resolve", None),
-    "packing": ("headrace.frontend.encode.pack_int32", None),
+    "packing": ("headrace.frontend.inputs.pack_int32", None),
     "adapter": ("headrace.frontend.adapters.Adapters.acquire", None),
     "choosing a replica": ("headrace.frontend.engine_link.EngineLink._choose", None),
     "submitting": ("headrace.frontend.engine_link.EngineLink.submit", None),

@@ -8,8 +8,8 @@ from frontend_fakes import VOCAB_SIZE, request
 
 from headrace.errors import RequestError
 from headrace.frontend.prompts import CallLimits, split_call
-from headrace.messages.packing import pack_float32, pack_int32, unpack_int32
-from headrace.messages.requests import GenerateReqInput
+from headrace.messages.packing import pack_float32, pack_int32
+from headrace.messages.requests import GenerateReqInput, PromptContent
 from headrace.sampling.params import GenerationDefaults, SamplingParams
 
 LIMITS = CallLimits(vocab_size=VOCAB_SIZE, hidden_size=2, max_n=4, max_prompts=3, max_samples=100, context_length=64)
@@ -305,12 +305,12 @@ async def test_token_ids_and_embeddings_are_sent_as_they_are(make_frontend):
     await frontend.call(input_embeds=[pack_float32([1, 2.5, 0, -1]), [[0.5, 0.5]]], rid="b")
 
     requests = frontend.engine.requests
-    assert unpack_int32(requests["x"].input_ids) == [3, 4]
-    assert requests["y"].input_ids == pack_int32([5])
-    assert unpack_int32(requests["e"].input_ids) == [0, 0]
-    assert requests["e"].input_embeds == requests["b/0"].input_embeds == pack_float32([1, 2.5, 0, -1])
-    assert requests["b/1"].input_embeds == pack_float32([0.5, 0.5])
-    assert len(requests["b/0"].input_ids) == 8
+    assert requests["x"].content.ids() == [3, 4]
+    assert requests["y"].content == PromptContent(pack_int32([5]))
+    assert requests["e"].content.ids() == [0, 0]
+    assert requests["e"].content.embeds == requests["b/0"].content.embeds == pack_float32([1, 2.5, 0, -1])
+    assert requests["b/1"].content.embeds == pack_float32([0.5, 0.5])
+    assert requests["b/0"].content.num_tokens == 2
 
 
 async def test_prompt_logprobs_of_embeddings_are_refused(make_frontend):

@@ -7,7 +7,6 @@ from frontend_fakes import turns
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.sessions import Sessions
-from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import SessionParams
 
 
@@ -210,7 +209,7 @@ def test_a_turn_that_ends_after_its_session_was_closed_is_forgotten(sessions):
 
 
 def sent(frontend, rid):
-    return bytes(unpack_int32(frontend.engine.requests[rid].input_ids)).decode()
+    return bytes(frontend.engine.requests[rid].content.ids()).decode()
 
 
 async def test_the_engine_gets_the_whole_sequence(make_frontend):

@@ -175,13 +175,13 @@ async def test_a_session_is_known_to_its_key_only(make_frontend):
     assert manager.open_session(session_id="s", caller=b) == "s"
     of_b = start(frontend, b, "t1", "mine", session_params={"id": "s"})
     rids = await sent(frontend, 2)
-    assert frontend.engine.requests[rids[1]].input_ids == ids("mine")
+    assert frontend.engine.requests[rids[1]].content.token_ids == ids("mine")
     frontend.engine.emit(rids[1], "y", STOP)
     await of_b
     manager.close_session("s", b)
     on = start(frontend, a, "t2", "more", session_params={"id": "s"})
     rids = await sent(frontend, 3)
-    assert frontend.engine.requests[rids[2]].input_ids == ids("secretxmore")
+    assert frontend.engine.requests[rids[2]].content.token_ids == ids("secretxmore")
     # Replacing a running turn ends it, and it is the key's own that ends.
     other = start(frontend, b, "t2")
     await sent(frontend, 4)

@@ -17,12 +17,12 @@ from headrace.messages.channel import IpcDir, LocalChannels, MessageCodec, Ports
 from headrace.messages.control import AbortReq, FaultReq, HealthCheckReply, Heartbeat, ShutdownReq
 from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32, unpack_float32, unpack_int32
-from headrace.messages.requests import LogprobSpec, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 
 REQUEST = TokenizedGenerateReqInput(
     rid="répétition-🚰",
-    input_ids=pack_int32([1, 2, 2**31 - 1]),
+    content=PromptContent(pack_int32([1, 2, 2**31 - 1])),
     task=SampleTask(
         ResolvedSamplingParams(max_new_tokens=5, seed=2**63 - 1, stop=("a", "b"), logit_bias=((3, -1.5),)),
         stream=True,

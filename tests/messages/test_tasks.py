@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from headrace.errors import RequestError
-from headrace.messages.requests import LogprobSpec, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.request import Req
 
@@ -40,7 +40,7 @@ def test_delivered_prompt_logprobs_are_not_asked_for_again(start):
 
 @pytest.mark.parametrize("logprobs", [None, LogprobSpec(3)])
 def test_a_request_knows_which_prompt_logprobs_are_left(logprobs):
-    asked = TokenizedGenerateReqInput("r", bytes(4 * 6), task(logprobs))
+    asked = TokenizedGenerateReqInput("r", PromptContent(bytes(4 * 6)), task(logprobs))
     req = Req.from_input(asked, 0.0, 0, EOS, 1)
     hidden = Req.from_input(
         msgspec.structs.replace(asked, task=msgspec.structs.replace(asked.task, return_hidden_states=True)),

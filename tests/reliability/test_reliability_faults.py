@@ -12,7 +12,7 @@ import zmq
 from reliability_harness import Oracle, Server, Stream, each_at_once, greedy, wait_until
 
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, DecodeOptions, StrOut, TokenIDOut
-from headrace.messages.requests import SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 
 PROMPTS = [f"Request number {i} begins like this" for i in range(7)]
@@ -156,7 +156,9 @@ def test_frames_that_are_no_message_are_dropped_and_counted(
         (
             "to_scheduler",
             [
-                TokenizedGenerateReqInput(rid, ids, SampleTask(ResolvedSamplingParams(max_new_tokens=4, seed=0)))
+                TokenizedGenerateReqInput(
+                    rid, PromptContent(ids), SampleTask(ResolvedSamplingParams(max_new_tokens=4, seed=0))
+                )
                 for rid, ids in (
                     ("empty", b""),
                     ("half a token", b"\x01\x00\x00"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.messages.requests import LogprobSpec, SampleTask
+from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.sampling.sampler import BAD_LOGITS, NOTHING_LEFT, Sampler
@@ -23,7 +23,7 @@ def sequence(seq, *, outputs=(), ends=(2,), logprobs=None, processor="", input_e
         prefix_slots=np.empty(0, dtype=np.int32),
         task=SampleTask(sampling, logprobs=logprobs, custom_logit_processor=processor),
         end_token_ids=ends,
-        input_embeds=input_embeds,
+        content=PromptContent(np.array(PROMPT, np.int32).tobytes(), input_embeds),
     )
 
 

@@ -14,7 +14,7 @@ from headrace.cache.chunk_cache import ChunkCache
 from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
-from headrace.messages.requests import LogprobSpec, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
@@ -307,7 +307,7 @@ class Rig:
         self.inbox.send(
             TokenizedGenerateReqInput(
                 rid,
-                np.array(prompt, np.int32).tobytes(),
+                PromptContent(np.array(prompt, np.int32).tobytes()),
                 SampleTask(ResolvedSamplingParams(max_new_tokens=max_new_tokens, seed=0, **sampling), **task),
                 **fields,
             )

@@ -7,7 +7,7 @@ import pytest
 from fake_worker import EOS, Rig, expected_outputs
 
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.requests import LogprobSpec, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.request import Req
 
@@ -71,7 +71,8 @@ def ended_by_the_second_token(kind: str) -> Rig:
         stop=("xx",) if kind == "stop string" else (),
     )
     task = SampleTask(params, logprobs=OUTPUTS_ONLY)
-    rig.inbox.send(TokenizedGenerateReqInput("a", np.array(prompt(6, start), np.int32).tobytes(), task))
+    content = PromptContent(np.array(prompt(6, start), np.int32).tobytes())
+    rig.inbox.send(TokenizedGenerateReqInput("a", content, task))
     return rig
 
 
@@ -120,7 +121,7 @@ def test_a_stop_check_that_breaks_at_the_second_token_keeps_what_was_committed()
 
 def test_a_request_accepts_tokens_until_one_ends_it():
     params = ResolvedSamplingParams(max_new_tokens=4, seed=0, stop_token_ids=(7,))
-    asked = TokenizedGenerateReqInput("r", bytes(4), SampleTask(params))
+    asked = TokenizedGenerateReqInput("r", PromptContent(bytes(4)), SampleTask(params))
 
     req = Req.from_input(asked, 0.0, 0, frozenset([2]), 1)
     assert req.accept([5, 5, 5]) is None

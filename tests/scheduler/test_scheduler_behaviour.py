@@ -17,7 +17,12 @@ from headrace.messages.control import (
     InternalStateReq,
     ShutdownReq,
 )
-from headrace.messages.requests import BatchTokenizedGenerateReqInput, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import (
+    BatchTokenizedGenerateReqInput,
+    PromptContent,
+    SampleTask,
+    TokenizedGenerateReqInput,
+)
 from headrace.sampling.params import ResolvedSamplingParams
 
 LONG = {"max_new_tokens": 40, "ignore_eos": True}
@@ -235,7 +240,7 @@ def test_a_stop_string_precedes_eos_which_precedes_length():
         rig.inbox.send(
             TokenizedGenerateReqInput(
                 "a",
-                np.array(prompt(6), np.int32).tobytes(),
+                PromptContent(np.array(prompt(6), np.int32).tobytes()),
                 SampleTask(
                     ResolvedSamplingParams(max_new_tokens=len(want), seed=0, stop=("xx",) if with_checker else ())
                 ),
@@ -263,7 +268,9 @@ def test_a_stream_reports_first_token_then_every_interval_then_the_end(interval,
     rig = Rig(num_pages=100)
     sampling = ResolvedSamplingParams(max_new_tokens=11, seed=0, ignore_eos=True, stream_interval=interval)
     rig.inbox.send(
-        TokenizedGenerateReqInput("a", np.array([1, 0], np.int32).tobytes(), SampleTask(sampling, stream=True))
+        TokenizedGenerateReqInput(
+            "a", PromptContent(np.array([1, 0], np.int32).tobytes()), SampleTask(sampling, stream=True)
+        )
     )
     rig.drain()
 
@@ -442,7 +449,8 @@ def test_a_stop_string_check_that_breaks_ends_its_request_alone():
     rig = Rig(num_pages=200)
     rig.scheduler._stop_checkers = lambda request: Broken()
     sampling = ResolvedSamplingParams(max_new_tokens=9, seed=0, ignore_eos=True, stop=("x",))
-    rig.inbox.send(TokenizedGenerateReqInput("bad", np.array(prompt(6), np.int32).tobytes(), SampleTask(sampling)))
+    content = PromptContent(np.array(prompt(6), np.int32).tobytes())
+    rig.inbox.send(TokenizedGenerateReqInput("bad", content, SampleTask(sampling)))
     rig.add("good", prompt(7, start=3), **LONG)
     rig.drain()
 

@@ -1,14 +1,15 @@
-"""A request's task goes through the scheduler as it is: to the worker, and what any task answers to the detokenizer."""
+"""A request's content and task go through the scheduler as they are."""
 
 import numpy as np
 from fake_worker import Rig
 
 from headrace.messages.outputs import DecodeOptions
-from headrace.messages.requests import LogprobSpec, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 
 PROMPT = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0]
+CONTENT = PromptContent(np.array(PROMPT, np.int32).tobytes())
 
 
 class TaskWithoutSampling:
@@ -46,7 +47,7 @@ def entered(rig: Rig, *tasks: object) -> list[NewSequence]:
 
     rig.worker.submit = record
     for number, task in enumerate(tasks):
-        rig.inbox.send(TokenizedGenerateReqInput(str(number), np.array(PROMPT, np.int32).tobytes(), task))
+        rig.inbox.send(TokenizedGenerateReqInput(str(number), CONTENT, task))
     rig.drain()
     return seen
 
@@ -68,6 +69,7 @@ def test_the_worker_gets_the_task_of_the_request():
     told = SampleTask(params, logprobs=LogprobSpec(2, 3, (0,)))
     first, second = entered(Rig(), plain, told)
 
+    assert first.content is CONTENT
     assert first.task is plain
     assert second.task == told
 
@@ -82,3 +84,14 @@ def test_a_sequence_that_enters_again_asks_only_for_prompt_logprobs_that_are_mis
     assert starts[:1] == [1]
     assert rig.state.counters.num_retracted > 0
     assert {start for start in starts if start > 1} == {len(PROMPT)}
+
+
+def test_embeddings_share_no_kv_though_their_placeholders_are_equal():
+    rig, task = Rig(), SampleTask(ResolvedSamplingParams(max_new_tokens=2, seed=0))
+    for rid, embeds in (("text", b""), ("a", bytes(4 * len(PROMPT))), ("b", bytes(4 * len(PROMPT)))):
+        rig.inbox.send(TokenizedGenerateReqInput(rid, PromptContent(CONTENT.token_ids, embeds), task))
+        rig.drain()
+
+    assert [rig.rows[rid][0].stats.cached_tokens for rid in ("text", "a", "b")] == [0, 0, 0]
+    assert [rig.rows[rid][0].options.context_ids == b"" for rid in ("text", "a", "b")] == [False, True, True]
+    rig.check_idle()

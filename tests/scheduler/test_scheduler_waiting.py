@@ -7,7 +7,7 @@ from fake_worker import Rig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.messages.requests import SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler import fairness, planner, policy
 from headrace.scheduler.fairness import FairShare
@@ -19,7 +19,7 @@ def make(order: int, tenant: str = "", priority: int = 0, arrived_s: float = 0.0
     sampling = ResolvedSamplingParams(max_new_tokens=1, seed=0)
     asked = TokenizedGenerateReqInput(
         f"r{order}",
-        bytes(4 * num_tokens),
+        PromptContent(bytes(4 * num_tokens)),
         SampleTask(sampling),
         tenant=tenant or "abc"[order % 3],
         priority=priority or order % 2,

@@ -186,9 +186,10 @@ class FakeFrontend:
         script = self.script
         samples = []
         for prompt in call.prompts:
-            ids = prompt.input_ids if prompt.text is None else self.tokenizer.encode(prompt.text)
+            given = prompt.given
+            ids = given.ids if given.text is None else self.tokenizer.encode(given.text)
             if ids is None:
-                ids = [0] * (len(prompt.input_embeds or b"") // 32)
+                ids = [0] * (len(given.embeds or b"") // 32)
             if len(ids) > CONTEXT_LENGTH:
                 raise RequestError(f"the prompt has {len(ids)} tokens, the context {CONTEXT_LENGTH}", "text")
             sampling = prompt.sampling.resolve(

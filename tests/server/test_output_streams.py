@@ -24,7 +24,7 @@ from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.messages.channel import LocalChannels, LocalQueue
 from headrace.messages.front import FrontNews
 from headrace.messages.outputs import FinishReason, LogprobBlock
-from headrace.messages.packing import pack_float32, pack_int32, unpack_int32
+from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import LogprobSpec
 from headrace.server.app import create_app
 from headrace.server.remote_calls import RemoteCalls
@@ -105,7 +105,7 @@ class House:
         request, ids = self.engine.requests[rid], self.tokenizer.encode(text)
         more = {}
         if (spec := request.task.logprobs) is not None:
-            prompt = unpack_int32(request.input_ids)[spec.prompt_start :]
+            prompt = request.content.ids(spec.prompt_start)
             more["logprobs"] = logprobs_of(ids, spec)
             more["prompt_logprobs"] = logprobs_of(prompt, spec) if prompt and rid not in self.heard else None
         if request.task.return_hidden_states:

@@ -20,8 +20,9 @@ import msgspec
 from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
+from headrace.frontend.inputs import check_token_ids
 from headrace.frontend.native_answer import NativeAnswer, NativeStream, whole_answer
-from headrace.frontend.prompts import check_token_ids, refuse_text
+from headrace.frontend.prompts import refuse_text
 from headrace.frontend.runtime_settings import LimitChanges, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.server_info import describe_load, describe_server

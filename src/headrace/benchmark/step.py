@@ -36,7 +36,7 @@ from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Weight
 from headrace.messages.control import ReadyInfo
-from headrace.messages.requests import SampleTask
+from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.models.decoder import DecoderLM
 from headrace.models.spec import CausalLM
@@ -293,6 +293,7 @@ class _StepBench:
                 prefix_slots=slots[row, :start],
                 task=_GREEDY,
                 end_token_ids=(),
+                content=PromptContent(tokens[row].tobytes()),
             )
             for row in range(shape.batch)
         )

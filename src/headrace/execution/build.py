@@ -215,7 +215,6 @@ def _sequence_table(setup: _Setup, memory: _Memory, link: CudaDevice | None) -> 
     return SequenceTable(
         config.max_running_requests,
         memory.plan.context_length,
-        setup.model_config.hidden_size,
         setup.placement.device,
         page_size=config.page_size if memory.attention.paged_kv() is not None else 0,
         link=link,

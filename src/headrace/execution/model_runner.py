@@ -22,7 +22,7 @@ from headrace.log import get_logger
 from headrace.messages.control import FaultReq
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
-from headrace.messages.step import ModelWorkerBatch, StepResult, one_id_a_row
+from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, one_id_a_row
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler
@@ -68,7 +68,7 @@ class ModelRunner:
     def add(self, plan: ModelWorkerBatch) -> None:
         """Enter the plan's new sequences in the tables."""
         for new in plan.new:
-            self.table.add(new)
+            self.table.add(new, self._input_embeds(new))
             self.sampler.add(new.seq, new)
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
@@ -77,6 +77,13 @@ class ModelRunner:
         by_host = (self.table.special, self.table.adapted, self.sampler.edited)
         seqs = plan.seqs.tolist()
         return bool(plan.faults) or not all(rows.isdisjoint(seqs) for rows in by_host)
+
+    def _input_embeds(self, new: NewSequence) -> torch.Tensor | None:
+        """What the prompt gives the first layer itself, float32[num_prompt_tokens, hidden_size], or None."""
+        if not new.content.embeds:
+            return None
+        values = torch.frombuffer(bytearray(new.content.embeds), dtype=torch.float32)
+        return values.view(new.num_prompt_tokens, -1).to(self.table.tokens.device)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, hidden_size] after the final norm, of rows without input embeddings."""

@@ -16,7 +16,7 @@ from headrace.messages.step import NewSequence
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What the runner keeps of a `NewSequence`. input_embeds: float32[num_prompt_tokens, hidden_size], or None."""
+    """What the runner keeps of a `NewSequence`. input_embeds: see `SequenceTable.add`."""
 
     new: NewSequence
     input_embeds: torch.Tensor | None
@@ -50,7 +50,6 @@ class SequenceTable:
         self,
         max_seqs: int,
         context_length: int,
-        hidden_size: int,
         device: torch.device,
         page_size: int = 0,
         link: Device | None = None,
@@ -69,11 +68,12 @@ class SequenceTable:
         self.special: set[int] = set()
         self.adapted: set[int] = set()
         self.specs: dict[int, SequenceSpec] = {}
-        self._hidden_size = hidden_size
-        self._device = device
 
-    def add(self, new: NewSequence) -> None:
-        """Take row `new.seq` for a sequence that enters or re-enters."""
+    def add(self, new: NewSequence, input_embeds: torch.Tensor | None = None) -> None:
+        """Take row `new.seq` for a sequence that enters or re-enters.
+
+        input_embeds: [num_prompt_tokens, hidden_size] on the model's device, which replace the embeddings of its prompt's tokens, or None.
+        """
         num_tokens, num_cached = len(new.token_ids), len(new.prefix_slots)
         assert 0 <= new.seq < self.max_seqs, (new.seq, self.max_seqs)
         assert num_cached < num_tokens <= self.context_length + 1, (num_cached, num_tokens, self.context_length)
@@ -83,11 +83,7 @@ class SequenceTable:
             self.host.pages[new.seq, : len(first_slots)] = first_slots // self.page_size
         elif num_cached:
             self.slots[new.seq, :num_cached] = self._placed(new.prefix_slots.astype(np.int32, copy=True))
-        embeds = None
-        if new.input_embeds:
-            values = torch.frombuffer(bytearray(new.input_embeds), dtype=torch.float32)
-            embeds = values.view(new.num_prompt_tokens, self._hidden_size).to(self._device)
-        spec = self.specs[new.seq] = SequenceSpec(new, embeds)
+        spec = self.specs[new.seq] = SequenceSpec(new, input_embeds)
         if spec.is_plain:
             self.special.discard(new.seq)
         else:

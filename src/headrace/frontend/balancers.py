@@ -86,7 +86,7 @@ class LeastLoaded:
         """See `Balancer`."""
 
     def _weight(self, request: TokenizedGenerateReqInput) -> int:
-        return len(request.input_ids) // 4 + request.task.max_new_tokens if self._by_tokens else 1
+        return request.content.num_tokens + request.task.max_new_tokens if self._by_tokens else 1
 
 
 class CacheAware:
@@ -140,11 +140,12 @@ class CacheAware:
 
 def _prefix_hashes(request: TokenizedGenerateReqInput) -> list[int]:
     """One hash per whole block of the prompt, over the namespace and all tokens up to its end. Empty for embeddings."""
-    if request.input_embeds:
+    if not request.content.has_tokens:
         return []
+    key = request.content.cache_key(request.content.token_ids)
     size, value, hashes = BLOCK_TOKENS * 4, hash(request.namespace), []
-    for end in range(size, len(request.input_ids) + 1, size):
-        value = hash((value, request.input_ids[end - size : end]))
+    for end in range(size, len(key) + 1, size):
+        value = hash((value, key[end - size : end]))
         hashes.append(value)
     return hashes
 

@@ -13,7 +13,7 @@ from headrace.frontend.communicator import Communicator
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.flush import flush_when_idle
-from headrace.frontend.prompts import check_text
+from headrace.frontend.inputs import check_text
 from headrace.frontend.replica import Replica
 from headrace.messages.channel import Sender
 from headrace.messages.control import (

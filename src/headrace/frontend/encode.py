@@ -15,14 +15,21 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
-from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, is_large, split_call
+from headrace.frontend.inputs import PromptInput, encode_inputs, is_large
+from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, split_call
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.messages.control import ReadyInfo
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import GenerateReqInput, LogprobSpec, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import (
+    GenerateReqInput,
+    LogprobSpec,
+    PromptContent,
+    SampleTask,
+    TokenizedGenerateReqInput,
+)
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokenizer
 
@@ -81,38 +88,32 @@ class Encoder:
         prompt of the call is to be sent.
         """
         self._adapters.check_number(prompt.adapter for prompt in call.prompts)
-        texts = [prompt.text for prompt in call.prompts if prompt.text is not None]
-        encoded = iter(await self._batch_tokenizer.encode(texts) if texts else ())
+        given = [prompt.given for prompt in call.prompts]
+        contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
         samples = iter(state.samples)
         requests: list[TokenizedGenerateReqInput] = []
-        for index, prompt in enumerate(call.prompts):
+        for index, (prompt, content) in enumerate(zip(call.prompts, contents, strict=True)):
             own = list(itertools.islice(samples, prompt.sampling.n))
-            ids = next(encoded) if prompt.text is not None else self._given_ids(prompt)
             words = prompt.sampling.bad_words
             bad_word_ids = await self._bad_word_ids(words) if words else []
             if prompt.session is not None:
-                ids = self._go_on(prompt, ids, own[0])
+                content = self._go_on(prompt, content, own[0])
             try:
-                sampling = self._resolve(prompt, len(ids), bad_word_ids, default_max_new_tokens)
-                logprobs = _logprob_spec(prompt, len(ids))
+                sampling = self._resolve(prompt, content.num_tokens, bad_word_ids, default_max_new_tokens)
+                logprobs = _logprob_spec(prompt, content)
             except RequestError as error:
                 if len(call.prompts) > 1:
                     raise RequestError(f"prompt {index}: {error.message}", error.param, error.code) from None
                 raise
             if prompt.adapter:
                 await self._use_adapter(prompt.adapter, own)
-            self._describe(prompt, ids, logprobs, own)
-            requests += _requests(prompt, ids, sampling, logprobs, own, obj)
+            self._describe(prompt, content, logprobs, own)
+            requests += _requests(prompt, content, sampling, logprobs, own, obj)
         return requests
 
     def close(self) -> None:
         """Stop the tokenizing threads."""
         self._batch_tokenizer.close()
-
-    def _given_ids(self, prompt: Prompt) -> list[int]:
-        if prompt.input_ids is not None:
-            return prompt.input_ids
-        return [0] * (len(prompt.input_embeds or b"") // (4 * self._ready.hidden_size))
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Token sequences of the words, at the start of a text and after a space."""
@@ -120,15 +121,15 @@ class Encoder:
         sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
         return [list(ids) for ids in sequences if ids]
 
-    def _go_on(self, prompt: Prompt, ids: list[int], sample: ReqState) -> list[int]:
+    def _go_on(self, prompt: Prompt, content: PromptContent, sample: ReqState) -> PromptContent:
         """The tokens of the session so far, followed by those of the prompt. Raises RequestError, CapacityError."""
         assert prompt.session is not None
-        bos_id = self._tokenizer.bos_id if prompt.text is not None else None
+        bos_id = self._tokenizer.bos_id if prompt.given.text is not None else None
         tenant = sample.call.tenant
-        ids, sample.turn, replaced = self._sessions.begin(prompt.session, prompt.rid, ids, bos_id, tenant)
+        ids, sample.turn, replaced = self._sessions.begin(prompt.session, prompt.rid, content.ids(), bos_id, tenant)
         for rid in replaced:
             self._aborts.abort_samples(self._table.find(tenant.scope, rid))
-        return ids
+        return PromptContent(pack_int32(ids))
 
     def _resolve(
         self, prompt: Prompt, num_tokens: int, bad_word_ids: list[list[int]], default_max_new_tokens: int
@@ -147,8 +148,7 @@ class Encoder:
 
     def _room(self, prompt: Prompt, num_tokens: int) -> int:
         """Number of output tokens for which the context has room. Raises ContextLengthError, RequestError."""
-        name = "text" if prompt.text is not None else "input_ids" if prompt.input_ids is not None else "input_embeds"
-        context = self._ready.context_length
+        name, context = prompt.given.field, self._ready.context_length
         if num_tokens == 0:
             raise RequestError("the prompt is empty", name)
         room = context - num_tokens
@@ -169,12 +169,15 @@ class Encoder:
         for sample in samples:
             sample.adapter = adapter
 
-    def _describe(self, prompt: Prompt, ids: list[int], logprobs: LogprobSpec | None, own: list[ReqState]) -> None:
+    def _describe(
+        self, prompt: Prompt, content: PromptContent, logprobs: LogprobSpec | None, own: list[ReqState]
+    ) -> None:
         """Store in the samples of a prompt what is needed to present and log their outputs."""
-        logged_input = self._request_log.input_of(prompt, ids)
-        dumped_prompt = _beginning(prompt, ids) if self._args.crash_dump_prompts else ""
+        num_tokens = content.num_tokens
+        logged_input = self._request_log.input_of(prompt.given, content)
+        dumped_prompt = _beginning(prompt.given, content) if self._args.crash_dump_prompts else ""
         for sample in own:
-            sample.num_prompt_tokens = len(ids)
+            sample.num_prompt_tokens = num_tokens
             sample.logged_input = logged_input
             sample.dumped_prompt = dumped_prompt
             sample.wants_hidden_states = prompt.return_hidden_states
@@ -183,12 +186,12 @@ class Encoder:
         first = logprobs.prompt_start - 1
         for sample in own:
             sample.wants_logprobs = True
-            sample.first_logprob_id = ids[first] if first < len(ids) else None
+            sample.first_logprob_id = content.ids(first, first + 1)[0] if first < num_tokens else None
             sample.top_num = logprobs.top_num
             sample.picked_ids = logprobs.token_ids
         # Siblings find the prompt in the cache: asking for its logprobs as well would compute it again for each of them.
-        is_shared = not (self._args.disable_radix_cache or prompt.return_hidden_states or prompt.input_embeds)
-        if is_shared and logprobs.prompt_start < len(ids):
+        is_shared = not (self._args.disable_radix_cache or prompt.return_hidden_states or not content.has_tokens)
+        if is_shared and logprobs.prompt_start < num_tokens:
             for sample in own[1:]:
                 sample.follow(own[0])
 
@@ -214,31 +217,31 @@ def processor_names(option: str) -> frozenset[str]:
     return frozenset(item.partition("=")[0].strip() for item in option.split(",") if item.strip())
 
 
-def _logprob_spec(prompt: Prompt, num_tokens: int) -> LogprobSpec | None:
+def _logprob_spec(prompt: Prompt, content: PromptContent) -> LogprobSpec | None:
     """Which logprobs to ask the engine for. Raises RequestError."""
     if not prompt.return_logprob:
         return None
+    num_tokens = content.num_tokens
     # The list of prompt logprobs starts with token `logprob_start_len`, which has no value: the engine begins after it.
     start = num_tokens if prompt.logprob_start_len == -1 else prompt.logprob_start_len
     if start > num_tokens:
         raise RequestError(
             f"logprob_start_len {start} is beyond the length of the prompt ({num_tokens})", "logprob_start_len"
         )
-    if start < num_tokens and prompt.input_embeds is not None:
+    if start < num_tokens and not content.has_tokens:
         raise RequestError("logprob_start_len: embeddings of a prompt have no logprobs", "logprob_start_len")
     return LogprobSpec(start + 1, prompt.top_logprobs_num, prompt.token_ids_logprob)
 
 
 def _requests(
     prompt: Prompt,
-    ids: list[int],
+    content: PromptContent,
     sampling: ResolvedSamplingParams,
     logprobs: LogprobSpec | None,
     own: list[ReqState],
     obj: GenerateReqInput,
 ) -> list[TokenizedGenerateReqInput]:
     """The scheduler's request for each sample of a prompt."""
-    packed = pack_int32(ids)
     call, adapter = own[0].call, own[0].adapter
     tenant = call.tenant
     lora_id = adapter.lora_id if adapter is not None else 0
@@ -246,15 +249,14 @@ def _requests(
     return [
         TokenizedGenerateReqInput(
             rid=sample.rid,
-            input_ids=packed,
+            content=content,
             task=SampleTask(
                 msgspec.structs.replace(sampling, seed=(sampling.seed + number) & MAX_SEED) if number else sampling,
                 stream=obj.stream,
-                logprobs=_outputs_only(logprobs, len(ids)) if logprobs and sample.leader else logprobs,
+                logprobs=_outputs_only(logprobs, content.num_tokens) if logprobs and sample.leader else logprobs,
                 return_hidden_states=prompt.return_hidden_states,
                 custom_logit_processor=prompt.custom_logit_processor,
             ),
-            input_embeds=prompt.input_embeds or b"",
             namespace=namespace,
             priority=obj.priority or 0,
             group=tenant.scope + prompt.rid if len(own) > 1 else "",
@@ -273,8 +275,8 @@ def _outputs_only(logprobs: LogprobSpec, num_prompt_tokens: int) -> LogprobSpec:
     return msgspec.structs.replace(logprobs, prompt_start=num_prompt_tokens + 1)
 
 
-def _beginning(prompt: Prompt, ids: list[int]) -> str:
+def _beginning(given: PromptInput, content: PromptContent) -> str:
     """The beginning of a prompt for dumps: its text if it has one, else its ids."""
-    if prompt.input_embeds is not None:
-        return f"{len(ids)} embeddings"
-    return repr(prompt.text[:DUMPED_CHARACTERS]) if prompt.text is not None else repr(ids[:DUMPED_IDS])
+    if given.embeds is not None:
+        return f"{content.num_tokens} embeddings"
+    return repr(given.text[:DUMPED_CHARACTERS]) if given.text is not None else repr(content.ids(stop=DUMPED_IDS))

@@ -1,7 +1,8 @@
 """Splits a call (`GenerateReqInput`) into single prompts, where every field is a scalar.
 
 Owns the shape of a call: which fields may be lists, how they are distributed over the prompts, which are refused by name.
-Does not tokenize and does not know the prompt's length. Pure functions, run in the tokenizer manager's event loop, or in a thread for large calls.
+Does not own the fields that give the prompts themselves (`inputs`). Pure functions, run in the tokenizer manager's event loop, or in a
+thread for large calls.
 """
 
 import json
@@ -11,7 +12,14 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar, cast
 
 from headrace.errors import RequestError
-from headrace.frontend.embeddings import pack_embeds
+from headrace.frontend.inputs import (
+    MEDIA_NOT_YET,
+    PromptInput,
+    check_num_prompts,
+    check_text,
+    check_token_ids,
+    given_inputs,
+)
 from headrace.messages.neutral import is_empty
 from headrace.messages.requests import GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
@@ -22,8 +30,6 @@ T = TypeVar("T")
 MAX_RID_LENGTH = 512
 MAX_KEY_LENGTH = 4096
 MAX_TOKEN_IDS_LOGPROB = 1024
-LARGE_ITEMS = 8192
-"""Calls with more token ids or prompts than this are split in a thread."""
 MAX_PRIORITY = 2**31 - 1
 MAX_CALL_BYTES = 64 << 20
 """Most bytes to send to the scheduler for one call; every sample carries its prompt and parameters."""
@@ -38,9 +44,7 @@ _KINDS: dict[type, tuple[str, str]] = {
 """What messages call a value of a type, and several."""
 
 _NOT_YET: tuple[tuple[str, str], ...] = (
-    ("image_data", "image input"),
-    ("audio_data", "audio input"),
-    ("video_data", "video input"),
+    *MEDIA_NOT_YET,
     ("bootstrap_host", "disaggregated prefill"),
     ("bootstrap_port", "disaggregated prefill"),
     ("bootstrap_room", "disaggregated prefill"),
@@ -71,17 +75,14 @@ class CallLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a call. Exactly one of text, input_ids and input_embeds is set.
+    """One prompt of a call.
 
-    input_embeds: float32[num_tokens, hidden_size], num_tokens > 0.
-    rid: of this prompt. start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
+    rid: of this prompt. given: what it contains. logprob_start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
     session: the one that the prompt continues. adapter: its name; empty = the base model.
     """
 
     rid: str
-    text: str | None
-    input_ids: list[int] | None
-    input_embeds: bytes | None
+    given: PromptInput
     sampling: SamplingParams
     return_logprob: bool
     logprob_start_len: int
@@ -103,15 +104,6 @@ class Call:
     is_list: bool
 
 
-def is_large(obj: GenerateReqInput) -> bool:
-    """Whether `split_call` takes longer than waking a thread; judged by lengths alone."""
-    if isinstance(obj.text, list):
-        return len(obj.text) > LARGE_ITEMS
-    if obj.input_ids is not None:
-        return len(obj.input_ids) + sum(len(ids) for ids in obj.input_ids if isinstance(ids, list)) > LARGE_ITEMS
-    return obj.input_embeds is not None
-
-
 def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     """Check the shape of a call and distribute its fields over its prompts.
 
@@ -119,8 +111,8 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     """
     _refuse_not_yet(obj)
     _check_routing(obj, limits)
-    _check_num_prompts(obj, limits.max_prompts)
-    inputs = _inputs(obj, limits)
+    check_num_prompts(obj, limits.max_prompts)
+    inputs = _Inputs(*given_inputs(obj, limits.vocab_size, limits.hidden_size))
     samplings = _samplings(obj, inputs, limits)
     multiple = any(sampling.n > 1 for sampling in samplings)
     logprobs = _logprobs(obj, inputs, multiple, limits.vocab_size)
@@ -133,9 +125,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     prompts = tuple(
         Prompt(
             rid=rids[i],
-            text=inputs.texts[i],
-            input_ids=inputs.ids[i],
-            input_embeds=inputs.embeds[i],
+            given=inputs.given[i],
             sampling=samplings[i],
             return_logprob=logprobs.wanted[i],
             logprob_start_len=logprobs.starts[i],
@@ -191,28 +181,13 @@ def _check_cost(prompts: Sequence[Prompt], context_length: int) -> None:
 def _sample_bytes(prompt: Prompt, context_length: int) -> int:
     """Approximate upper bound of the bytes that one sample of `prompt` takes in a message."""
     sampling = prompt.sampling
-    # A text has at most one token per byte; a prompt longer than the context is refused after tokenizing.
-    num_tokens = (
-        len(prompt.input_ids) if prompt.input_ids is not None else min(4 * len(prompt.text or ""), context_length)
-    )
     strings = (*sampling.stop_strings(), *sampling.stop_patterns(), *(sampling.bad_words or ()), prompt.namespace)
     numbers = (sampling.stop_token_ids, sampling.allowed_token_ids, prompt.token_ids_logprob, sampling.logit_bias)
     return (
-        4 * num_tokens
-        + len(prompt.input_embeds or b"")
+        prompt.given.most_bytes(context_length)
         + 4 * sum(map(len, strings))
         + 16 * sum(len(items) for items in numbers if items)
     )
-
-
-def check_text(param: str, text: str, max_length: int | None = None) -> None:
-    """Raises RequestError when `text` is not valid Unicode (lone surrogates) or is longer than `max_length` characters."""
-    if max_length is not None and len(text) > max_length:
-        raise RequestError(f"{param} is longer than {max_length} characters", param)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{param} is not valid Unicode: it contains a lone surrogate", param) from None
 
 
 def refuse_text(param: str) -> NoReturn:
@@ -237,42 +212,17 @@ def _check_ids_only(obj: GenerateReqInput, samplings: Sequence[SamplingParams]) 
                 refuse_text(name)
 
 
-def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises RequestError unless every item is an int (no bool, no float) of the vocabulary."""
-    if set(map(type, ids)) - {int}:
-        wrong = next(token_id for token_id in ids if type(token_id) is not int)
-        raise RequestError(f"{param}: token ids must be integers, got {wrong!r:.40}", param)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
-
-
-def _check_num_prompts(obj: GenerateReqInput, limit: int) -> None:
-    """Check the number of prompts by the length of the list, before looking at any of them."""
-    for name, value in (("text", obj.text), ("input_ids", obj.input_ids), ("input_embeds", obj.input_embeds)):
-        if not isinstance(value, list) or not value or type(value[0]) is int:
-            continue
-        # A list of rows of floats is one prompt.
-        is_row = (
-            name == "input_embeds" and isinstance(value[0], list) and value[0] and not isinstance(value[0][0], list)
-        )
-        if not is_row and len(value) > limit:
-            raise RequestError(f"at most {limit} prompts in one request, got {len(value)}", name)
-
-
 @dataclass(slots=True)
 class _Inputs:
-    """Text, ids and embeds of each prompt (one of the three is not None). is_batch: whether the input was a list of prompts."""
+    """The prompts of a call, and whether they were given as a list."""
 
-    texts: Sequence[str | None]
-    ids: Sequence[list[int] | None]
-    embeds: Sequence[bytes | None]
+    given: Sequence[PromptInput]
     is_batch: bool
 
     @property
     def count(self) -> int:
         """The number of prompts."""
-        return len(self.texts)
+        return len(self.given)
 
     def spread(self, name: str, value: T | list[T] | Sequence[T | None] | None, kind: type[T]) -> list[T]:
         """One value per prompt of the field `name`. A None (where the field allows one) stays None.
@@ -282,7 +232,7 @@ class _Inputs:
         if not isinstance(value, list):
             if value is not None and type(value) is not kind:
                 raise RequestError(f"{name} must be {_KINDS[kind][0]}, got {value!r:.40}", name)
-            return [cast(T, value)] * len(self.texts)
+            return [cast(T, value)] * self.count
         if not self.is_batch:
             raise RequestError(f"{name} is a list, but there is one prompt", name)
         if len(value) != self.count:
@@ -293,61 +243,6 @@ class _Inputs:
             if item is not None and type(item) is not kind:
                 raise RequestError(f"{name} must be a list of {_KINDS[kind][1]}, got {item!r:.40}", name)
         return cast("list[T]", value)
-
-
-def _inputs(obj: GenerateReqInput, limits: CallLimits) -> _Inputs:
-    """The prompts of the field that gives them. Raises RequestError."""
-    _check_one_input(obj)
-    if obj.text is not None:
-        texts = _texts(obj.text)
-        nothing = [None] * len(texts)
-        return _Inputs(texts, nothing, nothing, isinstance(obj.text, list))
-    if obj.input_ids is not None:
-        ids, is_batch = _id_lists(obj.input_ids, limits.vocab_size)
-        nothing = [None] * len(ids)
-        return _Inputs(nothing, ids, nothing, is_batch)
-    assert obj.input_embeds is not None, "one of the three is given"
-    embeds, is_batch = pack_embeds(obj.input_embeds, limits.hidden_size)
-    nothing = [None] * len(embeds)
-    return _Inputs(nothing, nothing, embeds, is_batch)
-
-
-def _check_one_input(obj: GenerateReqInput) -> None:
-    """Raises RequestError unless exactly one of the three inputs is given and it is no empty list."""
-    given = [name for name in ("text", "input_ids", "input_embeds") if getattr(obj, name) is not None]
-    if len(given) != 1:
-        raise RequestError(
-            f"give exactly one of text, input_ids and input_embeds, got {' and '.join(given) or 'none of them'}",
-            given[1] if given else "text",
-        )
-    value: object = getattr(obj, given[0])
-    if isinstance(value, list) and not value:
-        raise RequestError(f"{given[0]} is empty", given[0])
-
-
-def _texts(given: str | list[str]) -> list[str]:
-    """The text of each prompt. Raises RequestError."""
-    texts = list(given) if isinstance(given, list) else [given]
-    for text in texts:
-        if not isinstance(text, str):
-            raise RequestError("text must be a string or a list of strings", "text")
-        if not text:
-            raise RequestError("text: a prompt is empty", "text")
-        check_text("text", text)
-    return texts
-
-
-def _id_lists(given: list[int | list[int]], vocab_size: int) -> tuple[list[list[int]], bool]:
-    """The token ids of each prompt, and whether they were given as a list of prompts. Raises RequestError."""
-    is_batch = isinstance(given[0], list)
-    if any(isinstance(item, list) != is_batch for item in given):
-        raise RequestError("input_ids mixes token ids and lists of token ids", "input_ids")
-    lists = cast("list[list[int]]", given if is_batch else [given])
-    if not all(lists):
-        raise RequestError("input_ids: a prompt is empty", "input_ids")
-    for ids in lists:
-        check_token_ids("input_ids", ids, vocab_size)
-    return lists, is_batch
 
 
 def _samplings(obj: GenerateReqInput, inputs: _Inputs, limits: CallLimits) -> list[SamplingParams]:
@@ -409,18 +304,18 @@ def _sessions(
     """The session that each prompt continues; None = none. Raises RequestError."""
     given = inputs.spread("session_params", obj.session_params, SessionParams)
     sessions = [session if session != _NO_SESSION else None for session in given]
-    for session, sampling, rows in zip(sessions, samplings, inputs.embeds, strict=True):
+    for session, sampling, prompt in zip(sessions, samplings, inputs.given, strict=True):
         if session is not None:
-            _check_session(sampling, rows is not None)
+            _check_session(sampling, prompt)
     return sessions
 
 
-def _check_session(sampling: SamplingParams, has_embeds: bool) -> None:
+def _check_session(sampling: SamplingParams, given: PromptInput) -> None:
     """Raises RequestError for a prompt that cannot continue a session."""
     if sampling.n > 1:
         raise RequestError("session_params: a request of a session has one sample (n = 1)", "session_params")
-    if has_embeds:
-        raise RequestError("session_params: sessions hold tokens, not embeddings", "session_params")
+    if not given.only_tokens:
+        raise RequestError("session_params: sessions hold only tokens", "session_params")
 
 
 @dataclass(slots=True)

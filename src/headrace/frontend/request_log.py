@@ -10,9 +10,10 @@ Owns what a level shows. Used by the tokenizer manager, in its event loop.
 ```
 """
 
-from headrace.frontend.prompts import Prompt
+from headrace.frontend.inputs import PromptInput
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
+from headrace.messages.requests import PromptContent
 
 logger = get_logger(__name__)
 
@@ -27,15 +28,15 @@ class RequestLog:
         self.enabled = enabled
         self.level = level
 
-    def input_of(self, prompt: Prompt, ids: list[int]) -> str:
+    def input_of(self, given: PromptInput, content: PromptContent) -> str:
         """The text of a prompt for the log line; empty if it is not logged. Call it once for all samples: it may be long."""
         if not self.enabled or self.level < 2:
             return ""
-        if prompt.input_embeds is not None:
-            return f"{len(ids)} embeddings"
+        if given.embeds is not None:
+            return f"{content.num_tokens} embeddings"
         limit = MAX_CHARACTERS if self.level == 2 else None
         # An id takes at least two characters.
-        return _cut(prompt.text, limit) if prompt.text is not None else repr(ids[:limit])[:limit]
+        return _cut(given.text, limit) if given.text is not None else repr(content.ids(stop=limit))[:limit]
 
     def write(self, sample: ReqState) -> None:
         """One line for a sample that has ended."""

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from headrace.messages.outputs import DecodeOptions
+from headrace.messages.packing import unpack_int32
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
 
 NotYet = Annotated[object | None, msgspec.Meta(extra_json_schema={"enum": [None, False, "", [], {}, [None]]})]
@@ -62,6 +63,48 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     bootstrap_host: NotYet = None
     bootstrap_port: NotYet = None
     bootstrap_room: NotYet = None
+
+
+CONTEXT_TOKENS = 8
+"""Number of prompt tokens sent to the detokenizer with the first output."""
+
+
+class PromptContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a prompt contains: one object from the front end's encoder to the runner. Those between pass it on and only ask what its methods tell.
+
+    token_ids: int32[num_tokens] little-endian. embeds: float32[num_tokens, hidden_size], which replace the embeddings of the tokens, or
+    empty; with them, token_ids are placeholders.
+    """
+
+    token_ids: bytes
+    embeds: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length; an incomplete last token is left out."""
+        return len(self.token_ids) // 4
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether `token_ids` are tokens. Placeholders say nothing of the text, and nobody else may use their KV."""
+        return not self.embeds
+
+    @property
+    def context_ids(self) -> bytes:
+        """The last CONTEXT_TOKENS tokens, on which the text of those that follow may depend, int32 bytes; empty if they are placeholders."""
+        end = 4 * self.num_tokens
+        return self.token_ids[max(0, end - 4 * CONTEXT_TOKENS) : end] if self.has_tokens else b""
+
+    def cache_key(self, token_ids: bytes) -> bytes:
+        """What a prefix cache compares of a sequence that begins with this prompt: 4 bytes a token, equal where the KV is equal.
+
+        token_ids: int32[n] bytes, the first n known tokens of the sequence, n >= 0.
+        """
+        return token_ids
+
+    def ids(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """Token ids number `start` up to `stop`, None = up to the end. Raises ValueError for an incomplete last token."""
+        return unpack_int32(self.token_ids[4 * start : None if stop is None else 4 * stop])
 
 
 class LogprobSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -157,9 +200,7 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
 class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """One sample, as sent to the scheduler. `rid` is that of the sample, unique among the live ones.
 
-    task: what the engine shall do; the other fields say with which tokens, for whom and until when.
-    input_ids: int32[num_prompt_tokens] little-endian. input_embeds: float32[num_prompt_tokens, hidden_size] or empty;
-    with embeddings, input_ids are placeholders and the KV does not enter the prefix cache.
+    content: the prompt. task: what the engine shall do with it; the other fields say for whom and until when.
     group: the same for all samples of a prompt, so that it is prefilled once; empty = a single sample.
     namespace: requests of different namespaces never share KV. created_s: time.monotonic() at arrival (one clock for all processes of a machine).
     deadline_s: time.monotonic() after which it is aborted (0 = none). queue_deadline_s: the same while it has never run.
@@ -170,9 +211,8 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
     """
 
     rid: str
-    input_ids: bytes
+    content: PromptContent
     task: SampleTask
-    input_embeds: bytes = b""
     namespace: str = ""
     priority: int = 0
     group: str = ""

@@ -17,7 +17,7 @@ from headrace.messages.control import FaultReq, Profiler
 from headrace.messages.experts import ExpertCounter
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.requests import SampleTask
+from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.weights import WeightExecutor
 
 Int32Array = npt.NDArray[np.int32]
@@ -29,8 +29,7 @@ class NewSequence:
 
     token_ids: int32[num_tokens], the prompt and the outputs so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
     multiple of page_size and < num_tokens. task: that of the request, whose prompt logprobs begin with the first that is still missing.
-    end_token_ids: impossible before `min_new_tokens` outputs. input_embeds: float32[num_prompt_tokens, hidden_size] bytes, or empty.
-    lora_id: its adapter, 0 = none.
+    end_token_ids: impossible before `min_new_tokens` outputs. content: the prompt, as in the request. lora_id: its adapter, 0 = none.
     """
 
     seq: int
@@ -40,7 +39,7 @@ class NewSequence:
     prefix_slots: Int32Array
     task: SampleTask
     end_token_ids: tuple[int, ...]
-    input_embeds: bytes = b""
+    content: PromptContent
     lora_id: int = 0
 
 

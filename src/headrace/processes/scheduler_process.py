@@ -164,7 +164,7 @@ def _stop_checker(tokenizer: "Tokenizer", request: TokenizedGenerateReqInput) ->
         tokenizer,
         skip_special_tokens=stop_text.skip_special_tokens,
         spaces_between_special_tokens=stop_text.spaces_between_special_tokens,
-        context_ids=unpack_int32(request.input_ids[-32:]) if not request.input_embeds else (),
+        context_ids=unpack_int32(request.content.context_ids),
     )
     return StopMatcher(stop_text.stop, stop_text.stop_regex, decoder)
 

@@ -112,8 +112,7 @@ class LogitEdits:
         self._history = history
         self._penalties: Penalties | None = None
         if uses_penalties(params):
-            # With embeddings, the prompt's ids are only placeholders.
-            prompt = history.prompt if not new.input_embeds else history.prompt[:0]
+            prompt = history.prompt if new.content.has_tokens else history.prompt[:0]
             self._penalties = Penalties(params, prompt, vocab_size)
             self._penalties.recount(history.outputs)
 
@@ -177,7 +176,7 @@ def edits_only_by_penalties(new: NewSequence) -> bool:
     """Whether penalties are the only edits that the logits of `new` need."""
     params = new.task.params
     others = params.logit_bias or params.bad_words or params.allowed_token_ids or params.min_new_tokens
-    return uses_penalties(params) and not (others or new.task.custom_logit_processor or new.input_embeds)
+    return uses_penalties(params) and not (others or new.task.custom_logit_processor or not new.content.has_tokens)
 
 
 _NO_IDS = np.empty(0, dtype=np.int64)

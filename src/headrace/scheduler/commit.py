@@ -1,6 +1,5 @@
 """Applies the result of a step: tokens, finished requests, the cache, and outputs for the detokenizer."""
 
-from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.log import get_logger
 from headrace.messages.outputs import (
     BatchTokenIDOut,
@@ -16,9 +15,6 @@ from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
 logger = get_logger(__name__)
-
-CONTEXT_TOKENS = 8
-"""Number of prompt tokens sent to the detokenizer with the first output."""
 
 
 def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> BatchTokenIDOut | None:
@@ -188,9 +184,7 @@ def _take_pending(req: Req) -> tuple[LogprobBlock | None, LogprobBlock | None, b
 
 def _decode_options(req: Req) -> DecodeOptions:
     asked = req.asked
-    prompt = asked.input_ids[: req.num_prompt_tokens * TOKEN_BYTES]
-    context_ids = b"" if asked.input_embeds else prompt[-CONTEXT_TOKENS * TOKEN_BYTES :]
-    return req.task.decode_options(context_ids, asked.output_ids, asked.attempt)
+    return req.task.decode_options(asked.content.context_ids, asked.output_ids, asked.attempt)
 
 
 def _stats(state: SchedulerState, req: Req) -> SampleStats:

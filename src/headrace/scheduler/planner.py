@@ -215,7 +215,7 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
         prefix_slots=state.kv.prefix_slots(req),
         task=req.task.with_prompt_logprobs_from(req.prompt_logprob_start),
         end_token_ids=tuple(sorted(req.end_token_ids)),
-        input_embeds=req.asked.input_embeds,
+        content=req.asked.content,
         lora_id=req.asked.lora_id,
     )
 

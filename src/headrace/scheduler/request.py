@@ -114,7 +114,7 @@ class Req:
         An incomplete last token is left out here and refused at admission.
         """
         task = asked.task
-        prompt = _whole_tokens(asked.input_ids)
+        prompt = _whole_tokens(asked.content.token_ids)
         req = cls(
             asked=asked,
             arrived_s=now_s,
@@ -180,13 +180,13 @@ class Req:
 
     @property
     def shares_kv(self) -> bool:
-        """Whether other requests may use its KV. Not with embeddings, whose token ids are placeholders."""
-        return not self.asked.input_embeds
+        """Whether other requests may use its KV."""
+        return self.asked.content.has_tokens
 
     def cache_key(self, num_tokens: int | None = None) -> bytes:
         """What the prefix cache compares of the first `num_tokens` known tokens (None = all): TOKEN_BYTES bytes a token."""
         tokens = self.token_ids if num_tokens is None else self.token_ids[:num_tokens]
-        return tokens.tobytes()
+        return self.asked.content.cache_key(tokens.tobytes())
 
     @property
     def match_limit(self) -> int:

@@ -258,7 +258,7 @@ class Scheduler:
         # A request that is sent again has been accepted before.
         if len(self.state.waiting) >= self.config.max_queued and not req.asked.attempt:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
-        whole = (len(req.asked.input_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
+        whole = (len(req.asked.content.token_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
         if req.asked.lora_id and req.asked.lora_id not in self.worker.loras:

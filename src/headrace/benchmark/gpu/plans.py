@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from headrace.messages.requests import SampleTask
+from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, StepResult
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -45,6 +45,7 @@ def sequence(
         prefix_slots=cached,
         task=SampleTask(sampling),
         end_token_ids=(),
+        content=PromptContent(tokens.tobytes()),
     )
 
 

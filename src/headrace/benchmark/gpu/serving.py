@@ -12,7 +12,12 @@ from headrace.benchmark.gpu.bench import Bench, Rows, row
 from headrace.benchmark.gpu.marked_worker import MarkedWorker
 from headrace.execution.build import build_worker
 from headrace.messages.packing import pack_int32
-from headrace.messages.requests import BatchTokenizedGenerateReqInput, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import (
+    BatchTokenizedGenerateReqInput,
+    PromptContent,
+    SampleTask,
+    TokenizedGenerateReqInput,
+)
 from headrace.sampling.params import ResolvedSamplingParams
 
 
@@ -58,7 +63,7 @@ def measure_serving(bench: Bench, rows: Rows) -> None:
         requests = tuple(
             TokenizedGenerateReqInput(
                 rid=f"{turn}-{i}",
-                input_ids=pack_int32(rng.integers(0, info.vocab_size, sizes.context).tolist()),
+                content=PromptContent(pack_int32(rng.integers(0, info.vocab_size, sizes.context).tolist())),
                 task=SampleTask(sampling),
             )
             for i in range(sizes.requests)

@@ -5,7 +5,7 @@ from typing import cast
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.frontend.prompts import check_token_ids
+from headrace.frontend.inputs import check_token_ids
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.openai.chat import chat_prompt_ids, check_messages

@@ -1,0 +1,160 @@
+"""The prompts that a call gives, as text, token ids or embeddings, and what each of them contains once it is encoded.
+
+Owns the fields of a call that hold prompts: their shape, their checks, and the `PromptContent` made of them. Does not own the other fields
+(`prompts`) or what is done with a prompt (`encode`). Used in the tokenizer manager's event loop; large calls are checked in a thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from headrace.errors import RequestError
+from headrace.frontend.embeddings import pack_embeds
+from headrace.messages.packing import pack_int32
+from headrace.messages.requests import GenerateReqInput, PromptContent
+from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
+
+LARGE_ITEMS = 8192
+"""Calls with more token ids or prompts than this are split in a thread."""
+
+MEDIA_NOT_YET = (("image_data", "image input"), ("audio_data", "audio input"), ("video_data", "video input"))
+"""Fields that hold parts of prompts and are not supported yet, and what messages call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """One prompt as a call gives it. Exactly one of the three is not None.
+
+    embeds: float32[num_tokens, hidden_size], num_tokens > 0.
+    """
+
+    text: str | None = None
+    ids: list[int] | None = None
+    embeds: bytes | None = None
+
+    @property
+    def field(self) -> str:
+        """The field of the call that gives it."""
+        if self.text is not None:
+            return "text"
+        return "input_ids" if self.ids is not None else "input_embeds"
+
+    @property
+    def only_tokens(self) -> bool:
+        """Whether tokens are all that it will contain."""
+        return self.embeds is None
+
+    def most_bytes(self, context_length: int) -> int:
+        """Approximate upper bound of the bytes of its content."""
+        # A text has at most one token per byte; a prompt longer than the context is refused after tokenizing.
+        num_tokens = len(self.ids) if self.ids is not None else min(4 * len(self.text or ""), context_length)
+        return 4 * num_tokens + len(self.embeds or b"")
+
+
+def is_large(obj: GenerateReqInput) -> bool:
+    """Whether `split_call` takes longer than waking a thread; judged by lengths alone."""
+    if isinstance(obj.text, list):
+        return len(obj.text) > LARGE_ITEMS
+    if obj.input_ids is not None:
+        return len(obj.input_ids) + sum(len(ids) for ids in obj.input_ids if isinstance(ids, list)) > LARGE_ITEMS
+    return obj.input_embeds is not None
+
+
+def given_inputs(obj: GenerateReqInput, vocab_size: int, hidden_size: int) -> tuple[list[PromptInput], bool]:
+    """The prompts of a call, and whether they were given as a list. Raises RequestError naming the field."""
+    _check_one_input(obj)
+    if obj.text is not None:
+        return [PromptInput(text=text) for text in _texts(obj.text)], isinstance(obj.text, list)
+    if obj.input_ids is not None:
+        lists, is_batch = _id_lists(obj.input_ids, vocab_size)
+        return [PromptInput(ids=ids) for ids in lists], is_batch
+    assert obj.input_embeds is not None, "one of the three is given"
+    embeds, is_batch = pack_embeds(obj.input_embeds, hidden_size)
+    return [PromptInput(embeds=rows) for rows in embeds], is_batch
+
+
+async def encode_inputs(
+    inputs: Sequence[PromptInput], tokenizer: AsyncDynamicBatchTokenizer, hidden_size: int
+) -> list[PromptContent]:
+    """What each prompt contains. Texts are tokenized together, in threads. Raises RequestError for one that is far too long."""
+    texts = [given.text for given in inputs if given.text is not None]
+    encoded = iter(await tokenizer.encode(texts) if texts else ())
+    contents = []
+    for given in inputs:
+        if given.embeds is not None:
+            num_tokens = len(given.embeds) // (4 * hidden_size)
+            contents.append(PromptContent(bytes(4 * num_tokens), given.embeds))
+        else:
+            contents.append(PromptContent(pack_int32(given.ids if given.ids is not None else next(encoded))))
+    return contents
+
+
+def check_num_prompts(obj: GenerateReqInput, limit: int) -> None:
+    """Check the number of prompts by the length of the list, before looking at any of them. Raises RequestError."""
+    for name, value in (("text", obj.text), ("input_ids", obj.input_ids), ("input_embeds", obj.input_embeds)):
+        if not isinstance(value, list) or not value or type(value[0]) is int:
+            continue
+        # A list of rows of floats is one prompt.
+        is_row = (
+            name == "input_embeds" and isinstance(value[0], list) and value[0] and not isinstance(value[0][0], list)
+        )
+        if not is_row and len(value) > limit:
+            raise RequestError(f"at most {limit} prompts in one request, got {len(value)}", name)
+
+
+def _check_one_input(obj: GenerateReqInput) -> None:
+    """Raises RequestError unless exactly one of the three inputs is given and it is no empty list."""
+    given = [name for name in ("text", "input_ids", "input_embeds") if getattr(obj, name) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            f"give exactly one of text, input_ids and input_embeds, got {' and '.join(given) or 'none of them'}",
+            given[1] if given else "text",
+        )
+    value: object = getattr(obj, given[0])
+    if isinstance(value, list) and not value:
+        raise RequestError(f"{given[0]} is empty", given[0])
+
+
+def _texts(given: str | list[str]) -> list[str]:
+    """The text of each prompt. Raises RequestError."""
+    texts = list(given) if isinstance(given, list) else [given]
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError("text must be a string or a list of strings", "text")
+        if not text:
+            raise RequestError("text: a prompt is empty", "text")
+        check_text("text", text)
+    return texts
+
+
+def _id_lists(given: list[int | list[int]], vocab_size: int) -> tuple[list[list[int]], bool]:
+    """The token ids of each prompt, and whether they were given as a list of prompts. Raises RequestError."""
+    is_batch = isinstance(given[0], list)
+    if any(isinstance(item, list) != is_batch for item in given):
+        raise RequestError("input_ids mixes token ids and lists of token ids", "input_ids")
+    lists = cast("list[list[int]]", given if is_batch else [given])
+    if not all(lists):
+        raise RequestError("input_ids: a prompt is empty", "input_ids")
+    for ids in lists:
+        check_token_ids("input_ids", ids, vocab_size)
+    return lists, is_batch
+
+
+def check_text(param: str, text: str, max_length: int | None = None) -> None:
+    """Raises RequestError when `text` is not valid Unicode (lone surrogates) or is longer than `max_length` characters."""
+    if max_length is not None and len(text) > max_length:
+        raise RequestError(f"{param} is longer than {max_length} characters", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} is not valid Unicode: it contains a lone surrogate", param) from None
+
+
+def check_token_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError unless every item is an int (no bool, no float) of the vocabulary."""
+    if set(map(type, ids)) - {int}:
+        wrong = next(token_id for token_id in ids if type(token_id) is not int)
+        raise RequestError(f"{param}: token ids must be integers, got {wrong!r:.40}", param)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestError(f"{param}: {wrong} is not a token id (0 to {vocab_size - 1})", param)
