@@ -92,7 +92,7 @@ def test_the_docstring_of_a_package_names_its_modules_and_no_others(package):
     assert sorted(name for name in named - modules if "/" not in name or not (SOURCES / name).is_file()) == []
 
 
-LACK_A_SEAM = {"speculation", "tiers of KV"}
+LACK_A_SEAM = {"speculation"}
 """Capabilities that would touch more files today. The page says which seam each of them needs first."""
 
 
