@@ -104,6 +104,12 @@ def test_a_step_that_mixes_prompts_and_decodes_changes_nothing(tiny_model: str, 
         assert together(engine, CASES) == plain
 
 
+@pytest.mark.parametrize("limit", [1, -1])
+def test_the_bound_on_the_time_of_a_step_changes_nothing(tiny_model: str, plain: Answers, limit: int) -> None:
+    with running_engine(tiny_model, max_step_ms=limit) as engine:
+        assert together(engine, CASES) == plain
+
+
 def test_a_cached_prompt_gives_what_a_cold_one_gives(shared_engine: Engine, plain: Answers) -> None:
     shared_engine.flush_cache()
     cold = one_by_one(shared_engine, CASES)

@@ -102,6 +102,29 @@ def test_the_prompt_tokens_of_a_step_are_bounded_by_both_options(facts: DeviceFa
     assert config(facts, **options).chunked_prefill_size == size
 
 
+@pytest.mark.parametrize(
+    ("facts", "options", "limit"),
+    [
+        (LAPTOP, {}, 250),
+        (LAPTOP, {"max_step_ms": 40}, 40),
+        (LAPTOP, {"max_step_ms": -1}, None),
+        (GPU, {}, None),
+        (GPU, {"max_step_ms": -1}, None),
+        (GPU, {"enable_deterministic_inference": True}, 250),
+    ],
+)
+def test_steps_are_bounded_in_time_where_tokens_do_not_depend_on_how_prompts_are_cut(facts, options, limit):
+    assert config(facts, **options).max_step_ms == limit
+
+
+def test_a_bound_in_time_that_would_change_tokens_is_refused():
+    with pytest.raises(ConfigError, match=r"--max-step-ms 40: .* cuda without --enable-deterministic-inference"):
+        config(GPU, max_step_ms=40)
+    with pytest.raises(ConfigError, match=r"--max-step-ms 40: .* transformers"):
+        resolve(ServerArgs(max_step_ms=40), MODEL, LAPTOP, BACKENDS, batch_invariant=False)
+    assert resolve(ServerArgs(), MODEL, LAPTOP, BACKENDS, batch_invariant=False).max_step_ms is None
+
+
 @pytest.mark.parametrize(("option", "dtype"), [("bf16", "bfloat16"), ("int8", "int8"), ("auto", "float32")])
 def test_the_kv_cache_may_have_a_type_of_its_own(option: str, dtype: str):
     assert config(dtype="float32", kv_cache_dtype=option).kv_cache_dtype == dtype

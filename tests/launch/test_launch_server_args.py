@@ -33,6 +33,8 @@ from headrace.errors import ConfigError
         ("port", -1),
         ("page_size", 3),
         ("chunked_prefill_size", 0),
+        ("max_step_ms", 0),
+        ("max_step_ms", -250),
         ("priority_scheduling_preemption_threshold", 0),
         ("enable_priority_preemption", True),  # without policy priority
         ("disable_metrics", 1),
@@ -59,6 +61,7 @@ def test_a_value_that_cannot_work_is_refused_by_the_option_s_name(name, value):
         {"request_timeout_s": 5},
         {"mem_fraction_static": 0.999, "port": 0},
         {"chunked_prefill_size": -1},
+        {"max_step_ms": -1},
         {"enable_priority_preemption": True, "schedule_policy": "priority"},
         {"context_length": None, "page_size": None},
         {"log_requests": True, "log_requests_level": 1},

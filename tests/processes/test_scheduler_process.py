@@ -1,5 +1,6 @@
 """What a scheduler process makes of the options: its limits, and a replica's share of the machine."""
 
+import math
 from types import SimpleNamespace
 
 import msgspec
@@ -35,6 +36,13 @@ def test_a_step_is_never_larger_than_it_was_allowed_to_be(limit, step):
 
     # Every running request decodes one token, whatever the limit.
     assert (config.chunk_tokens, config.step_tokens) == (64, step)
+
+
+@pytest.mark.parametrize("limit_ms, seconds", [(250, 0.25), (None, math.inf)])
+def test_the_time_of_a_step_is_bounded_as_the_worker_says(limit_ms, seconds):
+    ready = msgspec.structs.replace(READY, max_step_ms=limit_ms)
+
+    assert scheduler_config(ServerArgs(), MODEL, ready).max_step_s == seconds
 
 
 def test_the_scheduler_queues_what_will_run_and_what_may_wait():

@@ -5,7 +5,9 @@ history) was written to each slot. A step checks that every position it attends 
 given to two owners, freed too early or shared wrongly is found at once. The next token is a hash of the whole history.
 """
 
+import math
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -126,8 +128,10 @@ class FakeLoras(set[int]):
 class FakeWorker:
     """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host.
 
-    ids_a_row: how many tokens a row that samples gives; several only without overlap.
+    ids_a_row: how many tokens a row that samples gives; several only without overlap. seconds: what a step takes.
     """
+
+    seconds: Callable[[ModelWorkerBatch], float] = staticmethod(lambda batch: 0.0)
 
     def __init__(self, num_slots: int, max_seqs: int, eos_every: int = 9, ids_a_row: int = 1) -> None:
         self.ids_a_row = ids_a_row
@@ -221,7 +225,7 @@ class FakeWorker:
                     logprobs[row] = block(made[row], histories)
         ids = np.array([token for row in made for token in row], np.int32)
         id_starts = np.cumsum([0, *map(len, made)], dtype=np.int32)
-        return StepResult(batch.step, ids, id_starts, errors, logprobs, prompt_logprobs)
+        return StepResult(batch.step, ids, id_starts, errors, logprobs, prompt_logprobs, forward_s=self.seconds(batch))
 
 
 def block(ids: list[int], values: list[int]) -> LogprobBlock:
@@ -264,6 +268,7 @@ class Rig:
         max_queued: int = 1000,
         preemption: int = 0,
         ids_a_row: int = 1,
+        max_step_s: float = math.inf,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Mailbox()
         self.now = 0.0
@@ -274,6 +279,7 @@ class Rig:
             policy=policy,
             chunk_tokens=chunk,
             step_tokens=step_tokens,
+            max_step_s=max_step_s,
             max_running=max_running,
             max_queued=max_queued,
             max_steps_in_flight=2 if overlap else 1,

@@ -1,5 +1,7 @@
 """Random histories: whatever arrives, stops, aborts or runs short of pages, tokens are right and pages come back."""
 
+import math
+
 from fake_worker import EOS, Rig, expected_outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +40,7 @@ SETUP = st.fixed_dictionaries(
         "max_running": st.integers(1, 5),
         "preemption": st.sampled_from([0, 0, 1, 2]),
         "ids_a_row": st.sampled_from([1, 1, 3]),
+        "max_step_s": st.sampled_from([math.inf, 1e-3, 0.03]),
     }
 )
 
@@ -51,6 +54,7 @@ def test_every_history_ends_with_right_tokens_and_a_whole_pool(setup, actions):
         "overlap": setup["overlap"] and setup["ids_a_row"] == 1,
     }
     rig = Rig(**setup)
+    rig.worker.seconds = lambda batch: 1e-3 * batch.num_tokens
     asked = {}
     aborted = set()
     for action in actions:

@@ -25,6 +25,9 @@ MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
 """--chunked-prefill-size by device: larger steps are hardly faster per token."""
 
+MAX_STEP_MS = 250
+"""--max-step-ms by default."""
+
 _LARGEST_GRAPH = 256
 _GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, _LARGEST_GRAPH + 1, 16))
 
@@ -78,7 +81,7 @@ class AttentionFacts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Every choice made. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step.
+    """Every choice made. Counts of tokens; chunked_prefill_size is the most prompt tokens in a step; max_step_ms: None = no bound.
 
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
     deterministic: results on a GPU do not depend on the batch. On CPU they never do.
@@ -94,6 +97,7 @@ class Config:
     max_running_requests: int
     chunked_prefill_size: int
     max_prefill_tokens: int
+    max_step_ms: int | None
     num_threads: int
     native_kernels: bool
     deterministic: bool
@@ -104,8 +108,18 @@ class Config:
     decisions: tuple[str, ...]
 
 
-def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: Sequence[AttentionFacts]) -> Config:
-    """Decide every setting. backends: the fastest first. Raises ConfigError, which says what does not fit and what to change."""
+def resolve(
+    args: ServerArgs,
+    model: ModelConfig,
+    facts: DeviceFacts,
+    backends: Sequence[AttentionFacts],
+    *,
+    batch_invariant: bool = True,
+) -> Config:
+    """Decide every setting. backends: the fastest first. batch_invariant: of the model, see `ModelSpec`.
+
+    Raises ConfigError, which says what does not fit and what to change.
+    """
     decisions: list[str] = []
     device = _device(args, facts, decisions)
     native = device == "cpu" and facts.native_kernels and not args.disable_native_kernels
@@ -138,6 +152,7 @@ def resolve(args: ServerArgs, model: ModelConfig, facts: DeviceFacts, backends: 
         max_running_requests=args.max_running_requests,
         chunked_prefill_size=_chunked_prefill_size(args, device, decisions),
         max_prefill_tokens=args.max_prefill_tokens,
+        max_step_ms=_max_step_ms(args, device, deterministic, batch_invariant),
         num_threads=num_threads,
         native_kernels=native,
         deterministic=deterministic,
@@ -337,6 +352,20 @@ def _chunked_prefill_size(args: ServerArgs, device: str, decisions: list[str]) -
             f"chunked_prefill_size {size}: larger chunks are hardly faster on {device} and delay running streams"
         )
     return args.max_prefill_tokens if size == -1 else min(size, args.max_prefill_tokens)
+
+
+def _max_step_ms(args: ServerArgs, device: str, deterministic: bool, batch_invariant: bool) -> int | None:
+    """How prompts are cut then depends on the machine's speed, so tokens must not depend on how they are cut."""
+    asked = args.max_step_ms
+    if batch_invariant and (device == "cpu" or deterministic):
+        return MAX_STEP_MS if asked is None else asked if asked > 0 else None
+    if asked is not None and asked > 0:
+        raise ConfigError(
+            f"--max-step-ms {asked}: tokens would depend on the machine's speed, since "
+            + ("transformers' code" if not batch_invariant else f"{device} without --enable-deterministic-inference")
+            + " gives other bits when prompts are cut in another way; bound steps by --chunked-prefill-size"
+        )
+    return None
 
 
 def _context_length(args: ServerArgs, model: ModelConfig, decisions: list[str]) -> int:

@@ -222,6 +222,12 @@ class ServerArgs:
         "Most tokens in one step, over all requests; one token per running request is always allowed.",
         _POSITIVE,
     )
+    max_step_ms: int | None = _opt(
+        None,
+        _Q,
+        "How long a step should take at most, in milliseconds, when prompts share it with running streams; -1 = no bound. "
+        "Default: 250 where tokens do not depend on how prompts are cut (on CPU), else no bound.",
+    )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = _opt(
         "fcfs",
         _Q,
@@ -375,6 +381,8 @@ class ServerArgs:
         parse_hosts(self.allowed_hosts or "")
         if self.chunked_prefill_size is not None and self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
+        if self.max_step_ms is not None and self.max_step_ms != -1 and self.max_step_ms < 1:
+            raise ConfigError(f"--max-step-ms must be -1 or at least 1, got {self.max_step_ms}")
         for name in ("tokenizer_path", "chat_template"):
             if self.skip_tokenizer_init and getattr(self, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")

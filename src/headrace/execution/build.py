@@ -131,7 +131,7 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint) -> _Setup:
     """Raises ConfigError or ModelError."""
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     spec = model_class_for(model_config, args.model_impl)
-    config = resolve(args, model_config, device_facts(), select.BACKENDS)
+    config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
     placement = Placement(torch.device(config.device), dtype, config.context_length, config.quantization)
     return _Setup(args, model_config, spec, config, placement)
@@ -143,7 +143,7 @@ def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
     if setup.is_cpu and not config.native_kernels:
         resources.enter_context(kernels.prefer("torch"))
     if config.deterministic:
-        if setup.spec.name == "transformers":
+        if not setup.spec.batch_invariant:
             raise ConfigError(
                 f"--enable-deterministic-inference: model type {setup.model_config.model_type} runs transformers' code, "
                 "whose bits depend on the batch"
@@ -305,6 +305,7 @@ def _ready_info(
         load_s=load_s,
         quantization=config.quantization,
         chunked_prefill_size=config.chunked_prefill_size,
+        max_step_ms=config.max_step_ms,
         decisions=tuple(decisions),
         fingerprint=fingerprint,
         lora_fingerprints=lora_fingerprints,

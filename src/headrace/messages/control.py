@@ -204,7 +204,7 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 class ReadyInfo(msgspec.Struct, frozen=True):
     """What a scheduler reports about its model and memory when it is ready (JSON on the ready pipe). fingerprint: of the checkpoint's files.
 
-    lora_fingerprints: of the adapters of --lora-paths, in their order.
+    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound.
     """
 
     max_total_tokens: int
@@ -223,6 +223,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     load_s: float
     quantization: str = "none"
     chunked_prefill_size: int = 512
+    max_step_ms: int | None = None
     decisions: tuple[str, ...] = ()
     fingerprint: str = ""
     lora_fingerprints: tuple[str, ...] = ()

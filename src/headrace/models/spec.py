@@ -53,6 +53,7 @@ class ModelSpec:
     model_types: Hugging Face names served. unsupported: reasons why a config of these types cannot be served; empty when it can.
     ignored: parts of names of tensors that checkpoints of the family may carry and the model does not need.
     check: run once the weights are loaded; raises ModelError when the model does not work after all.
+    batch_invariant: whether a row has the same bits in any batch and chunk (on a GPU with deterministic kernels).
     renaming: gives the function from a checkpoint's name of a tensor to the model's, for checkpoints that spell it in another way.
     """
 
@@ -61,6 +62,7 @@ class ModelSpec:
     build: Callable[[ModelConfig, Placement], CausalLM]
     unsupported: Callable[[ModelConfig], list[str]] = lambda config: []
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    batch_invariant: bool = True
     renaming: Callable[[ModelConfig], Callable[[str], str]] = lambda config: str
     check: Callable[[CausalLM], None] = lambda model: None
 

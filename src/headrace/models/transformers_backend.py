@@ -436,6 +436,7 @@ SPEC = ModelSpec(
     build,
     unsupported=_unsupported,
     ignored=_IGNORED,
+    batch_invariant=False,
     renaming=_renaming,
     check=_check,
 )

@@ -6,6 +6,7 @@ Also the body of the scheduler's thread with --single-process. No other process 
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -116,6 +117,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         policy=args.schedule_policy,
         chunk_tokens=ready.chunked_prefill_size,
         step_tokens=max(args.max_prefill_tokens, ready.max_running_requests),
+        max_step_s=math.inf if ready.max_step_ms is None else ready.max_step_ms / 1000,
         max_running=ready.max_running_requests,
         # The front end refuses what exceeds the queue. All that it accepts may be sent to one replica.
         max_queued=ready.max_running_requests * args.dp_size + args.max_queued_requests,

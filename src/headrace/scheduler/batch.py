@@ -8,6 +8,7 @@ import numpy as np
 from headrace.messages.control import FaultReq
 from headrace.messages.step import ModelWorkerBatch, NewSequence
 from headrace.scheduler.request import Req
+from headrace.scheduler.step_cost import StepWork
 
 Row = tuple[Req, int, int, int]
 """Request, start, count and num_logits: the step computes `count` of its tokens from position `start` on.
@@ -21,6 +22,7 @@ class ScheduleBatch:
     """The plan of one step.
 
     planned_s: when the step was planned. out_slots: where the KV of the rows' tokens goes, row after row.
+    num_prompt_tokens: how many of the tokens catch up with known ones; expected_s: how long the step should then take. 0 if that is not known.
     """
 
     step: int
@@ -30,11 +32,18 @@ class ScheduleBatch:
     out_slots: "array[int]" = field(default_factory=lambda: array("i"))
     new: list[NewSequence] = field(default_factory=list)
     faults: list[FaultReq] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    expected_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the step computes."""
         return len(self.out_slots)
+
+    def work(self) -> StepWork:
+        """What determines how long the step takes."""
+        attended = sum(count * (start + 0.5 * count) for _, start, count, _ in self.rows)
+        return StepWork(self.num_tokens, attended, sum(num_logits for *_, num_logits in self.rows))
 
     def add(self, req: Req, count: int) -> None:
         """Add a row for the next `count` tokens of the request, which has pages for them."""

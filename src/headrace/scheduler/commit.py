@@ -1,5 +1,7 @@
 """Applies the result of a step: tokens, finished requests, the cache, and outputs for the detokenizer."""
 
+import math
+
 from headrace.log import get_logger
 from headrace.messages.outputs import (
     BatchTokenIDOut,
@@ -63,6 +65,31 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
         else:
             _settle(state, req)
     return BatchTokenIDOut(tuple(outs), state.source) if outs else None
+
+
+def count_step(state: SchedulerState, batch: ScheduleBatch, forward_s: float) -> None:
+    """Count a step that has taken `forward_s` seconds, and learn from it how long steps take.
+
+    Of the steps without prompt tokens only the last one before each step with them is learnt: hours of decoding shall not displace what is
+    known about prompts.
+    """
+    counters = state.counters
+    counters.num_steps += 1
+    counters.forward_s += forward_s
+    if state.config.max_step_s == math.inf:
+        return
+    if not batch.num_prompt_tokens:
+        state.last_decode = batch, forward_s
+        return
+    if state.last_decode is not None:
+        decode, decode_s = state.last_decode
+        state.cost.learn(decode.work(), decode_s)
+        state.last_decode = None
+    state.cost.learn(batch.work(), forward_s)
+    if batch.expected_s:
+        counters.prompt_steps += 1
+        counters.prompt_steps_s += forward_s
+        counters.expected_s += batch.expected_s
 
 
 def end(state: SchedulerState, req: Req) -> TokenIDOut:

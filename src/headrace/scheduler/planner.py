@@ -4,7 +4,8 @@ Running requests come first (decode rows, then the rest of their prompts), then 
 (chunked prefill after Agrawal et al. 2023, "SARATHI", arXiv:2308.16369).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.step import NewSequence
@@ -12,6 +13,7 @@ from headrace.scheduler import policy, preemption, retract
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.drain import has_begun
 from headrace.scheduler.preemption import Preemption
+from headrace.scheduler.prompt_budget import PromptBudget
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
@@ -24,34 +26,19 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     if state.gate.holds:
         return None
     state.now_s = now_s
-    page_size = state.kv.page_size
-    batch = ScheduleBatch(state.next_step, page_size, now_s)
-    budget, prompt_budget = state.config.step_tokens, state.config.chunk_tokens
-    pool_is_full = False
-    making_way = _making_way(state, prompt_budget)
-    # Decode rows cost one token each and must not wait behind a prompt.
-    wanted = [
-        (req, req.num_to_schedule) for req in state.running if making_way is None or req not in making_way.victims
-    ]
-    decoding = [(req, num_wanted) for req, num_wanted in wanted if num_wanted == 1]
-    catching_up = [(req, num_wanted) for req, num_wanted in wanted if num_wanted > 1]
-    for req, num_wanted in decoding + catching_up:
-        computes_prompt = num_wanted > 1 or req.num_scheduled < req.num_prompt_tokens
-        count = min(num_wanted, budget, prompt_budget) if computes_prompt else min(num_wanted, budget)
-        if count <= 0 or req.seq < 0:  # nothing to do, no budget, or retracted just now
-            continue
-        num_tokens = req.num_scheduled + count
-        if num_tokens <= len(req.pages) * page_size or _make_room(state, batch, req, num_tokens):
-            batch.add(req, count)
-            budget -= count
-            prompt_budget -= count if computes_prompt else 0
-        else:
-            pool_is_full = True
-    budget = min(budget, prompt_budget)
-    if making_way is not None:
-        _put_first(state, batch, making_way, budget, now_s)
-    elif not pool_is_full and state.waiting and budget > 0 and _has_place(state):
-        _admit(state, batch, _order(state, now_s), budget, now_s)
+    batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
+    making_way = _making_way(state)
+    victims = making_way.victims if making_way is not None else ()
+    catching_up, pool_is_full = _add_decode_rows(state, batch, victims)
+    if catching_up or making_way is not None or state.waiting:
+        prompts = _prompt_budget(state, batch)
+        for req in catching_up:
+            pool_is_full |= not _add_chunk(state, batch, req, prompts)
+        if making_way is not None:
+            _put_first(state, batch, making_way, prompts)
+        elif not pool_is_full and state.waiting and _has_place(state):
+            _admit(state, batch, _order(state, now_s), prompts)
+        _note_expected_time(state, batch, prompts)
     if not batch.rows:
         return None
     if state.faults:
@@ -59,6 +46,57 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     state.next_step += 1
     state.ratio.step()
     return batch
+
+
+def _add_decode_rows(state: SchedulerState, batch: ScheduleBatch, victims: Collection[Req]) -> tuple[list[Req], bool]:
+    """Add the running requests that need one token, which must not wait behind a prompt; not the `victims`.
+
+    Returns those that have more tokens to compute, and whether the pool is full.
+    """
+    page_size, most_tokens = batch.page_size, state.config.step_tokens
+    catching_up: list[Req] = []
+    pool_is_full = False
+    for req in [req for req in state.running if req not in victims] if victims else state.running[:]:
+        num_wanted = req.num_to_schedule
+        if num_wanted > 1 or (num_wanted and req.num_scheduled < req.num_prompt_tokens):
+            catching_up.append(req)
+        elif num_wanted and req.seq >= 0 and batch.num_tokens < most_tokens:  # seq < 0: retracted just now
+            num_tokens = req.num_scheduled + 1
+            if num_tokens <= len(req.pages) * page_size or _make_room(state, batch, req, num_tokens):
+                batch.add(req, 1)
+            else:
+                pool_is_full = True
+    return catching_up, pool_is_full
+
+
+def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: PromptBudget) -> bool:
+    """Add as much as `prompts` allows of a running request that has several tokens to compute. False: the pool is full."""
+    start = req.num_scheduled
+    count = prompts.allows(start, req.num_to_schedule)
+    if count <= 0 or req.seq < 0:  # no budget, or retracted just now
+        return True
+    num_tokens = start + count
+    if num_tokens > len(req.pages) * batch.page_size and not _make_room(state, batch, req, num_tokens):
+        return False
+    batch.add(req, count)
+    prompts.take(start, count)
+    return True
+
+
+def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget:
+    """What prompts may use beside the decode rows, which are in `batch`."""
+    config = state.config
+    tokens = min(config.chunk_tokens, config.step_tokens - batch.num_tokens)
+    if not batch.rows or config.max_step_s == math.inf:
+        # Nobody waits for the step but requests that are about to arrive.
+        return PromptBudget(tokens, state.cost)
+    return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s)
+
+
+def _note_expected_time(state: SchedulerState, batch: ScheduleBatch, prompts: PromptBudget) -> None:
+    if prompts.num_taken and state.config.max_step_s < math.inf:
+        batch.num_prompt_tokens = prompts.num_taken
+        batch.expected_s = state.cost.seconds(batch.work())
 
 
 def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens: int) -> bool:
@@ -70,33 +108,30 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
     return True
 
 
-def _making_way(state: SchedulerState, prompt_budget: int) -> Preemption | None:
+def _making_way(state: SchedulerState) -> Preemption | None:
     """The running requests to leave out of this step because a more important request will take their place."""
     way = preemption.choose(state)
     if way is None or _waits_for_prefix(state, way.first):
         return None
     # While other prompts use the whole step, it could not start anyway.
     prompts = sum(req.num_to_schedule for req in state.running if req.is_prefilling and req not in way.victims)
-    return way if prompts < prompt_budget else None
+    return way if prompts < state.config.chunk_tokens else None
 
 
-def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, budget: int, now_s: float) -> None:
+def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, prompts: PromptBudget) -> None:
     """Retract the victims and admit the request that takes their place, unless a step in flight still uses them."""
-    if budget <= 0 or any(req.num_in_flight for req in way.victims):
+    if prompts.is_spent or any(req.num_in_flight for req in way.victims):
         return
     retract.preempt(state, way.victims)
-    _admit(state, batch, iter((way.first,)), budget, now_s)
+    _admit(state, batch, iter((way.first,)), prompts)
 
 
-def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], budget: int, now_s: float) -> None:
-    """Move waiting requests into the batch, in `order`, while tokens, rows and pages last.
-
-    budget: prompt tokens that the step may still compute.
-    """
+def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], prompts: PromptBudget) -> None:
+    """Move waiting requests into the batch, in `order`, while the budget, rows and pages last."""
     kv = state.kv
     reserved = sum(_expected_tokens(state, req) for req in state.running)
     admitted: list[Req] = []
-    while budget > 0 and _has_place(state) and (req := next(order, None)) is not None:
+    while not prompts.is_spent and _has_place(state) and (req := next(order, None)) is not None:
         if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
         match = kv.match(req)
@@ -107,8 +142,7 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
             kv.cache.release(match.lease)
             break
         kv.admit(req, match)
-        num_wanted = req.num_to_schedule
-        count = min(num_wanted, budget)
+        count = prompts.allows(req.num_scheduled, req.num_to_schedule)
         if not kv.grow(req, req.num_scheduled + count):
             req.keep_kv = True
             kv.release(req)
@@ -116,10 +150,10 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], bu
         reserved += needed - count
         admitted.append(req)
         state.running.append(req)
-        _note_first_schedule(state, req, match.num_tokens, now_s)
+        _note_first_schedule(state, req, match.num_tokens, state.now_s)
         batch.new.append(_new_sequence(state, req))
+        prompts.take(req.num_scheduled, count)
         batch.add(req, count)
-        budget -= count
     for req in admitted:  # `order` looks at the queue as it was
         state.waiting.remove(req)
 

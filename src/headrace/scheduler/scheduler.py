@@ -138,8 +138,7 @@ class Scheduler:
             return
         begin_s = self._clock()
         state.in_flight.popleft()
-        state.counters.num_steps += 1
-        state.counters.forward_s += result.forward_s
+        commit.count_step(state, batch, result.forward_s)
         self._send_batch(commit.commit(state, batch, result))
         state.counters.host_s += self._clock() - begin_s
         every = self.config.decode_log_interval

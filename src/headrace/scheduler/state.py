@@ -1,5 +1,6 @@
 """The scheduler's state between two turns of its loop. Data only: planner, retract, commit and control work on it."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -11,12 +12,16 @@ from headrace.scheduler.fairness import FairShare
 from headrace.scheduler.groups import SampleGroups
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req
+from headrace.scheduler.step_cost import StepCost
 from headrace.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. forward_s: seconds the worker spent in steps. host_s: seconds spent here on planning and committing them."""
+    """Totals since start. forward_s: seconds the worker spent in steps. host_s: seconds spent here on planning and committing them.
+
+    prompt_steps, prompt_steps_s, expected_s: of the steps with prompt tokens whose time was expected: number, time taken, time expected.
+    """
 
     num_steps: int = 0
     num_retracted: int = 0
@@ -30,12 +35,16 @@ class Counters:
     memory_repairs: int = 0
     forward_s: float = 0.0
     host_s: float = 0.0
+    prompt_steps: int = 0
+    prompt_steps_s: float = 0.0
+    expected_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Resolved limits. chunk_tokens: most prompt tokens in a step, over all requests; step_tokens: most tokens in a step.
 
+    max_step_s: how long a step with decode rows and prompt tokens should take at most; infinite = only tokens are bounded.
     preemption_threshold: a waiting request may displace running ones whose priority is lower by at least this; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
@@ -50,6 +59,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int]
     vocab_size: int
     stream_interval: int
+    max_step_s: float = math.inf
     priority_ageing_s: float = 10.0
     preemption_threshold: int = 0
     conservativeness: float = 1.0
@@ -89,6 +99,7 @@ class SchedulerState:
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
     groups: of those in by_rid, the samples of one prompt.
+    cost: how long steps take. last_decode: the last step without prompt tokens, and its seconds, until it is learnt.
     gate: whether steps may be planned. weight_version: version name of the weights.
     source: marks its outputs, see `BatchTokenIDOut`.
     """
@@ -104,6 +115,8 @@ class SchedulerState:
     ended: list[Req] = field(default_factory=list)
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    cost: StepCost = field(default_factory=StepCost)
+    last_decode: tuple[ScheduleBatch, float] | None = None
     fair_share: FairShare = field(default_factory=FairShare)
     now_s: float = 0.0
     gate: Gate = field(default_factory=Gate)

@@ -1,0 +1,202 @@
+"""Steps whose time is bounded: what the scheduler learns about the time of steps, and how many prompt tokens it then plans."""
+
+import math
+
+import numpy as np
+import pytest
+from fake_worker import Rig, expected_outputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.messages.step import ModelWorkerBatch
+from headrace.scheduler.prompt_budget import LEAST_SHARE, LEAST_TOKENS, PromptBudget
+from headrace.scheduler.step_cost import StepCost, StepWork
+
+LIMIT_S = 0.25
+# Seconds: of a token, a position that a token sees, a row that samples, any step. As of a model of 135 million parameters on two cores.
+TYPICAL = (6e-4, 1.5e-7, 8e-4, 6e-3)
+COSTS = st.tuples(st.floats(1e-6, 1e-2), st.floats(0.0, 1e-6), st.floats(0.0, 1e-2), st.floats(1e-4, 0.1))
+
+
+def true_seconds(costs: tuple[float, ...], work: StepWork) -> float:
+    return sum(c * x for c, x in zip(costs, (*work, 1), strict=True))
+
+
+def work_of(batch: ModelWorkerBatch) -> StepWork:
+    starts, counts = batch.starts.astype(float), batch.counts.astype(float)
+    return StepWork(batch.num_tokens, float(counts @ (starts + counts / 2)), int(batch.num_logits.sum()))
+
+
+def some_steps(rng: np.random.Generator, count: int) -> list[StepWork]:
+    """Steps with a chunk of a prompt and up to 32 decode rows."""
+    steps = []
+    for _ in range(count):
+        rows, tokens, start = (int(rng.integers(low, high)) for low, high in ((0, 33), (16, 513), (0, 2000)))
+        steps.append(
+            StepWork(rows + tokens, 400 * rows + tokens * (start + tokens / 2), rows + int(rng.integers(0, 3)))
+        )
+    return steps
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs=COSTS, seed=st.integers(0, 2**31))
+def test_the_time_of_a_step_like_earlier_ones_is_known_and_grows_with_its_tokens(costs, seed):
+    cost, rng = StepCost(), np.random.default_rng(seed)
+    *known, new = some_steps(rng, 121)
+    for work in known:
+        cost.learn(work, true_seconds(costs, work))
+
+    assert cost.seconds(new) == pytest.approx(true_seconds(costs, new), rel=0.1)
+    assert cost.seconds(new._replace(tokens=new.tokens + 100)) >= cost.seconds(new)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_steps_that_other_processes_made_ten_times_longer_change_little(seed):
+    cost, rng = StepCost(), np.random.default_rng(seed)
+    *known, new = some_steps(rng, 201)
+    for i, work in enumerate(known):
+        cost.learn(work, true_seconds(TYPICAL, work) * (10 if i % 20 == 19 else 1))
+
+    assert cost.seconds(new) == pytest.approx(true_seconds(TYPICAL, new), rel=0.35)
+
+
+def test_a_machine_that_stays_four_times_slower_is_believed():
+    cost, rng = StepCost(), np.random.default_rng(0)
+    *known, new = some_steps(rng, 301)
+    for i, work in enumerate(known):
+        cost.learn(work, true_seconds(TYPICAL, work) * (4 if i >= 100 else 1))
+
+    assert cost.seconds(new) == pytest.approx(4 * true_seconds(TYPICAL, new), rel=0.1)
+
+
+@given(costs=COSTS, start=st.integers(0, 100_000), count=st.integers(1, 5000))
+def test_the_tokens_for_a_time_are_those_that_take_this_time(costs, start, count):
+    cost = StepCost()
+    cost._cost = list(costs)
+
+    assert cost.prompt_tokens(start, cost.prompt_seconds(start, count)) == pytest.approx(count)
+
+
+def test_a_day_of_decoding_leaves_what_is_known_about_prompts():
+    rig = rig_of(LIMIT_S)
+    mixed_steps(rig, TYPICAL)
+    add_requests(rig, 10, 300)
+    rig.drain()
+    add_requests(rig, 1, 20, max_new_tokens=1000, first=10)
+    for _ in range(10):
+        rig.turn()
+    before = rig.state.cost.seconds(StepWork(500, 100_000.0, 10))
+    rig.worker.seconds = lambda batch: 1.0
+    rig.drain()
+
+    assert rig.state.cost.seconds(StepWork(500, 100_000.0, 10)) == before
+
+
+def test_what_seems_to_cost_nothing_is_bounded_by_tokens_only():
+    assert StepCost().prompt_tokens(0, 1.0) == math.inf
+    assert PromptBudget(512, StepCost(), 1.0).allows(0, 2000) == 512
+
+
+def mixed_steps(rig: Rig, costs: tuple[float, ...]) -> list[tuple[int, float]]:
+    """Lets the rig's worker take what `costs` say. Returns the list that gets, of each step with decode rows and prompt tokens, both
+    numbers: of its prompt tokens, and of its seconds."""
+    seen: list[tuple[int, float]] = []
+
+    def seconds(batch: ModelWorkerBatch) -> float:
+        took = true_seconds(costs, work_of(batch))
+        decode_rows = sum(batch.counts == 1)
+        if decode_rows and batch.num_tokens > decode_rows:
+            seen.append((int(batch.num_tokens - decode_rows), took))
+        return took
+
+    rig.worker.seconds = seconds
+    return seen
+
+
+def rig_of(max_step_s: float, **options: int) -> Rig:
+    sizes = {"num_pages": 30_000, "chunk": 512, "step_tokens": 2048, "max_running": 40}
+    return Rig(**(sizes | options), max_step_s=max_step_s)
+
+
+def add_requests(rig: Rig, count: int, num_tokens: int, max_new_tokens: int = 12, first: int = 0) -> None:
+    for i in range(first, first + count):
+        prompt = np.random.default_rng(i).integers(0, 2, num_tokens).tolist()
+        rig.add(f"r{i}", prompt, max_new_tokens, ignore_eos=True, stream=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    costs=st.tuples(st.floats(2e-3, 2e-2), st.floats(0.0, 3e-5), st.floats(0.0, 5e-3), st.floats(1e-3, 0.05)),
+    lengths=st.lists(st.integers(17, 160), min_size=8, max_size=12),
+    overlap=st.booleans(),
+)
+def test_a_step_that_streams_wait_for_is_planned_to_end_in_time(costs, lengths, overlap):
+    rig = rig_of(LIMIT_S, overlap=overlap)
+    mixed_steps(rig, costs)
+    for i, length in enumerate(lengths):
+        add_requests(rig, 1, length, first=i)
+        rig.turn()
+        for batch in rig.state.in_flight:
+            num_decode_rows = batch.num_tokens - batch.num_prompt_tokens
+            if batch.num_prompt_tokens and num_decode_rows:
+                decode_s = rig.state.cost.seconds(StepWork(num_decode_rows, 200.0 * num_decode_rows, num_decode_rows))
+                one_more_s = rig.state.cost.prompt_seconds(160, LEAST_TOKENS)
+                assert batch.expected_s <= max(LIMIT_S, decode_s + LEAST_SHARE * LIMIT_S) + one_more_s
+    rig.drain()
+
+    assert len(rig.finish) == len(lengths)
+
+
+def test_the_bound_is_reached_soon_and_used_up():
+    rig = rig_of(LIMIT_S)
+    seen = mixed_steps(rig, TYPICAL)
+    add_requests(rig, 40, 400)
+    rig.drain()
+    whole = [took for tokens, took in seen if tokens > 200]
+
+    # The first two steps are planned before any has been timed.
+    assert max(took for _, took in seen[2:]) < 1.3 * LIMIT_S
+    assert len(whole) > 20
+    assert np.median(whole) == pytest.approx(LIMIT_S, rel=0.05)
+
+
+def test_a_prompt_that_nobody_waits_for_is_cut_by_tokens_only():
+    rig = rig_of(1e-3)
+    mixed_steps(rig, TYPICAL)
+    add_requests(rig, 1, 2048, max_new_tokens=1)
+    rig.drain()
+
+    assert [event.num_tokens for event in rig.rows["r0"][-1].stats.events if event.kind == "chunk"] == [512] * 4
+
+
+def test_prompts_progress_even_if_decoding_takes_longer_than_the_bound():
+    rig = rig_of(1e-3)
+    seen = mixed_steps(rig, (1.0, 1e-3, 1.0, 1.0))
+    add_requests(rig, 6, 100)
+    rig.drain()
+
+    assert len(rig.finish) == 6
+    assert {tokens for tokens, _ in seen} <= set(range(1, LEAST_TOKENS + 1))
+
+
+def test_streams_do_not_wait_for_a_step_much_larger_than_any_that_was_timed():
+    cost = StepCost()
+    for i in range(100):  # small steps take the same time whatever their tokens: the weights must be read
+        cost.learn(StepWork(1 + i % 40, 0.0, 1), 0.05)
+    decoding = StepWork(3, 0.0, 3)
+
+    assert cost.prompt_tokens(0, LIMIT_S) > 1000
+    assert PromptBudget.beside(decoding, 512, cost, LIMIT_S).allows(0, 512) == 2 * 40 - 3
+
+
+def test_tokens_are_the_same_whatever_the_bound():
+    for max_step_s in (math.inf, 1.0, 0.05, 1e-6):
+        rig = rig_of(max_step_s, num_pages=1500, max_running=8)
+        mixed_steps(rig, TYPICAL)
+        add_requests(rig, 12, 150)
+        rig.drain()
+        for i in range(12):
+            prompt = np.random.default_rng(i).integers(0, 2, 150).tolist()
+            assert rig.ids[f"r{i}"] == expected_outputs(prompt, 12, 9, True)
+        rig.check_idle()
