@@ -65,7 +65,7 @@ async def test_a_fault_before_a_call_is_sent_leaves_nothing_of_it(make_frontend,
 
 
 async def test_what_no_frame_can_hold_is_the_caller_s_error_and_leaves_nothing(make_frontend, monkeypatch):
-    """As over ZMQ: the channel of this test has no frames of its own."""
+    """As between processes: the channel of this test has no frames of its own."""
     frontend = make_frontend()
     send = frontend.channels.sender("to_scheduler").send
     codec = MessageCodec()

@@ -10,10 +10,11 @@ from frontend_fakes import FakeEngine, Frontend, turns
 
 from headrace.errors import CapacityError, ExecutionError, LateError
 from headrace.frontend import engine_link
-from headrace.messages.channel import LocalQueue, Ports, ZmqChannels
+from headrace.messages.channel import LocalQueue, Ports
 from headrace.messages.control import AbortReq, ConfigureLoggingReq, ResetReq, SourceGone
 from headrace.messages.outputs import BatchStrOut, FinishReason, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32, unpack_int32
+from headrace.messages.sockets import SocketChannels
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 
@@ -252,7 +253,7 @@ async def test_when_the_detokenizer_dies_every_sample_begins_again_under_another
 
 def test_what_was_sent_to_a_dead_one_is_not_for_its_next_life(tmp_path):
     """Both die, and the detokenizer's death is noticed first: over real sockets, whose addresses the next life binds again."""
-    channels = ZmqChannels(Ports.in_directory(tmp_path))
+    channels = SocketChannels(Ports.in_directory(tmp_path))
     first = channels.receiver("to_scheduler")
     link = engine_link.EngineLink(
         [channels.sender("to_scheduler")], {}, lambda *end: None, Metrics("m"), time.monotonic

@@ -3,21 +3,22 @@
 import asyncio
 import fcntl
 import os
+import socket
 import stat
 import threading
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.messages.channel import IpcDir, LocalChannels, MessageCodec, Ports, ZmqChannels
+from headrace.messages.channel import IpcDir, LocalChannels, MessageCodec, Ports
 from headrace.messages.control import AbortReq, FaultReq, HealthCheckReply, Heartbeat, ShutdownReq
 from headrace.messages.outputs import BatchStrOut, FinishReason, LogprobBlock, SampleStats, StrOut, TokenIDOut
 from headrace.messages.packing import pack_int32, unpack_float32, unpack_int32
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
+from headrace.messages.sockets import MAX_DATAGRAM_BYTES, SocketChannels
 from headrace.sampling.params import ResolvedSamplingParams
 
 REQUEST = TokenizedGenerateReqInput(
@@ -31,6 +32,7 @@ REQUEST = TokenizedGenerateReqInput(
     namespace='["k", ""]',
     deadline_s=1e9,
 )
+REQUEST_FRAME = MessageCodec().encode(REQUEST)
 TOKENS = TokenIDOut(
     "a",
     b"\x01\0\0\0",
@@ -47,9 +49,9 @@ OUTPUT = BatchStrOut(
 )
 
 
-@pytest.fixture(params=["zmq", "local"])
+@pytest.fixture(params=["sockets", "local"])
 def channels(request, tmp_path):
-    made = ZmqChannels(Ports.in_directory(tmp_path)) if request.param == "zmq" else LocalChannels()
+    made = SocketChannels(Ports.in_directory(tmp_path)) if request.param == "sockets" else LocalChannels()
     yield made
     made.close()
 
@@ -114,13 +116,44 @@ def test_closing_twice_and_sending_after_close_do_nothing(channels):
     sender.send(ShutdownReq())
 
 
-def test_a_sender_never_waits_for_a_receiver_that_is_not_there(tmp_path):
-    channels = ZmqChannels(Ports.in_directory(tmp_path))
+def test_a_sender_never_waits_and_the_rest_arrives_in_order_once_there_is_a_receiver(tmp_path):
+    channels = SocketChannels(Ports.in_directory(tmp_path))
     sender = channels.sender("to_scheduler")
+    for i in range(500):
+        sender.send(HealthCheckReply(i, False))
 
-    for _ in range(5000):
-        sender.send(ShutdownReq())
+    receiver = channels.receiver("to_scheduler")
+    first = receiver.recv(5.0)
+    for i in range(500, 1000):  # more than a socket holds
+        sender.send(HealthCheckReply(i, False))
 
+    assert [first.id, *(receiver.recv(5.0).id for _ in range(999))] == list(range(1000))
+    channels.close()
+
+
+def test_a_message_of_any_size_arrives_in_its_place(channels):
+    receiver = channels.receiver("to_tokenizer")
+    sender = channels.sender("to_tokenizer")
+    sizes = [1, MAX_DATAGRAM_BYTES - 100, MAX_DATAGRAM_BYTES, 5_000_000, 1]
+    for size in sizes:
+        sender.send(Heartbeat("x" * size))
+
+    assert [len(receiver.recv(5.0).process) for _ in sizes] == sizes
+
+
+def test_the_next_life_of_a_receiver_gets_what_is_sent_after_the_end_of_the_first(tmp_path):
+    channels = SocketChannels(Ports.in_directory(tmp_path))
+    sender = channels.sender("to_scheduler")
+    first = channels.receiver("to_scheduler")
+    sender.send(Heartbeat("first"))
+    assert first.recv(5.0) == Heartbeat("first")
+    first.close()
+
+    sender.send(Heartbeat("second"))
+    sender.send(Heartbeat("third"))
+    second = channels.receiver("to_scheduler")
+
+    assert [second.recv(5.0), second.recv(5.0)] == [Heartbeat("second"), Heartbeat("third")]
     channels.close()
 
 
@@ -137,23 +170,41 @@ def bad_frames():
         msgspec.msgpack.encode(["Heartbeat", 17]),
         msgspec.msgpack.encode(["Heartbeat"]),
         b"\x92\xa9Heartbeat\xa1\xff",  # a string that is not UTF-8
-        b"\x91" * 100_000,  # nested
+        b"\x91" * 30_000,  # nested
     ]
 
 
 def test_malformed_frames_are_dropped_and_counted(tmp_path):
     ports = Ports.in_directory(tmp_path)
-    channels = ZmqChannels(ports)
+    channels = SocketChannels(ports)
     receiver = channels.receiver("to_scheduler")
-    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         stranger.connect(ports.to_scheduler)
-        for frame in bad_frames():
-            stranger.send(frame)
-        stranger.send_multipart([b"two", b"parts"])
-        stranger.send(MessageCodec().encode(REQUEST))
+        sending = threading.Thread(target=lambda: [stranger.send(frame) for frame in [*bad_frames(), REQUEST_FRAME]])
+        sending.start()
 
         assert receiver.recv(5.0) == REQUEST
-    assert receiver.dropped_frames == len(bad_frames()) + 2
+        sending.join()
+    assert receiver.dropped_frames == len(bad_frames())
+    channels.close()
+
+
+def test_a_descriptor_that_is_no_file_is_a_malformed_frame_and_is_closed(tmp_path):
+    ports = Ports.in_directory(tmp_path)
+    channels = SocketChannels(ports)
+    receiver = channels.receiver("to_scheduler")
+    num_open = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.connect(ports.to_scheduler)
+        ends = os.pipe()
+        socket.send_fds(stranger, [b""], [ends[0]])
+        for end in ends:
+            os.close(end)
+        stranger.send(REQUEST_FRAME)
+
+        assert receiver.recv(5.0) == REQUEST
+    assert receiver.dropped_frames == 1
+    assert len(os.listdir("/proc/self/fd")) == num_open
     channels.close()
 
 
@@ -177,7 +228,7 @@ def test_every_field_survives_the_wire():
 def test_the_directory_is_private_and_removed():
     with IpcDir() as path:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-        channels = ZmqChannels(Ports.in_directory(path))
+        channels = SocketChannels(Ports.in_directory(path))
         channels.receiver("to_scheduler")
         assert (path / "to_scheduler").is_socket()
         channels.close()

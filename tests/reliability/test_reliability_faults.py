@@ -2,13 +2,13 @@
 
 import json
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-import zmq
 from reliability_harness import Oracle, Server, Stream, each_at_once, greedy, wait_until
 
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, DecodeOptions, StrOut, TokenIDOut
@@ -197,11 +197,10 @@ def test_messages_with_impossible_contents_harm_nobody(
 
 def send_frames(server: Server, name: str, frames: list[bytes]) -> None:
     (directory,) = server.ipc_directories()
-    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
-        push.linger = 5000
-        push.connect(f"ipc://{directory / name}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.connect(str(directory / name))
         for frame in frames:
-            push.send(frame)
+            stranger.send(frame)
 
 
 def test_a_stopped_process_is_unhealthy_until_it_goes_on(server: Server, client: httpx.Client):

@@ -5,7 +5,7 @@ Read first: requests.py (front end -> scheduler), step.py (scheduler <-> worker,
 
 - Operations: control.py, lora.py, weights.py, experts.py
 - HTTP workers: front.py
-- Transport: channel.py (ZMQ or queues; every message that a channel carries), fan_out.py, dispatch.py, packing.py,
-  safetensors_bytes.py
+- Transport: channel.py (every message that a channel carries; queues within a process), sockets.py (between processes),
+  fan_out.py, dispatch.py, packing.py, safetensors_bytes.py
 - Fields of bodies: neutral.py (those that request nothing), allowed_values.py, field_errors.py
 """

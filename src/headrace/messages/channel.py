@@ -1,9 +1,9 @@
 """One-way channels between the tokenizer manager, the scheduler and the detokenizer.
 
-Owns the wire: sockets, frames, the private directory of the socket files. Does not own the meaning of messages.
-Two implementations of one interface: ZMQ PUSH/PULL over `ipc://` between processes (`ZmqChannels`), and queues within one process
-(`LocalChannels`), so that the whole pipeline also runs in threads of one process. Each channel has one receiver and any number
-of senders. A frame is msgpack of one typed struct; bytes that do not decode to a known message are dropped and counted.
+Owns the interface, frames, queues within one process, and the private directory of the socket files. Does not own the meaning of messages.
+Two implementations of one interface: sockets between processes (`sockets.py`), and queues within one process (`LocalChannels`), so that the
+whole pipeline also runs in threads of one process. Each channel has one receiver and any number of senders. A frame is msgpack of one
+typed struct; bytes that do not decode to a known message are dropped and counted.
 """
 
 import asyncio
@@ -19,10 +19,8 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 import msgspec
-import zmq
 
 from headrace.errors import ConfigError, RequestError
-from headrace.log import get_logger
 from headrace.messages.control import (
     AbortReq,
     ConfigureLoggingReq,
@@ -49,8 +47,6 @@ from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
 from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply, WeightOpReq
-
-logger = get_logger(__name__)
 
 Message = (
     TokenizedGenerateReqInput
@@ -141,7 +137,7 @@ class Channels(Protocol):
 
 
 class Ports(msgspec.Struct, frozen=True):
-    """Addresses of the channels, given to child processes."""
+    """Addresses of the channels: socket files. Given to child processes."""
 
     to_scheduler: str
     to_detokenizer: str
@@ -157,7 +153,7 @@ class Ports(msgspec.Struct, frozen=True):
             raise ConfigError(
                 "the temporary directory's path is too long for a Unix socket; set TMPDIR to a shorter one"
             )
-        return cls(*(f"ipc://{directory / name}" for name in cls.__struct_fields__))
+        return cls(*(str(directory / name) for name in cls.__struct_fields__))
 
 
 class MessageCodec:
@@ -181,144 +177,6 @@ class MessageCodec:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
             return None
         return message
-
-
-class ZmqSender:
-    """PUSH socket with an unlimited high-water mark, so that a send never waits; the front end limits the requests in the system."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        self._codec = MessageCodec()
-        # A ZMQ socket is not thread-safe, and heartbeats come from a thread of their own.
-        self._lock = threading.Lock()
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.connect(address)
-
-    def send(self, message: Message) -> None:
-        """See `Sender`. After `close` it does nothing."""
-        frame = self._codec.encode(message)
-        with self._lock:
-            if not self._socket.closed:
-                self._socket.send(frame, zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """See `Sender`."""
-        with self._lock:
-            self._socket.close()
-
-
-class ZmqReceiver:
-    """PULL socket that binds the channel's address.
-
-    The async side watches the socket's file descriptor with the loop's own selector. That descriptor is edge-triggered
-    (zmq_getsockopt(3), ZMQ_FD), so each wake-up must drain it.
-    """
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        self.dropped_frames = 0
-        self._codec = MessageCodec()
-        self._socket = context.socket(zmq.PULL)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.bind(address)
-        self._taken: deque[Message] = deque()
-        self._timeout_ms = -1
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._fd = -1
-        self._waiter: asyncio.Future[None] | None = None
-
-    def recv_nowait(self) -> Message | None:
-        """See `Receiver`."""
-        if self._taken:
-            return self._taken.popleft()
-        return self._take()
-
-    def recv(self, timeout_s: float) -> Message | None:
-        """See `Receiver`."""
-        if self._taken:
-            return self._taken.popleft()
-        timeout_ms = max(0, int(timeout_s * 1000))
-        if timeout_ms != self._timeout_ms:
-            self._timeout_ms = timeout_ms
-            self._socket.set(zmq.RCVTIMEO, timeout_ms)
-        # One library call per message; checking first and then polling would take three.
-        return self._take(0)
-
-    async def arecv(self) -> Message:
-        """See `Receiver`."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._fd = int(self._socket.get(zmq.FD))
-            self._loop.add_reader(self._fd, self._drain)
-            self._drain()
-        while not self._taken:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        return self._taken.popleft()
-
-    def close(self) -> None:
-        """See `Receiver`. With the async side in use: call it on that loop or after the loop has stopped."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._fd)
-        self._loop = None
-        self._socket.close()
-
-    def _take(self, flags: int = zmq.NOBLOCK) -> Message | None:
-        while True:
-            try:
-                frame = self._socket.recv(flags)
-            except zmq.Again:
-                return None
-            message = self._codec.decode(frame)
-            if message is not None:
-                return message
-            self.dropped_frames += 1
-            logger.warning("dropped a malformed frame of %d bytes (%d so far)", len(frame), self.dropped_frames)
-
-    def _drain(self) -> None:
-        while (message := self._take()) is not None:
-            self._taken.append(message)
-        if self._taken and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class ZmqChannels:
-    """The channels of `ports` between processes. Each process makes its own."""
-
-    def __init__(self, ports: Ports) -> None:
-        self.ports = ports
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._ends: list[ZmqSender | ZmqReceiver] = []
-
-    def sender(self, name: ChannelName, index: int = 0) -> ZmqSender:
-        """See `Channels`."""
-        end = ZmqSender(self._context, self._address(name, index))
-        self._ends.append(end)
-        return end
-
-    def receiver(self, name: ChannelName, index: int = 0) -> ZmqReceiver:
-        """See `Channels`."""
-        end = ZmqReceiver(self._context, self._address(name, index))
-        self._ends.append(end)
-        return end
-
-    def close(self) -> None:
-        """See `Channels`."""
-        for end in self._ends:
-            end.close()
-        self._ends.clear()
-        self._context.term()
-
-    def _address(self, name: ChannelName, index: int) -> str:
-        address = {
-            "to_scheduler": self.ports.to_scheduler,
-            "to_detokenizer": self.ports.to_detokenizer,
-            "to_tokenizer": self.ports.to_tokenizer,
-            "to_front": self.ports.to_front,
-            "to_worker": self.ports.to_worker,
-        }[name]
-        return f"{address}.{index}" if index else address
 
 
 class LocalQueue:

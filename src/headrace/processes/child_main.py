@@ -17,8 +17,9 @@ import msgspec
 
 from headrace import log
 from headrace.errors import ConfigError, HeadraceError, ModelError
-from headrace.messages.channel import Channels, ZmqChannels
+from headrace.messages.channel import Channels
 from headrace.messages.control import ReadyInfo
+from headrace.messages.sockets import SocketChannels
 from headrace.processes import lifeline
 from headrace.processes.handshake import Bootstrap, Failed, Kind, Progress, Ready, Report
 
@@ -77,7 +78,7 @@ def main() -> None:
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
     log.configure(bootstrap.args.log_level, kind)
     reporter = Reporter(bootstrap.report_fd)
-    channels = ZmqChannels(bootstrap.ports)
+    channels = SocketChannels(bootstrap.ports)
     try:
         _run(kind, bootstrap, channels, reporter)
     except HeadraceError as error:

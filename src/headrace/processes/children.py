@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from headrace.config.server_args import ServerArgs
 from headrace.frontend.all_replicas import of_all_replicas
-from headrace.messages.channel import Ports, ZmqChannels
+from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
+from headrace.messages.sockets import SocketChannels
 from headrace.processes.child import ChildProcess
 from headrace.processes.handshake import OnProgress
 from headrace.processes.parts import STOP_S, Parts
@@ -22,7 +23,7 @@ class ChildParts(Parts):
     """Child processes, watched by a thread and restarted when they die. spawn: starts one; replaced in tests."""
 
     def __init__(self, args: ServerArgs, ports: Ports, spawn: type[ChildProcess] = ChildProcess) -> None:
-        super().__init__(ZmqChannels(ports), args.dp_size)
+        super().__init__(SocketChannels(ports), args.dp_size)
         self._args = args
         self.ports = ports
         self._spawn = spawn
