@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -43,12 +44,10 @@ async def complete_one(server, max_new_tokens=4, **options):
         return await target.complete([7, 8, 9], max_new_tokens)
 
 
-def workload(num_requests, max_new_tokens=3, name="B8"):
+def workload(num_requests, max_new_tokens=3, name="B8", gap_s=0.0):
     prompts = [[index, index + 1] for index in range(num_requests)]
-    preset = PRESETS[name]
-    return Workload(
-        type(preset)(preset.name, preset.description, max_new_tokens, preset.concurrency, preset.primed), prompts, []
-    )
+    preset = replace(PRESETS[name], max_new_tokens=max_new_tokens, start_gap_s=gap_s)
+    return Workload(preset, prompts, [])
 
 
 async def test_tokens_are_counted_by_the_servers_usage():
@@ -165,6 +164,22 @@ async def test_the_closed_loop_keeps_its_concurrency_and_the_order_of_prompts():
     assert server.most_open == 4
     assert len(done.records) == len(ticks) == 20
     assert done.duration_s >= max(record.end_s for record in done.records) - min(r.start_s for r in done.records)
+
+
+async def test_the_first_requests_of_a_spaced_preset_start_one_after_the_other(monkeypatch):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    server = FakeServer()
+    async with serving(server), aiohttp.ClientSession() as session:
+        target = await connect(session, server)
+        monkeypatch.setattr("headrace.benchmark.load.asyncio.sleep", sleep)
+        await run_closed_loop(target, workload(6, gap_s=0.02), concurrency=3)
+        monkeypatch.undo()
+
+    assert [wait for wait in waits if wait] == [0.02, 0.04]
 
 
 async def test_the_open_loop_sends_everything():

@@ -17,7 +17,9 @@ TEXT = list(range(50_000))
         ("B32", 64, 128, 512, 128, 32),
         ("C", 64, 1056, 1056, 32, 16),
         ("Ccold", 64, 1056, 1056, 32, 16),
+        ("Cspaced", 64, 1056, 1056, 32, 16),
         ("D", 5, 2048, 2048, 1, 1),
+        ("D8k", 5, 8000, 8000, 1, 1),
     ],
 )
 def test_shapes(name, num_requests, shortest, longest, new_tokens, concurrency):
@@ -42,16 +44,17 @@ def test_fewer_requests_are_the_first_ones():
 
 def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured():
     workloads = make_workloads(TEXT).workloads
-    warm, cold = workloads["C"], workloads["Ccold"]
+    warm, cold, spaced = workloads["C"], workloads["Ccold"], workloads["Cspaced"]
 
     assert {tuple(prompt[:1024]) for prompt in warm.prompts} == {tuple(warm.priming[0][:1024])}
     assert warm.priming[0] not in warm.prompts
-    assert cold.priming == []
+    assert cold.priming == spaced.priming == []
+    assert spaced.prompts[0][:1024] not in (warm.prompts[0][:1024], cold.prompts[0][:1024])
     assert cold.prompts[0][:1024] != warm.prompts[0][:1024]
 
 
 def test_other_presets_share_no_beginning():
-    prompts = [p for name in ("A", "B1", "B8", "B32", "D") for p in make_workloads(TEXT).workloads[name].prompts]
+    prompts = [p for name in ("A", "B1", "B8", "B32", "D", "D8k") for p in make_workloads(TEXT).workloads[name].prompts]
     assert len({tuple(prompt[:8]) for prompt in prompts}) >= len(prompts) - 1  # two random cuts may meet
 
 

@@ -35,17 +35,18 @@ def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
 async def run_closed_loop(
     target: Target, workload: Workload, concurrency: int, on_done: Callable[[], None] = lambda: None
 ) -> LoadResult:
-    """Keep `concurrency` requests in flight until all prompts are answered."""
+    """Keep `concurrency` requests in flight until all prompts are answered. The first ones start as the preset says."""
     records: dict[int, RequestRecord] = {}
     pending = iter(enumerate(workload.prompts))
 
-    async def one_client() -> None:
+    async def one_client(number: int) -> None:
+        await asyncio.sleep(number * workload.preset.start_gap_s)
         for index, prompt in pending:
             records[index] = await target.complete(prompt, workload.preset.max_new_tokens)
             on_done()
 
     start_s = time.perf_counter()
-    await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    await asyncio.gather(*(one_client(number) for number in range(concurrency)))
     return LoadResult([records[index] for index in sorted(records)], time.perf_counter() - start_s)
 
 

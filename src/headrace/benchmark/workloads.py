@@ -40,6 +40,7 @@ class Preset:
 
     max_new_tokens: output tokens of each request, exactly (the end-of-sequence token is ignored).
     concurrency: requests in flight in the closed loop. primed: send the shared prefix once before the clock starts.
+    start_gap_s: between the first requests, one of each that is in flight; 0 = all at once.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Preset:
     max_new_tokens: int
     concurrency: int
     primed: bool = False
+    start_gap_s: float = 0.0
 
 
 PRESETS: dict[str, Preset] = {
@@ -59,8 +61,10 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "C", "64 requests, 1,024 shared tokens + 32 in, 32 out, 16 at a time, prefix cached", 32, 16, primed=True
         ),
-        Preset("Ccold", "the same, prefix not cached when the clock starts", 32, 16),
+        Preset("Ccold", "the same, prefix not cached when the clock starts; the first 16 at once", 32, 16),
+        Preset("Cspaced", "as Ccold, the first 16 arrive 20 ms apart", 32, 16, start_gap_s=0.02),
         Preset("D", "prefill of one 2,048-token prompt", 1, 1),
+        Preset("D8k", "prefill of one 8,000-token prompt", 1, 1),
     )
 }
 
@@ -127,6 +131,8 @@ def make_workloads(
     warm, cold = shared(), shared()
     prompts["C"], prompts["Ccold"] = warm[:_C_REQUESTS], cold[:_C_REQUESTS]
     prompts["D"] = [cut(2048) for _ in range(_SINGLE_STREAM_REQUESTS)]
+    prompts["Cspaced"] = shared()[:_C_REQUESTS]
+    prompts["D8k"] = [cut(8000) for _ in range(_SINGLE_STREAM_REQUESTS)]
 
     def kept(preset: Preset) -> list[TokenIds]:
         chosen = prompts[preset.name][:max_requests]
