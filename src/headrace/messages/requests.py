@@ -197,6 +197,10 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         return f"sampling={msgspec.json.encode(self.params).decode()}"
 
 
+EngineTask = SampleTask
+"""The tasks that a request may have. Who only asks what any task answers names this type."""
+
+
 class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """One sample, as sent to the scheduler. `rid` is that of the sample, unique among the live ones.
 
@@ -212,7 +216,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, frozen=True, tag=True, array_lik
 
     rid: str
     content: PromptContent
-    task: SampleTask
+    task: EngineTask
     namespace: str = ""
     priority: int = 0
     group: str = ""

@@ -17,7 +17,7 @@ from headrace.messages.control import FaultReq, Profiler
 from headrace.messages.experts import ExpertCounter
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.requests import PromptContent, SampleTask
+from headrace.messages.requests import EngineTask, PromptContent
 from headrace.messages.weights import WeightExecutor
 
 Int32Array = npt.NDArray[np.int32]
@@ -37,7 +37,7 @@ class NewSequence:
     token_ids: Int32Array
     num_prompt_tokens: int
     prefix_slots: Int32Array
-    task: SampleTask
+    task: EngineTask
     end_token_ids: tuple[int, ...]
     content: PromptContent
     lora_id: int = 0

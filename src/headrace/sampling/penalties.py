@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.messages.requests import SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 
@@ -97,8 +98,9 @@ class Penalties:
 class LogitEdits:
     """Applies one sequence's parameters to its logits. The caller extends `history` and then calls `append`."""
 
-    def __init__(self, new: NewSequence, history: TokenHistory, vocab_size: int) -> None:
-        params = new.task.params
+    def __init__(
+        self, params: ResolvedSamplingParams, new: NewSequence, history: TokenHistory, vocab_size: int
+    ) -> None:
         bias: dict[int, float] = {}
         for token_id, value in params.logit_bias:
             bias[token_id] = bias.get(token_id, 0.0) + value
@@ -172,11 +174,11 @@ def edits_logits(params: ResolvedSamplingParams) -> bool:
     )
 
 
-def edits_only_by_penalties(new: NewSequence) -> bool:
-    """Whether penalties are the only edits that the logits of `new` need."""
-    params = new.task.params
+def edits_only_by_penalties(task: SampleTask, new: NewSequence) -> bool:
+    """Whether penalties are the only edits that the logits of `new`, whose task this is, need."""
+    params = task.params
     others = params.logit_bias or params.bad_words or params.allowed_token_ids or params.min_new_tokens
-    return uses_penalties(params) and not (others or new.task.custom_logit_processor or not new.content.has_tokens)
+    return uses_penalties(params) and not (others or task.custom_logit_processor or not new.content.has_tokens)
 
 
 _NO_IDS = np.empty(0, dtype=np.int64)

@@ -83,11 +83,12 @@ class Sampler:
 
     def add(self, seq: int, new: NewSequence) -> None:
         """Put `new`, with the outputs that it already has (after a retraction), in row `seq`, replacing the old content."""
-        task, params = new.task, new.task.params
+        task = new.task
+        params = task.params
         history = None
         if self._penalties is not None:
             self._penalties.discard(seq)
-        if self._penalties is not None and edits_only_by_penalties(new):
+        if self._penalties is not None and edits_only_by_penalties(task, new):
             self._penalties.set(seq, params, new.num_prompt_tokens)
         elif edits_logits(params) or task.custom_logit_processor:
             history = TokenHistory(new.token_ids, new.num_prompt_tokens)
@@ -96,7 +97,11 @@ class Sampler:
         self._table[seq] = _Sequence(
             is_greedy=params.is_greedy,
             logprobs=task.logprobs,
-            edits=LogitEdits(new, history, self._vocab_size) if history is not None and edits_logits(params) else None,
+            edits=(
+                LogitEdits(params, new, history, self._vocab_size)
+                if history is not None and edits_logits(params)
+                else None
+            ),
             processor=task.custom_logit_processor,
             history=history,
         )

@@ -18,7 +18,7 @@ import numpy as np
 from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent
-from headrace.messages.requests import SampleTask, TokenizedGenerateReqInput
+from headrace.messages.requests import EngineTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
 
 MAX_EVENTS = 128
@@ -141,7 +141,7 @@ class Req:
         return self.asked.rid
 
     @property
-    def task(self) -> SampleTask:
+    def task(self) -> EngineTask:
         """What is asked of the engine."""
         return self.asked.task
 
