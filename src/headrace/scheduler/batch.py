@@ -48,9 +48,7 @@ class ScheduleBatch:
     def add(self, req: Req, count: int) -> None:
         """Add a row for the next `count` tokens of the request, which has pages for them."""
         start, pages, size = req.num_scheduled, req.pages, self.page_size
-        if count > 1 or start < req.num_prompt_tokens:
-            req.note("chunk", self.planned_s, count)
-        self.rows.append((req, start, count, req.join_step(count)))
+        self.rows.append((req, start, count, req.join_step(count, self.planned_s)))
         if count == 1:
             self.out_slots.append(pages[start // size] * size + start % size)
         else:

@@ -210,11 +210,13 @@ class Req:
         """The KV of the first `num_tokens` tokens is what it has now. No step in flight computes it."""
         self.num_computed = self.num_scheduled = num_tokens
 
-    def join_step(self, count: int) -> int:
-        """A step is planned that computes its next `count` tokens. Returns the number of logits that it needs from the step.
+    def join_step(self, count: int, at_s: float) -> int:
+        """A step is planned, at `at_s`, that computes its next `count` tokens. Returns the number of logits that it needs from the step.
 
         It samples when the step computes the last of the tokens that are known by the time the step runs.
         """
+        if count > 1 or self.num_scheduled < self.num_prompt_tokens:
+            self.note("chunk", at_s, count)
         self.num_in_flight += 1
         self.num_scheduled = num_scheduled = self.num_scheduled + count
         if self.is_prefill_only or num_scheduled < len(self.token_ids) + self.num_sampling:
