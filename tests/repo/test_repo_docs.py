@@ -92,15 +92,11 @@ def test_the_docstring_of_a_package_names_its_modules_and_no_others(package):
     assert sorted(name for name in named - modules if "/" not in name or not (SOURCES / name).is_file()) == []
 
 
-LACK_A_SEAM = {"speculation"}
-"""Capabilities that would touch more files today. The page says which seam each of them needs first."""
-
-
 def test_each_coming_capability_touches_at_most_six_files():
     touched = {capability: len(modules_in(files)) for capability, _, files in coming_capabilities()}
 
     assert len(touched) >= 10
-    assert {capability for capability, num_files in touched.items() if num_files > 6} == LACK_A_SEAM
+    assert {capability for capability, num_files in touched.items() if num_files > 6} == set()
 
 
 def test_the_page_of_the_architecture_has_lines_that_fit():
