@@ -105,6 +105,20 @@ def test_the_schedulers_time_a_step_is_counted_beside_the_steps():
     assert got[("step_seconds_total",)] == 3.0 + 0.5
 
 
+def test_the_time_of_steps_with_prompts_is_counted_beside_what_was_expected():
+    metrics = Metrics("tiny")
+    for steps, took_s, expected_s in ((2, 0.5, 0.25), (4, 1.0, 1.5), (1, 0.25, 0.125)):
+        metrics.set_scheduler_state(
+            state(prompt_steps=steps, prompt_steps_s=took_s, prompt_steps_expected_s=expected_s)
+        )
+
+    got = values(metrics)
+
+    assert got[("prompt_steps_total",)] == 4 + 1
+    assert got[("prompt_step_seconds_total",)] == 1.0 + 0.25
+    assert got[("prompt_step_expected_seconds_total",)] == 1.5 + 0.125
+
+
 def test_the_tally_of_token_latencies_is_a_histogram():
     metrics = Metrics("tiny")
     for seconds, count in ((0.005, 3), (0.011, 2), (60.0, 1)):

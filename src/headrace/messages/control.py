@@ -60,8 +60,9 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     """Counters since start, and current gauges; `gen_throughput` is in tokens per second over the last interval.
 
     forward_s: seconds the worker spent in steps since start. host_s: seconds the scheduler spent on planning and committing them; with
-    overlap mostly while a step ran. paused: the pause mode, empty while generation runs. released: tags of released memory.
-    replica: its index; clients see it as `dp_rank`, the name that routers expect.
+    overlap mostly while a step ran. prompt_steps, prompt_steps_s, prompt_steps_expected_s: number of the steps with prompt tokens whose time
+    was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). paused: the pause mode, empty while generation runs.
+    released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
     pool: PoolState
@@ -84,6 +85,9 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     waiting_tokens: int
     forward_s: float = 0.0
     host_s: float = 0.0
+    prompt_steps: int = 0
+    prompt_steps_s: float = 0.0
+    prompt_steps_expected_s: float = 0.0
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"

@@ -92,6 +92,9 @@ class Metrics:
         self.scheduler_host_s = self._counter("scheduler_host_seconds", "Spent on planning and committing steps.")
         self.steps = self._counter("steps", "Steps that the model ran.")
         self.step_s = self._counter("step_seconds", "Spent in steps.")
+        self.prompt_steps = self._counter("prompt_steps", "Steps with prompt tokens whose time was predicted.")
+        self.prompt_step_s = self._counter("prompt_step_seconds", "Spent in these steps.")
+        self.prompt_step_expected_s = self._counter("prompt_step_expected_seconds", "Predicted for these steps.")
         self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
         self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that no request uses.")
         self.cache_hit_rate = self._gauge("cache_hit_rate", "Share of the tokens looked up that were cached, 0 to 1.")
@@ -131,6 +134,10 @@ class Metrics:
         self.scheduler_host_s.inc(_added(state.host_s, last.host_s if last else 0.0))
         self.step_s.inc(_added(state.forward_s, last.forward_s if last else 0.0))
         self.steps.inc(_added(state.num_steps, last.num_steps if last else 0))
+        self.prompt_steps.inc(_added(state.prompt_steps, last.prompt_steps if last else 0))
+        self.prompt_step_s.inc(_added(state.prompt_steps_s, last.prompt_steps_s if last else 0.0))
+        expected_s = last.prompt_steps_expected_s if last else 0.0
+        self.prompt_step_expected_s.inc(_added(state.prompt_steps_expected_s, expected_s))
         self._last_states[state.replica] = state
 
     def _counter(self, name: str, text: str) -> Counter:
