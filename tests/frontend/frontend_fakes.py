@@ -180,12 +180,18 @@ class FakeEngine:
         async with asyncio.timeout(20):
             self.pump()
             while not condition():
-                self.handle(await self.inbox.arecv())
+                self.handle(await self.next_message())
+
+    async def next_message(self):
+        """The next message; it stays in the inbox if the wait is cancelled."""
+        while (message := self.inbox.recv_nowait()) is None:  # noqa: ASYNC110, the test looks into the inbox too
+            await asyncio.sleep(0.001)
+        return message
 
     async def echo(self):
         """Answer every request with its prompt, one byte a step, within its limits, until cancelled."""
         while True:
-            self.handle(await self.inbox.arecv())
+            self.handle(await self.next_message())
             for rid in list(self.num_tokens):
                 ids = self.requests[rid].content.ids()[: self.requests[rid].task.params.max_new_tokens]
                 for token_id in ids:

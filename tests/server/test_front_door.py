@@ -41,7 +41,7 @@ class House:
         self.to_front = LocalQueue()
         self.accepting = True
         self.door = FrontDoor(self.frontend, METHODS, self.to_front, self._news, self.tenants.get)
-        self.tasks = [asyncio.create_task(self.door.run())]
+        self.task = asyncio.create_task(self.door.run())
 
     def _news(self) -> FrontNews:
         return FrontNews(list(self.frontend.adapters.names), self.frontend.weights.version, self.accepting, "info")
@@ -49,7 +49,7 @@ class House:
     async def worker(self, number: int) -> RemoteFrontend:
         queue = LocalQueue()
         calls = RemoteCalls(number, self.to_front, queue)
-        self.tasks.append(asyncio.create_task(calls.run()))
+        calls.start()
         self.door.add(number, queue)
         await calls.wait_for_news()
         remote = RemoteFrontend(calls)
@@ -61,9 +61,8 @@ class House:
 async def house():
     made = House()
     yield made
-    for task in made.tasks:
-        task.cancel()
-    await asyncio.gather(*made.tasks, return_exceptions=True)
+    made.task.cancel()
+    await asyncio.gather(made.task, return_exceptions=True)
 
 
 async def updates_of(frontend, **fields):

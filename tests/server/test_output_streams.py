@@ -120,13 +120,13 @@ async def remote_frontend(manager: TokenizerManager):
     to_front, to_worker = LocalQueue(), LocalQueue()
     door = FrontDoor(manager, METHODS, to_front, lambda: FrontNews([], "default", True, "info"), {}.get)
     calls = RemoteCalls(1, to_front, to_worker)
-    tasks = [asyncio.create_task(door.run()), asyncio.create_task(calls.run())]
+    task = asyncio.create_task(door.run())
+    calls.start()
     door.add(1, to_worker)
     await calls.wait_for_news()
     yield RemoteFrontend(calls)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def reply(

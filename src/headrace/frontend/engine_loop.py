@@ -1,6 +1,6 @@
 """The loop that receives the engine's messages.
 
-Owns its task and its thread, and the reason why the engine has failed. Each kind of message has a handler elsewhere. Lives in the event loop
+Owns its thread, and the reason why the engine has failed. Each kind of message has a handler elsewhere. Lives in the event loop
 that first uses it; `is_here` may be called from any thread.
 """
 
@@ -12,7 +12,7 @@ from headrace.errors import ExecutionError
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.replica import nobody_lives
 from headrace.log import get_logger
-from headrace.messages.channel import Receiver
+from headrace.messages.channel import Message, Receiver
 from headrace.messages.dispatch import TypeBasedDispatcher
 from headrace.metrics.watchdog import Watchdog
 
@@ -33,7 +33,6 @@ class EngineLoop:
         self._receiver = receiver
         self._link = link
         self._watchdog = watchdog
-        self._task: asyncio.Task[None] | None = None
         self._thread = -1
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None
 
@@ -54,18 +53,14 @@ class EngineLoop:
 
     def start(self) -> None:
         """Start receiving messages in the running event loop. Later calls do nothing."""
-        if self._task is None:
+        if self._asyncio_loop is None:
             self._asyncio_loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
-            self._task = self._asyncio_loop.create_task(self._run())
+            self._receiver.listen(self._handle)
             self._watchdog.start()
 
-    async def close(self) -> None:
-        """Stop receiving and close the receiver. Idempotent."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        # A receiver that an event loop watches must be closed in that loop.
+    def close(self) -> None:
+        """Stop receiving and close the receiver: in the loop. Idempotent."""
         self._receiver.close()
         self._watchdog.stop()
 
@@ -93,13 +88,12 @@ class EngineLoop:
             loop.call_soon_threadsafe(method, *args)
         return False
 
-    async def _run(self) -> None:
+    def _handle(self, message: Message) -> None:
+        self._watchdog.begin()
         try:
-            while True:
-                with self._watchdog.disabled():
-                    message = await self._receiver.arecv()
-                self._watchdog.feed()
-                self.handlers(message)
+            self.handlers(message)
         except Exception:
             logger.exception("receiving engine messages failed")
+            self._receiver.close()
             self.on_broken()
+        self._watchdog.end()

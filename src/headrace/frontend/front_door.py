@@ -20,7 +20,7 @@ import msgspec
 from headrace.errors import AuthError, RequestError
 from headrace.frontend.remote_methods import RemoteMethod, WireCaller, fault_of
 from headrace.frontend.tenants import Caller, Tenant
-from headrace.messages.channel import Receiver, Sender
+from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.front import (
     FrontCall,
     FrontCancel,
@@ -128,33 +128,30 @@ class FrontDoor:
                 worker.sender.send(news)
 
     async def run(self) -> None:
-        """Take calls until cancelled; then abort those in progress."""
-        news = asyncio.get_running_loop().create_task(self._look_for_news())
+        """Take calls and tell news until cancelled; then abort the calls in progress."""
+        self._receiver.listen(self._handle)
         try:
             while True:
-                message = await self._receiver.arecv()
-                if not isinstance(message, FrontCall | FrontTaken | FrontCancel):
-                    continue
-                worker = self._workers.get(message.worker)
-                if worker is None:
-                    continue  # from an incarnation that has ended
-                if isinstance(message, FrontCall):
-                    self._begin(worker, message)
-                elif (call := worker.calls.get(message.id)) is None:
-                    continue
-                elif isinstance(message, FrontTaken):
-                    call.taken(message.count)
-                else:
-                    call.cancel()
+                self.tell_news()
+                await asyncio.sleep(NEWS_S)
         finally:
-            news.cancel()
             for number in list(self._workers):
                 self.remove(number)
 
-    async def _look_for_news(self) -> None:
-        while True:
-            self.tell_news()
-            await asyncio.sleep(NEWS_S)
+    def _handle(self, message: Message) -> None:
+        if not isinstance(message, FrontCall | FrontTaken | FrontCancel):
+            return
+        worker = self._workers.get(message.worker)
+        if worker is None:
+            return  # from an incarnation that has ended
+        if isinstance(message, FrontCall):
+            self._begin(worker, message)
+        elif (call := worker.calls.get(message.id)) is None:
+            return
+        elif isinstance(message, FrontTaken):
+            call.taken(message.count)
+        else:
+            call.cancel()
 
     def _begin(self, worker: _Worker, message: FrontCall) -> None:
         call = worker.calls[message.id] = _Call()

@@ -425,7 +425,7 @@ class TokenizerManager:
     async def close(self) -> None:
         """Stop the loop and the threads and close the receiver; waiting calls end with an error. Idempotent."""
         self.fail_all(STOPPED)
-        await self.engine_loop.close()
+        self.engine_loop.close()
         self.encoder.close()
 
     def _broken(self) -> None:

@@ -14,6 +14,7 @@ import stat
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -116,8 +117,8 @@ class Receiver(Protocol):
     def recv(self, timeout_s: float) -> Message | None:
         """The next message, or None after `timeout_s` seconds without one."""
 
-    async def arecv(self) -> Message:
-        """The next message. One waiter at a time."""
+    def listen(self, take: Callable[[Message], None]) -> None:
+        """Call `take` with each message from now on, in the running event loop. Instead of the other two."""
 
     def close(self) -> None:
         """Close this end. Idempotent."""
@@ -187,7 +188,7 @@ class LocalQueue:
         self._messages: deque[Message] = deque()
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[Message], None] = lambda message: None
         self._closed = False
 
     def send(self, message: Message) -> None:
@@ -198,9 +199,8 @@ class LocalQueue:
             self._messages.append(message)
             self._changed.notify()
             # call_soon_threadsafe under the lock: the loop cannot be released by `close` in between.
-            if self._loop is not None and self._waiter is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._wake, self._waiter)
-                self._waiter = None
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._hand_over)
 
     def recv_nowait(self) -> Message | None:
         """See `Receiver`."""
@@ -213,15 +213,13 @@ class LocalQueue:
             self._changed.wait_for(lambda: self._messages or self._closed, timeout_s)
             return self._messages.popleft() if self._messages else None
 
-    async def arecv(self) -> Message:
+    def listen(self, take: Callable[[Message], None]) -> None:
         """See `Receiver`."""
-        while True:
-            with self._changed:
-                if self._messages:
-                    return self._messages.popleft()
-                self._loop = asyncio.get_running_loop()
-                waiter = self._waiter = self._loop.create_future()
-            await waiter
+        with self._changed:
+            self._take = take
+            self._loop = asyncio.get_running_loop()
+            for _ in self._messages:
+                self._loop.call_soon(self._hand_over)
 
     def close(self) -> None:
         """See `Sender`."""
@@ -231,10 +229,10 @@ class LocalQueue:
             self._loop = None
             self._changed.notify_all()
 
-    @staticmethod
-    def _wake(waiter: "asyncio.Future[None]") -> None:
-        if not waiter.done():
-            waiter.set_result(None)
+    def _hand_over(self) -> None:
+        message = self.recv_nowait()
+        if message is not None:
+            self._take(message)
 
 
 class LocalChannels:

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from headrace.log import get_logger
@@ -96,7 +96,7 @@ class SocketSender:
 
 
 class SocketReceiver:
-    """A socket that binds the channel's address. The async side watches it with the loop's own selector."""
+    """A socket that binds the channel's address. An event loop that listens watches it with its own selector."""
 
     def __init__(self, address: str) -> None:
         self.dropped_frames = 0
@@ -104,10 +104,8 @@ class SocketReceiver:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         Path(address).unlink(missing_ok=True)  # of a receiver that has died
         self._socket.bind(address)
-        self._taken: deque[Message] = deque()
         self._timeout_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     def recv_nowait(self) -> Message | None:
         """See `Receiver`."""
@@ -126,18 +124,13 @@ class SocketReceiver:
             )
         return self._take(0)
 
-    async def arecv(self) -> Message:
+    def listen(self, take: Callable[[Message], None]) -> None:
         """See `Receiver`."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.fileno(), self._take_for_waiter)
-        while not self._taken:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        return self._taken.popleft()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._hand_over, take)
 
     def close(self) -> None:
-        """See `Receiver`. With the async side in use: call it on that loop or after the loop has stopped."""
+        """See `Receiver`. After `listen`: call it in that loop, or after the loop has stopped."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
         self._loop = None
@@ -159,14 +152,11 @@ class SocketReceiver:
             self.dropped_frames += 1
             logger.warning("dropped a malformed frame of %d bytes (%d so far)", len(frame), self.dropped_frames)
 
-    def _take_for_waiter(self) -> None:
+    def _hand_over(self, take: Callable[[Message], None]) -> None:
         # One message: the loop calls again while there are more, and other work gets its turn between them.
         message = self._take(socket.MSG_DONTWAIT)
-        if message is None:
-            return
-        self._taken.append(message)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if message is not None:
+            take(message)
 
 
 class SocketChannels:

@@ -4,10 +4,9 @@ Owns the timing and one thread per running watchdog. Does not know what the loop
 watchdog ends the process (with `on_timeout`), a soft one only logs a warning.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from headrace.log import get_logger
 
@@ -43,15 +42,14 @@ class Watchdog:
         self._fed_s = self._clock()
         self._reported = False
 
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Context in which the loop may take any time, for example to wait for work."""
+    def end(self) -> None:
+        """From now on the loop may take any time, for example to wait for work."""
         self._watching = False
-        try:
-            yield
-        finally:
-            self.feed()
-            self._watching = True
+
+    def begin(self) -> None:
+        """After `end`: the loop has work again."""
+        self.feed()
+        self._watching = True
 
     def check(self) -> bool:
         """Whether the loop makes no progress. At the start of a stall, logs it and calls `on_timeout`."""

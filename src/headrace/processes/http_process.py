@@ -48,10 +48,6 @@ async def _serve(
 
     calls.on_news = on_news
     calls.on_shutdown = server.shutdown
-    taking = asyncio.get_running_loop().create_task(calls.run())
-    try:
-        await calls.wait_for_news()
-        await server.serve(lambda: on_ready(None))
-    finally:
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)
+    calls.start()
+    await calls.wait_for_news()
+    await server.serve(lambda: on_ready(None))

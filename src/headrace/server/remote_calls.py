@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.frontend.remote_methods import error_of_fault
-from headrace.messages.channel import Receiver, Sender
+from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import ShutdownReq
 from headrace.messages.front import (
     FrontCall,
@@ -64,19 +64,21 @@ class RemoteCalls:
         self._encoder = msgspec.msgpack.Encoder()
         self._told = asyncio.Event()
 
-    async def run(self) -> None:
-        """Receive messages until cancelled."""
-        while True:
-            match await self._receiver.arecv():
-                case FrontReplies(replies):
-                    for reply in replies:
-                        self._take(reply)
-                case FrontNews() as news:
-                    before, self.news = self.news, news
-                    self.on_news(before, news)
-                    self._told.set()
-                case ShutdownReq():
-                    self.on_shutdown()
+    def start(self) -> None:
+        """Receive messages in the running event loop."""
+        self._receiver.listen(self._handle)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case FrontReplies(replies):
+                for reply in replies:
+                    self._take(reply)
+            case FrontNews() as news:
+                before, self.news = self.news, news
+                self.on_news(before, news)
+                self._told.set()
+            case ShutdownReq():
+                self.on_shutdown()
 
     async def wait_for_news(self) -> None:
         """Wait until the main process has been heard."""

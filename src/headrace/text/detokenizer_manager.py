@@ -90,8 +90,9 @@ class DetokenizerManager:
             thread.start()
         try:
             while True:
-                with self._watchdog.disabled():
-                    message = receiver.recv(RECEIVE_WAIT_S)
+                self._watchdog.end()
+                message = receiver.recv(RECEIVE_WAIT_S)
+                self._watchdog.begin()
                 match message:
                     case BatchTokenIDOut():
                         self._to_tokenizer.send(self.handle(message))
