@@ -272,6 +272,11 @@ class Exchange:
         self.bodies.give_back(self._num_held)
         self._num_held = 0
 
+    def write(self, part: bytes) -> Awaitable[None]:
+        """Send a part of the body of a reply that has begun. Middleware looks only at how a reply begins, so none is passed."""
+        send: Send = self.scope["headrace.write"]
+        return send({"type": "http.response.body", "body": part, "more_body": True})
+
     async def reply_json(self, value: object, status: int = 200, headers: Headers | None = None) -> None:
         """One complete JSON reply."""
         await send_json(self.send, value, status, headers)

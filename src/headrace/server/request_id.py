@@ -28,6 +28,7 @@ class RequestIdMiddleware:
         is_sane = _SANE.fullmatch(given) is not None
         request_id = RequestId(given.decode() if is_sane else uuid.uuid4().hex, is_clients=is_sane)
         scope["headrace.request_id"] = request_id
+        scope["headrace.write"] = send  # of the outermost middleware
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

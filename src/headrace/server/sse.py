@@ -53,10 +53,10 @@ async def stream_reply(
         await exchange.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             if first is not None and (frames := render(first)):
-                await exchange.send({"type": "http.response.body", "body": frames, "more_body": True})
+                await exchange.write(frames)
             async for item in items:
                 if frames := render(item):
-                    await exchange.send({"type": "http.response.body", "body": frames, "more_body": True})
+                    await exchange.write(frames)
             end = tail()
         except Exception as exc:
             end = error_frame(describe_error(exc)[2])
