@@ -254,7 +254,7 @@ class CallState:
         self.abandoned = False
         self.error: HeadraceError | None = None
         self._news: dict[int, ReqState] = {}
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def unfinished(self) -> list[ReqState]:
@@ -295,24 +295,29 @@ class CallState:
         """`state` has something new. A waiter that does not stream hears only of ends."""
         if self.stream or state.finish is not None:
             self._news[state.index] = state
-            self._changed.set()
+            self._wake()
 
     def fail(self, error: HeadraceError) -> None:
         """End the call for its waiter."""
         self.error = error
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def next_news(self, timeout_s: float | None) -> ReqState | None:
         """A sample with something new, first come first served; None after `timeout_s` seconds. Raises `error` if set."""
         if not self._news and self.error is None:
-            self._changed.clear()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
             if timeout_s is None:
-                await self._changed.wait()
+                await self._waiter
             else:
                 # A timer is cheaper than wait_for, which makes a task of every wait.
-                timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
+                timer = loop.call_later(timeout_s, self._wake)
                 try:
-                    await self._changed.wait()
+                    await self._waiter
                 finally:
                     timer.cancel()
         if self.error is not None:
