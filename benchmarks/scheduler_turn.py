@@ -105,6 +105,7 @@ def decoding(num_rows: int, num_turns: int, stream: bool) -> Scheduler:
         eos_token_ids=frozenset([2]),
         vocab_size=VOCAB_SIZE,
         stream_interval=1,
+        max_step_s=0.25,
     )
     scheduler: Any = Scheduler(
         config,
