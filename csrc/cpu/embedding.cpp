@@ -1,5 +1,5 @@
 // Embedding lookup: rows of a bf16 or float table, as float, times a scale. The table may be the packed weight of an output
-// projection that is tied to it: blocks of 32 rows, element-major; bf16 as pairs of rows j and j + 16.
+// projection that is tied to it: blocks of 32 rows, element-major; bf16 as pairs of rows j and j + 16, or as pairs of elements of a row.
 #include "kernels.h"
 #include "simd.h"
 #include "threads.h"
@@ -10,6 +10,9 @@ namespace {
 
 HEADRACE_INLINE float widen(bf16 x) { return bf16_to_float(x); }
 HEADRACE_INLINE float widen(float x) { return x; }
+HEADRACE_INLINE int64_t id_of(const EmbeddingArgs& e, int64_t token) {
+  return e.ids_are_int64 ? static_cast<const int64_t*>(e.ids)[token] : static_cast<const int32_t*>(e.ids)[token];
+}
 
 template <class T>
 void lookup(const EmbeddingArgs& e) {
@@ -17,13 +20,24 @@ void lookup(const EmbeddingArgs& e) {
   const int64_t grain = max_of(1, 16384 / max_of(1, e.hidden_size));
   parallel_for(e.tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
-      const int64_t id =
-          e.ids_are_int64 ? static_cast<const int64_t*>(e.ids)[token] : static_cast<const int32_t*>(e.ids)[token];
+      const int64_t id = id_of(e, token);
       const T* const row = static_cast<const T*>(e.table) + id * e.hidden_size;
       float* const out = e.out + token * e.hidden_size;
       int64_t i = 0;
       for (; i + 16 <= e.hidden_size; i += 16) store16(out + i, mul(load16(row + i), scale));
       for (; i < e.hidden_size; ++i) out[i] = widen(row[i]) * e.scale;
+    }
+  });
+}
+
+void lookup_pairs(const EmbeddingArgs& e) {
+  const int64_t grain = max_of(1, 4096 / max_of(1, e.hidden_size)), padded = ceil_div(e.hidden_size, kQuantGroup) * kQuantGroup;
+  parallel_for(e.tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t id = id_of(e, token), block = id / kPackedColumns;
+      const bf16* const first = static_cast<const bf16*>(e.table) + block * kPackedColumns * padded + id % kPackedColumns * 2;
+      float* const out = e.out + token * e.hidden_size;
+      for (int64_t i = 0; i < e.hidden_size; ++i) out[i] = widen(first[i / 2 * kPackedColumns * 2 + i % 2]) * e.scale;
     }
   });
 }
@@ -34,8 +48,7 @@ void lookup_packed(const EmbeddingArgs& e) {
   const int64_t grain = max_of(1, 4096 / max_of(1, e.hidden_size));
   parallel_for(e.tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
-      const int64_t id =
-          e.ids_are_int64 ? static_cast<const int64_t*>(e.ids)[token] : static_cast<const int32_t*>(e.ids)[token];
+      const int64_t id = id_of(e, token);
       const int64_t column = id % columns;
       const int64_t place = sizeof(T) == sizeof(bf16) ? column % 16 * 2 + column / 16 : column;
       const T* const first = static_cast<const T*>(e.table) + id / columns * columns * e.hidden_size + place;
@@ -48,10 +61,13 @@ void lookup_packed(const EmbeddingArgs& e) {
 }  // namespace
 
 void embedding(const EmbeddingArgs& e) {
-  if (e.packed) {
-    e.table_is_bf16 ? lookup_packed<bf16>(e) : lookup_packed<float>(e);
-  } else {
-    e.table_is_bf16 ? lookup<bf16>(e) : lookup<float>(e);
+  switch (e.order) {
+    case TableOrder::kRows:
+      return e.table_is_bf16 ? lookup<bf16>(e) : lookup<float>(e);
+    case TableOrder::kColumns:
+      return e.table_is_bf16 ? lookup_packed<bf16>(e) : lookup_packed<float>(e);
+    case TableOrder::kPairs:
+      return lookup_pairs(e);
   }
 }
 

@@ -24,7 +24,7 @@ void quantize_rows(const QuantizeArgs&);
 void linear_quantized(const QuantizedLinearArgs&);
 float probe_read(const void* memory, int64_t bytes);
 double probe_fma(int64_t rounds);
-double probe_dot(int64_t rounds, bool words);
+double probe_dot(int64_t rounds, DotKind kind);
 const KernelTable& table();
 
 }  // namespace HEADRACE_ISA

@@ -1,9 +1,12 @@
-// Quantised linear layers whose weights have one scale a column, in 8 or 16 bits; activations have a scale for each kWideGroup elements.
+// Linear layers whose weights are codes of 8 or 16 bits with one scale a column, with activations that have a scale for each kWideGroup
+// elements; and those whose weights and activations are bfloat16, without scales.
 //
 // An output is one chain of fused multiply-adds over the groups 0, 1, ... of exact integer sums, whatever the number of rows and the
 // tile they fall in, so a row's bits do not depend on its batch, on chunking or on threads. Between two groups it waits in memory: a
-// group's weights stay in the first-level cache for all rows, and the registers hold integers alone.
+// group's weights stay in the first-level cache for all rows, and the registers hold integers alone. Of bfloat16 it is one chain of
+// products of pairs (simd_bf16.h), which waits there between two groups, too.
 #include "quantized_tile.h"
+#include "simd_bf16.h"
 #include "simd_words.h"
 
 namespace headrace {
@@ -23,6 +26,7 @@ template <QuantScheme kScheme>
 struct Codes;
 template <>
 struct Codes<QuantScheme::kInt8Fast> {
+  using Sum = vi;
   Bytes weights;
   HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_weights(p)}; }
   HEADRACE_INLINE vi start(int32_t start) { return start_of_bytes(start); }
@@ -31,11 +35,20 @@ struct Codes<QuantScheme::kInt8Fast> {
 };
 template <>
 struct Codes<QuantScheme::kInt16> {
+  using Sum = vi;
   vi weights;
   HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_words(reinterpret_cast<const int16_t*>(p))}; }
   HEADRACE_INLINE vi start(int32_t) { return splat_int(0); }
   HEADRACE_INLINE vi splat(const char* x) { return splat_words(reinterpret_cast<const int16_t*>(x)); }
   HEADRACE_INLINE void multiply(vi& sum, const Codes& w, vi x) { dot_words(sum, w.weights, x); }
+};
+template <>
+struct Codes<QuantScheme::kBf16> {
+  using Sum = vf;
+  Pairs weights;
+  HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_pairs(reinterpret_cast<const bf16*>(p))}; }
+  HEADRACE_INLINE Pairs splat(const char* x) { return splat_pair(reinterpret_cast<const bf16*>(x)); }
+  HEADRACE_INLINE void multiply(vf& sum, const Codes& w, const Pairs& x) { dot_pairs(sum, w.weights, x); }
 };
 
 // Rows from `row`, columns from `column`; group `group` of them, of `num_groups`.
@@ -43,19 +56,28 @@ struct Place {
   int64_t row, column, group, num_groups;
 };
 
+// The chain of a tile before a group: what the groups before left in `partial`, [R][C][kLanes].
+HEADRACE_INLINE vf chain(const Place& place, const float* partial) { return place.group == 0 ? splat(0.0f) : load(partial); }
+
 // R rows x C units. `partial` holds the chains of the groups before, [R][C][kLanes].
 template <QuantScheme kScheme, int R, int C>
 __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& place, const uint8_t* const (&codes)[C], const Ahead& ahead, float* partial) {
   using Step = Codes<kScheme>;
+  constexpr bool kFloats = row_format(kScheme).floats;
   constexpr int64_t kValueBytes = row_format(kScheme).value_bytes;
   const int64_t first = place.group * kWideGroup, row_bytes = a.k_padded * kValueBytes;
   const int64_t num_steps = min_of(kWideGroup, a.k_padded - first) * kValueBytes / 4;
   const char* const x = static_cast<const char*>(a.x.values) + place.row * row_bytes + first * kValueBytes;
   const int64_t scales = place.row * place.num_groups + place.group;
-  vi sum[R][C];
+  typename Step::Sum sum[R][C];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    const vi start = Step::start(kScheme == QuantScheme::kInt8Fast ? a.x.starts[scales + r * place.num_groups] : 0);
-    HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
+    HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+      if constexpr (kFloats) {
+        sum[r][c] = chain(place, partial + (r * C + c) * kLanes);
+      } else {
+        sum[r][c] = Step::start(kScheme == QuantScheme::kInt8Fast ? a.x.starts[scales + r * place.num_groups] : 0);
+      }
+    }
   }
   for (int64_t step = 0; step < num_steps; ++step) {
     Step weights[C];
@@ -64,16 +86,19 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
       weights[c] = Step::load(codes[c] + step * kStepBytes);
     }
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      const vi values = Step::splat(x + r * row_bytes + step * 4);
+      const auto values = Step::splat(x + r * row_bytes + step * 4);
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) Step::multiply(sum[r][c], weights[c], values);
     }
   }
   vf result[R][C];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-    const vf x_scale = splat(a.x.scales[scales + r * place.num_groups]);
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-      const vf before = place.group == 0 ? splat(0.0f) : load(partial + (r * C + c) * kLanes);
-      result[r][c] = fma(to_float(sum[r][c]), x_scale, before);
+      if constexpr (kFloats) {
+        result[r][c] = sum[r][c];
+      } else {
+        const vf x_scale = splat(a.x.scales[scales + r * place.num_groups]);
+        result[r][c] = fma(to_float(sum[r][c]), x_scale, chain(place, partial + (r * C + c) * kLanes));
+      }
     }
   }
   if (place.group + 1 == place.num_groups) return finish<R, C>(a, place.row, place.column, result);
@@ -121,8 +146,14 @@ void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t beg
 }  // namespace
 
 void linear_by_column(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  a.scheme == QuantScheme::kInt16 ? blocks<QuantScheme::kInt16>(a, row, rows, begin, end)
-                                  : blocks<QuantScheme::kInt8Fast>(a, row, rows, begin, end);
+  switch (a.scheme) {
+    case QuantScheme::kBf16:
+      return blocks<QuantScheme::kBf16>(a, row, rows, begin, end);
+    case QuantScheme::kInt16:
+      return blocks<QuantScheme::kInt16>(a, row, rows, begin, end);
+    default:
+      return blocks<QuantScheme::kInt8Fast>(a, row, rows, begin, end);
+  }
 }
 
 }  // namespace HEADRACE_ISA

@@ -221,6 +221,7 @@ void linear_quantized(const QuantizedLinearArgs& a) {
             break;
           case QuantScheme::kInt8Fast:
           case QuantScheme::kInt16:
+          case QuantScheme::kBf16:
             linear_by_column(a, row, rows, block, block + count);
             break;
         }

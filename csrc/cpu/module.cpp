@@ -108,7 +108,7 @@ void gelu_tanh_mul(Address x, int64_t x_stride, Address out, int64_t rows, int64
   kernels().gelu_tanh_mul({at<float>(x), x_stride, at<float>(out), rows, size});
 }
 
-void embedding(Address table, bool table_is_bf16, bool packed, Address ids, bool ids_are_int64, Address out, int64_t tokens,
+void embedding(Address table, bool table_is_bf16, int order, Address ids, bool ids_are_int64, Address out, int64_t tokens,
                int64_t vocab_size, int64_t hidden_size, float scale) {
   if (ids_are_int64) {
     check_indices("embedding: id", at<int64_t>(ids), tokens, 0, vocab_size);
@@ -116,7 +116,7 @@ void embedding(Address table, bool table_is_bf16, bool packed, Address ids, bool
     check_indices("embedding: id", at<int32_t>(ids), tokens, 0, vocab_size);
   }
   kernels().embedding(
-      {at<void>(table), table_is_bf16, packed, at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
+      {at<void>(table), table_is_bf16, static_cast<TableOrder>(order), at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
 }
 
 void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
@@ -187,7 +187,7 @@ float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at
 
 double probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
 
-double probe_dot(int64_t rounds, bool words) { return kernels().probe_dot(rounds, words); }
+double probe_dot(int64_t rounds, int kind) { return kernels().probe_dot(rounds, static_cast<DotKind>(kind)); }
 
 }  // namespace
 

@@ -102,7 +102,7 @@ void products(const Segment* segments, int64_t num_segments, const Inputs& x, in
       float* const out = y + s.first * n + column;
       if (is_quantized(w)) {
         linear_quantized({x.from(s.first), static_cast<QuantScheme>(w.format), reinterpret_cast<const uint8_t*>(weight),
-                          reinterpret_cast<const float*>(w.column_scales) + column, bias, out, n, s.rows, columns, Inputs::padded(x.k), false});
+                          w.column_scales == 0 ? nullptr : reinterpret_cast<const float*>(w.column_scales) + column, bias, out, n, s.rows, columns, Inputs::padded(x.k), false});
       } else {
         linear({x.floats + s.first * x.k, x.k, weight, w.format == kExpertBf16, bias, out, n, s.rows, columns, x.k, false});
       }

@@ -30,9 +30,10 @@ struct LinearArgs {
 };
 
 // How rows of activations are quantised: signed bytes or words of value_bytes, and a scale for each `group` elements, a multiple of 32.
-// zero: the code of the weights that stands for 0.
+// zero: the code of the weights that stands for 0. floats: values are bfloat16 instead, and nothing is written beside them.
 struct RowFormat {
   int64_t value_bytes, group, zero;
+  bool floats = false;
 };
 
 // x[rows, k] as values [rows][k rounded up to 32], and [rows][groups] of scales, starts (minus the sum of a group's values times zero: what
@@ -50,15 +51,17 @@ struct QuantizeArgs {
 
 // How a quantised weight is packed, in blocks of 32 columns; k is rounded up to 32 and the codes beyond it are those of 0.
 // kInt8, kInt4, kInt4Min: [n / 32][k / 32] records of codes, 32 half scales and (kInt4Min) 32 half minimums. kInt8Fast, kInt16: codes alone.
+// kBf16: [k / 2][32][2] bfloat16, the weights themselves, and activations in bfloat16; see simd_bf16.h.
 // Codes of 16 bits: [k / 2][32][2] signed words, weight = scale * code. Those of a column have a norm of at most kMaxWordsNorm in each
 // kWideGroup of k, and activations one of at most kMaxWord * sqrt(kWideGroup), so that their product is below 2^31 (Cauchy and Schwarz).
 // Codes of 8 bits: [k / 4][32][4] bytes, weight = scale * (code - 128). Codes of 4 bits: [k / 8][32][4] bytes, k 8 i + j in the low
 // nibble of byte j and 8 i + 4 + j in the high one; weight = scale * (code - 8), or scale * code - minimum.
-enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3, kInt16 = 4 };
+enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3, kInt16 = 4, kBf16 = 5 };
 
 // Of the activations of a linear layer.
 constexpr RowFormat row_format(QuantScheme scheme) {
-  return scheme == QuantScheme::kInt16      ? RowFormat{2, kWideGroup, 0}
+  return scheme == QuantScheme::kBf16       ? RowFormat{2, kWideGroup, 0, true}
+         : scheme == QuantScheme::kInt16    ? RowFormat{2, kWideGroup, 0}
          : scheme == QuantScheme::kInt8Fast ? RowFormat{1, kWideGroup, 128}
          : scheme == QuantScheme::kInt8     ? RowFormat{1, kQuantGroup, 128}
          : scheme == QuantScheme::kInt4     ? RowFormat{1, kQuantGroup, 8}
@@ -70,6 +73,7 @@ constexpr int64_t packed_block_bytes(QuantScheme scheme, int64_t k_padded) {
   const int64_t scales = k_padded / kQuantGroup * 2;  // of a column
   switch (scheme) {
     case QuantScheme::kInt16:
+    case QuantScheme::kBf16:
       return kPackedColumns * k_padded * 2;
     case QuantScheme::kInt8Fast:
       return kPackedColumns * k_padded;
@@ -91,7 +95,8 @@ struct QuantizedRows {
   const float* scaled_sums;
 };
 
-// y[rows, n] = x @ weight^T * column_scales (+ bias) (+ y when accumulate). column_scales and bias have n rounded up to 32 elements.
+// y[rows, n] = x @ weight^T * column_scales (+ bias) (+ y when accumulate). column_scales, null for kBf16, and bias have n rounded up to
+// 32 elements.
 struct QuantizedLinearArgs {
   QuantizedRows x;
   QuantScheme scheme;
@@ -222,10 +227,13 @@ struct GatedArgs {
   int64_t rows, size;
 };
 
-// packed: the table is a packed weight of the linear kernels, not rows.
+// kRows: the table is [ids][hidden_size]. The others: a packed weight, of LinearArgs or of QuantScheme::kBf16.
+enum class TableOrder : int { kRows = 0, kColumns = 1, kPairs = 2 };
+
 struct EmbeddingArgs {
   const void* table;
-  bool table_is_bf16, packed;
+  bool table_is_bf16;
+  TableOrder order;
   const void* ids;
   bool ids_are_int64;
   float* out;
@@ -282,6 +290,9 @@ struct MoeArgs {
   bool gelu;
 };
 
+// What probe_dot multiplies: bytes, words, or pairs of bfloat16.
+enum class DotKind : int { kBytes = 0, kWords = 1, kBf16 = 2 };
+
 struct KernelTable {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -303,7 +314,7 @@ struct KernelTable {
   void (*linear_quantized)(const QuantizedLinearArgs&);
   float (*probe_read)(const void* memory, int64_t bytes);
   double (*probe_fma)(int64_t rounds);
-  double (*probe_dot)(int64_t rounds, bool words);
+  double (*probe_dot)(int64_t rounds, DotKind kind);
 };
 
 }  // namespace headrace

@@ -1,5 +1,7 @@
-// What the machine can do at best: how fast memory is read, how many multiply-adds of floats, bytes and words a second. For benchmarks, not for models.
+// What the machine can do at best: how fast memory is read, how many multiply-adds of floats, bytes, words and bfloat16 a second. For
+// benchmarks, not for models.
 #include "kernels.h"
+#include "simd_bf16.h"
 #include "simd_words.h"
 #include "threads.h"
 
@@ -27,25 +29,51 @@ float read_block(const float* x, int64_t floats) {
   return lanes[0];
 }
 
-// count x kChains vectors of dot products; returns the sum of all lanes.
+// How the linear layers multiply four bytes of a lane, two words or a pair of bfloat16.
+struct ByteDot {
+  using Operand = vi;
+  using Sum = vi;
+  HEADRACE_INLINE vi load(const void* p) { return load_bytes(p); }
+  HEADRACE_INLINE vi splat(const void* p) { return splat_bytes(p); }
+  HEADRACE_INLINE vi start() { return splat_int(0); }
+  HEADRACE_INLINE void multiply(vi& sum, vi a, vi b) { dot_nibbles(sum, a, b); }
+  HEADRACE_INLINE bool is_negative(vi sum) { return reduce_add_int(sum) < 0; }
+};
+struct WordDot : ByteDot {
+  HEADRACE_INLINE void multiply(vi& sum, vi a, vi b) { dot_words(sum, a, b); }
+};
+struct Bf16Dot {
+  using Operand = Pairs;
+  using Sum = vf;
+  HEADRACE_INLINE Pairs load(const void* p) { return load_pairs(static_cast<const bf16*>(p)); }
+  HEADRACE_INLINE Pairs splat(const void* p) { return splat_pair(static_cast<const bf16*>(p)); }
+  HEADRACE_INLINE vf start() { return headrace::HEADRACE_ISA::splat(0.0f); }
+  HEADRACE_INLINE void multiply(vf& sum, const Pairs& a, const Pairs& b) { dot_pairs(sum, a, b); }
+  HEADRACE_INLINE bool is_negative(vf sum) { return reduce_add(sum) < 0.0f; }
+};
+
+// count x kChains vectors of dot products of zeros that come from memory and might change, so no product is computed once and added
+// often; returns whether a sum is below 0.
 template <class Dot>
-HEADRACE_INLINE int32_t dots(int64_t count, Dot dot) {
+HEADRACE_INLINE bool dots(int64_t count) {
   constexpr int kWeights = 4, kValues = kChains / kWeights;
   alignas(64) uint8_t codes[kWeights * kLanes * 4] = {};
   int8_t values[kValues * 4] = {};
   asm volatile("" : : "r"(codes), "r"(values) : "memory");
-  vi x[kValues], sum[kChains];
-  HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) x[v] = splat_bytes(values + v * 4);
-  HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = splat_int(c);
+  typename Dot::Operand x[kValues];
+  typename Dot::Sum sum[kChains];
+  HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) x[v] = Dot::splat(values + v * 4);
+  HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = Dot::start();
   for (int64_t i = 0; i < count; ++i) {
     asm volatile("" : : "r"(codes) : "memory");
     HEADRACE_UNROLL for (int w = 0; w < kWeights; ++w) {
-      const vi weights = load_bytes(codes + w * kLanes * 4);
-      HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) dot(sum[w * kValues + v], weights, x[v]);
+      const typename Dot::Operand weights = Dot::load(codes + w * kLanes * 4);
+      HEADRACE_UNROLL for (int v = 0; v < kValues; ++v) Dot::multiply(sum[w * kValues + v], weights, x[v]);
     }
   }
-  HEADRACE_UNROLL for (int c = 1; c < kChains; ++c) sum[0] = add_int(sum[0], sum[c]);
-  return reduce_add_int(sum[0]);
+  bool any = false;
+  HEADRACE_UNROLL for (int c = 0; c < kChains; ++c) any = any || Dot::is_negative(sum[c]);
+  return any;
 }
 
 }  // namespace
@@ -80,18 +108,18 @@ double probe_fma(int64_t rounds) {
   return static_cast<double>(seen) + 2.0 * kChains * kLanes * kRounds * static_cast<double>(blocks);
 }
 
-// The same for dot products of bytes or of words, as the quantised linears use them: four or two multiply-adds a lane. The operands come
-// from memory that might change, so no product is computed once and added often.
-double probe_dot(int64_t rounds, bool words) {
+// The same for dot products, as the linear layers that round their input use them: four multiply-adds a lane of bytes, else two.
+double probe_dot(int64_t rounds, DotKind kind) {
   const int64_t blocks = ceil_div(rounds, kRounds);
   int32_t seen = 0;
   parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
     const int64_t count = (end - begin) * kRounds;
-    const int32_t total = words ? dots(count, [](vi& sum, vi a, vi b) __attribute__((always_inline)) { dot_words(sum, a, b); })
-                                : dots(count, [](vi& sum, vi a, vi b) __attribute__((always_inline)) { dot_nibbles(sum, a, b); });
-    if (total < 0) __atomic_store(&seen, &total, __ATOMIC_RELAXED);
+    const int32_t is_negative = kind == DotKind::kBytes   ? dots<ByteDot>(count)
+                                : kind == DotKind::kWords ? dots<WordDot>(count)
+                                                          : dots<Bf16Dot>(count);
+    if (is_negative != 0) __atomic_store(&seen, &is_negative, __ATOMIC_RELAXED);
   });
-  return static_cast<double>(seen) + 2.0 * (words ? 2 : 4) * kChains * kLanes * kRounds * static_cast<double>(blocks);
+  return static_cast<double>(seen) + 2.0 * (kind == DotKind::kBytes ? 4 : 2) * kChains * kLanes * kRounds * static_cast<double>(blocks);
 }
 
 }  // namespace HEADRACE_ISA

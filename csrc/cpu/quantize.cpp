@@ -1,8 +1,9 @@
-// Activations as signed bytes or words: a scale for each group of elements, and the sums that the linear layers need.
+// Activations as signed bytes or words: a scale for each group of elements, and the sums that the linear layers need. Or as bfloat16.
 //
 // scale = largest magnitude / limit, value = x / scale rounded to nearest even, so values are -limit .. limit: 127 or kMaxWord. The bits
 // of a row depend on that row alone. A NaN or infinity makes the scale of its group non-finite, and with it every output of the row.
 #include "kernels.h"
+#include "simd_bf16.h"
 #include "simd_words.h"
 #include "threads.h"
 
@@ -77,12 +78,25 @@ void quantize_row(const QuantizeArgs& q, int64_t row) {
   }
 }
 
+void round_row(const QuantizeArgs& q, int64_t row) {
+  bf16* const values = static_cast<bf16*>(q.values) + row * ceil_div(q.k, kGroup) * kGroup;
+  for_each_32(q.x + row * q.x_stride, 0, q.k, [&](int64_t at, const float* some) {
+    HEADRACE_UNROLL for (int i = 0; i < kGroup; i += 2 * kLanes) store_rounded(values + at + i, load(some + i), load(some + i + kLanes));
+  });
+}
+
 }  // namespace
 
 void quantize_rows(const QuantizeArgs& q) {
   const int64_t grain = max_of(1, 16384 / max_of(1, q.k));
   parallel_for(q.rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) q.format.value_bytes == 1 ? quantize_row<int8_t>(q, row) : quantize_row<int16_t>(q, row);
+    for (int64_t row = begin; row < end; ++row) {
+      if (q.format.floats) {
+        round_row(q, row);
+      } else {
+        q.format.value_bytes == 1 ? quantize_row<int8_t>(q, row) : quantize_row<int16_t>(q, row);
+      }
+    }
   });
 }
 

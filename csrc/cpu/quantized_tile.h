@@ -22,7 +22,7 @@ HEADRACE_INLINE void finish(const QuantizedLinearArgs& a, int64_t row, int64_t c
     const int64_t first = column + c * kLanes;
     const int64_t valid = min_of(kLanes, a.n - first);
     if (valid <= 0) continue;
-    const vf scale = load(a.column_scales + first);
+    const vf scale = a.column_scales == nullptr ? splat(1.0f) : load(a.column_scales + first);
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
       float* const y = a.y + (row + r) * a.y_stride + first;
       vf value = mul(result[r][c], scale);
@@ -50,7 +50,7 @@ HEADRACE_INLINE void for_row_tiles(int64_t row, int64_t rows, Body body) {
   }
 }
 
-// Weights with one scale a column (kInt8Fast, kInt16): rows [row, row + rows) by blocks [begin, end) of columns; rows <= kRowBlock.
+// Weights with one scale a column or none (kInt8Fast, kInt16, kBf16): rows [row, row + rows) by blocks [begin, end) of columns; rows <= kRowBlock.
 void linear_by_column(const QuantizedLinearArgs&, int64_t row, int64_t rows, int64_t begin, int64_t end);
 
 }  // namespace HEADRACE_ISA

@@ -111,12 +111,13 @@ def test_an_unknown_shape_or_op_is_refused(options: KernelOptions, quiet: Consol
 
 
 def test_the_limit_is_the_longer_of_reading_and_computing():
-    limits = MachineLimits(10.0, 100.0, 400.0, 200.0).best(MachineLimits(20.0, 50.0, 200.0, 300.0))
+    limits = MachineLimits(10.0, 100.0, 400.0, 200.0, 50.0).best(MachineLimits(20.0, 50.0, 200.0, 300.0, 40.0))
 
     assert limits.shortest_s(40, 100) == 2.0
     assert limits.shortest_s(40, 400) == 4.0
     assert limits.shortest_s(40, 100, 800) == 3.0
     assert limits.shortest_s(40, 100, 400, 600) == 4.0
+    assert limits.shortest_s(40, 100, 400, 600, 50) == 5.0
 
 
 def test_timings_are_ordered():

@@ -10,12 +10,14 @@ from headrace.kernels import PackedExperts, cpu
 from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS
 from headrace.layers.quantization import integer_format
 
-KINDS = ["float32", "bfloat16", *names_on_cpu()]
+KINDS = ["float32", "bfloat16", "rounded to bfloat16", *names_on_cpu()]
 # (num_experts, top_k, hidden_size, intermediate_size): sizes that fill neither blocks of 32 columns nor groups of 32 elements.
 SHAPES = [(1, 1, 32, 32), (5, 3, 40, 24), (9, 2, 97, 70), (130, 8, 16, 8)]
 
 
 def packed(weight: torch.Tensor, kind: str) -> kernels.PackedLinear:
+    if kind == "rounded to bfloat16":
+        return kernels.pack_linear(weight, rounded=True)
     matrix: torch.Tensor | QuantizedMatrix
     matrix = (
         weight.to(getattr(torch, kind)) if kind in ("float32", "bfloat16") else integer_format(kind).quantize(weight)
@@ -44,7 +46,7 @@ def routed(rows: int, num_experts: int, top_k: int, hidden: int) -> tuple[torch.
 
 def through(x: torch.Tensor, linear: kernels.PackedLinear) -> torch.Tensor:
     """float64 product of what the kernel multiplies."""
-    seen = x.double()
+    seen = (x.bfloat16() if linear.layout in ("native_bf16_pairs", "torch_bf16") else x).double()
     quantized = QUANTIZED_LAYOUTS.get(linear.layout)
     rounding = ROUNDINGS.get(linear.layout) if quantized is None else FORMATS[quantized.scheme].activations
     if rounding is not None:

@@ -130,7 +130,7 @@ void linears() {
           });
         }
         for (const QuantScheme scheme :
-             {QuantScheme::kInt16, QuantScheme::kInt8, QuantScheme::kInt8Fast, QuantScheme::kInt4, QuantScheme::kInt4Min}) {
+             {QuantScheme::kBf16, QuantScheme::kInt16, QuantScheme::kInt8, QuantScheme::kInt8Fast, QuantScheme::kInt4, QuantScheme::kInt4Min}) {
           const Buffer<uint8_t> weight = packed_bytes(columns / kPackedColumns * packed_block_bytes(scheme, k_padded));
           same_for_any_threads("quantised linear" + shape({s.rows, s.n, s.k, static_cast<int>(scheme), accumulate}), [&] {
             g_random = 7;
@@ -142,7 +142,7 @@ void linears() {
         }
       }
     }
-    for (const RowFormat format : {RowFormat{1, 32, 128}, RowFormat{1, 128, 8}, RowFormat{1, s.k, 0}, RowFormat{2, 128, 0}}) {
+    for (const RowFormat format : {RowFormat{1, 32, 128}, RowFormat{1, 128, 8}, RowFormat{1, s.k, 0}, RowFormat{2, 128, 0}, RowFormat{2, 128, 0, true}}) {
       same_for_any_threads("quantise rows" + shape({s.rows, s.k, format.value_bytes, format.group}), [&] {
         const int64_t num_scales = s.rows * ((s.k + format.group - 1) / format.group);
         const Buffer<uint8_t> values(s.rows * k_padded * format.value_bytes);

@@ -21,14 +21,16 @@ from headrace.kernels.packing import PackedLinear
 from headrace.kernels.registry import for_layout, select
 
 
-def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None) -> PackedLinear:
+def pack_linear(
+    weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None, *, rounded: bool = False
+) -> PackedLinear:
     """Prepare a weight [n, k] (bfloat16, float16, float32, or quantised) and a bias [n] for `linear`; once, when the model is loaded.
 
     The native layout is a copy: the caller may drop `weight`. With a quantised weight, `linear` also quantises its input, see
-    `quantize_rows`. It is on the CPU.
+    `quantize_rows`. It is on the CPU. rounded: a float weight on the CPU is rounded to bfloat16, and `linear` rounds its input to it.
     """
     device = weight.device.type if isinstance(weight, torch.Tensor) else weight.codes.device.type
-    return cast(PackedLinear, select("pack_linear", device)(weight, bias))
+    return cast(PackedLinear, select("pack_linear", device)(weight, bias, rounded))
 
 
 def linear(
@@ -103,7 +105,7 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float = 1.0) -> torch.Tensor:
     """table[ids] * scale: ids int32 or int64 [tokens], table bfloat16 or float32 [vocab_size, size] -> [tokens, size].
 
-    table: may be the packed weight of an output projection, not quantised, whose row i is the embedding of token i. ValueError for an id
+    table: may be the packed weight of an output projection, of floats, whose row i is the embedding of token i. ValueError for an id
     outside the table (on CPU).
     """
     if isinstance(table, PackedLinear):

@@ -20,6 +20,7 @@ PACKED_COLUMNS = 32
 
 Layout = Literal[
     "native_bf16",
+    "native_bf16_pairs",
     "native_f32",
     "native_int16",
     "native_int8",
@@ -27,6 +28,7 @@ Layout = Literal[
     "native_int4",
     "native_int4_min",
     "torch",
+    "torch_bf16",
     "torch_int8",
     "torch_int8_fast",
     "torch_int16",
@@ -52,8 +54,11 @@ QUANTIZED_LAYOUTS: dict[Layout, QuantizedLayout] = {
     "native_int16": QuantizedLayout(4, "int16"),
 }
 
-QUANT_SCHEMES: dict[str, int] = {layout: quantized.kernel for layout, quantized in QUANTIZED_LAYOUTS.items()}
-"""QuantScheme of csrc/cpu/ops.h, by layout."""
+QUANT_SCHEMES: dict[str, int] = {
+    **{layout: quantized.kernel for layout, quantized in QUANTIZED_LAYOUTS.items()},
+    "native_bf16_pairs": 5,
+}
+"""QuantScheme of csrc/cpu/ops.h, by layout: those whose products round their input."""
 
 ROUNDINGS: dict[Layout, Rounding] = {
     "torch_int8": Rounding(8, KERNEL_GROUP),
@@ -74,9 +79,10 @@ class PackedLinear:
     """A linear layer's weight in the layout of the implementation that will run it.
 
     data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
-        torch: [n, k] as given (float32 on CPU). Columns beyond n are 0. The native_int layouts: uint8, `quantized_packing`;
-        torch_int8, torch_int8_fast, torch_int16: float32[n, k], the weights; activations are rounded as ROUNDINGS says. torch_fp8,
-        torch_int4: of a GPU, see `torch_quantized`.
+        native_bf16_pairs: bf16[ceil(n / 32), ceil(k / 32) * 16, 32, 2], pairs of elements of a row; activations are rounded to bfloat16.
+        torch: [n, k] as given (float32 on CPU). Columns and elements beyond n and k are 0. The native_int layouts: uint8,
+        `quantized_packing`; torch_int8, torch_int8_fast, torch_int16: float32[n, k], the weights; activations are rounded as ROUNDINGS
+        says; torch_bf16: the same, to bfloat16. torch_fp8, torch_int4: of a GPU, see `torch_quantized`.
     bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
         n rounded up to 32 elements, a factor of each column.
     """
@@ -120,6 +126,17 @@ def pack_native(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear
     padded = torch.nn.functional.pad(weight.to(torch.float32), (0, 0, 0, padding))
     data = padded.reshape(blocks, PACKED_COLUMNS, k).permute(0, 2, 1).contiguous()
     return PackedLinear(n, k, "native_f32", data, padded_bias)
+
+
+def pack_native_pairs(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    """Pack a CPU weight [n, k] for the native kernel that rounds its input to bfloat16; the weight is rounded to it, too."""
+    n, k = weight.shape
+    more_rows, more = -n % PACKED_COLUMNS, -k % KERNEL_GROUP
+    padded = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, more, 0, more_rows))
+    data = padded.reshape(-1, PACKED_COLUMNS, (k + more) // 2, 2).permute(0, 2, 1, 3).contiguous()
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias.to(torch.float32), (0, more_rows)).contiguous()
+    return PackedLinear(n, k, "native_bf16_pairs", data, bias)
 
 
 def pack_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:

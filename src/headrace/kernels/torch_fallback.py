@@ -5,6 +5,7 @@ so that a row's bits do not depend on the rows beside it; on other devices they 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -49,12 +50,14 @@ TILE_ROWS = 16
 KEY_BLOCK = 256
 
 
-def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
+def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None, rounded: bool) -> PackedLinear:
     """See `headrace.kernels.ops.pack_linear`."""
     if isinstance(weight, QuantizedMatrix):
         check_quantized(weight, bias)
         return pack_torch_quantized(weight, bias) if weight.codes.device.type == "cpu" else pack_codes(weight, bias)
     check_linear(weight, bias)
+    if rounded:
+        return replace(pack_torch(weight.to(torch.bfloat16), bias), layout="torch_bf16")
     return pack_torch(weight, bias)
 
 
@@ -71,7 +74,9 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         if packed.bias is not None:
             y += packed.bias.to(y.dtype)
         return y if out is None else out.add_(y) if accumulate else out.copy_(y)
-    if packed.layout != "torch":
+    if packed.layout == "torch_bf16":
+        x = x.to(torch.bfloat16).to(x.dtype)
+    elif packed.layout != "torch":
         rounding = ROUNDINGS[packed.layout]
         values, scales = quantize_rows(x, rounding.group, rounding.bits)
         x = values * scales.repeat_interleave(rounding.group, dim=1)[:, : packed.k]
@@ -168,7 +173,7 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
     """See `headrace.kernels.ops.embedding`. float32 on CPU, the table's dtype elsewhere."""
     if isinstance(table, PackedLinear):
-        if table.layout != "torch":
+        if table.layout not in ("torch", "torch_bf16"):
             raise ValueError(f"embedding: a table of layout {table.layout} cannot be looked up")
         table = table.data
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.shape[0]:

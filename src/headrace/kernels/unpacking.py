@@ -18,6 +18,8 @@ def unpack_linear(packed: PackedLinear) -> torch.Tensor:
         return unpack_quantized(packed)
     if packed.layout == "native_bf16":
         return packed.data.permute(0, 3, 2, 1).reshape(-1, packed.k)[: packed.n]
+    if packed.layout == "native_bf16_pairs":
+        return packed.data.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: packed.n, : packed.k]
     if packed.layout == "native_f32":
         return packed.data.permute(0, 2, 1).reshape(-1, packed.k)[: packed.n]
     if packed.layout == "torch_fp8":

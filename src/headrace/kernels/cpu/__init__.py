@@ -53,6 +53,12 @@ def why_not() -> str:
     return _reason
 
 
+def isa() -> str:
+    """The instruction set of the kernels; "" if the extension cannot be loaded."""
+    native = load()
+    return "" if native is None else str(native.isa())
+
+
 def isas() -> list[tuple[str, str]]:
     """(instruction set, reason why not or "") of this build, best first; empty if the extension cannot be loaded."""
     native = load()

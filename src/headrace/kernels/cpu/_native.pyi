@@ -101,7 +101,7 @@ def gelu_tanh_mul(x: int, x_stride: int, out: int, rows: int, size: int) -> None
 def embedding(
     table: int,
     table_is_bf16: bool,
-    packed: bool,
+    order: int,
     ids: int,
     ids_are_int64: bool,
     out: int,
@@ -203,4 +203,4 @@ class Decoder:
 
 def probe_read(memory: int, bytes: int) -> float: ...
 def probe_fma(rounds: int) -> float: ...
-def probe_dot(rounds: int, words: bool) -> float: ...
+def probe_dot(rounds: int, kind: int) -> float: ...

@@ -19,6 +19,7 @@ from headrace.kernels.packing import (
     check_linear,
     kv_cache_geometry,
     pack_native,
+    pack_native_pairs,
 )
 from headrace.kernels.quantized_packing import check_quantized, pack_native_quantized
 from headrace.kernels.torch_fallback import lora_delta
@@ -26,14 +27,17 @@ from headrace.kernels.torch_fallback import lora_delta
 # Its products are native if the factors are packed for these kernels; the rest is an addition.
 __all__ = ["lora_delta"]
 
+_TABLE_ORDERS = {"native_bf16": 1, "native_f32": 1, "native_bf16_pairs": 2}
+"""TableOrder of csrc/cpu/ops.h, by layout of a packed table; 0 is that of plain rows."""
 
-def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
+
+def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None, rounded: bool) -> PackedLinear:
     """See `headrace.kernels.ops.pack_linear`."""
     if isinstance(weight, QuantizedMatrix):
         check_quantized(weight, bias)
         return pack_native_quantized(weight, bias)
     check_linear(weight, bias)
-    return pack_native(weight, bias)
+    return pack_native_pairs(weight, bias) if rounded else pack_native(weight, bias)
 
 
 def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
@@ -48,13 +52,14 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         out_rows, y_stride = _rows("linear: out", out, packed.n)
         if out_rows != rows:
             raise ValueError(f"linear: out has {out_rows} rows, x has {rows}")
-    if packed.column_scales is not None:
+    scheme = QUANT_SCHEMES.get(packed.layout)
+    if scheme is not None:
         _native.linear_quantized(
             x.data_ptr(),
             x_stride,
-            QUANT_SCHEMES[packed.layout],
+            scheme,
             packed.data.data_ptr(),
-            packed.column_scales.data_ptr(),
+            0 if packed.column_scales is None else packed.column_scales.data_ptr(),
             0 if packed.bias is None else packed.bias.data_ptr(),
             out.data_ptr(),
             y_stride,
@@ -222,10 +227,11 @@ def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: floa
     """See `headrace.kernels.ops.embedding`."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
         raise ValueError(f"embedding: ids must be contiguous int32 or int64 [n], got {ids.dtype} {tuple(ids.shape)}")
-    packed = isinstance(table, PackedLinear)
+    order = 0
     if isinstance(table, PackedLinear):
-        if table.layout not in ("native_bf16", "native_f32"):
+        if table.layout not in _TABLE_ORDERS:
             raise ValueError(f"embedding: a table of layout {table.layout} cannot be looked up")
+        order = _TABLE_ORDERS[table.layout]
         data, vocab_size, hidden_size = table.data, table.n, table.k
     else:
         if table.dim() != 2 or table.dtype not in (torch.bfloat16, torch.float32) or not table.is_contiguous():
@@ -238,7 +244,7 @@ def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: floa
     _native.embedding(
         data.data_ptr(),
         data.dtype == torch.bfloat16,
-        packed,
+        order,
         ids.data_ptr(),
         ids.dtype == torch.int64,
         out.data_ptr(),
