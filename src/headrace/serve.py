@@ -203,7 +203,8 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     gib = 2**30
     rows = (
         ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB)"),
-        ("precision", f"{ready.weights} weights, {ready.kv_cache_dtype} KV, on {ready.device}"),
+        ("precision", f"{ready.precision}, {ready.kv_cache_dtype} KV, on {ready.device}"),
+        *(("because", choice) for choice in ready.decisions if choice.startswith(("activations", "quantization"))),
         ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
         ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
         ("attention", ready.attention_backend),

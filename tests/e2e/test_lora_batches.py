@@ -59,14 +59,15 @@ def test_greedy_tokens_are_those_of_the_merged_model(engine: Engine, tiny_model:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"activations": "float32"},
+        {"activations": "bfloat16"},
         {"dtype": "float32", "chunked_prefill_size": 7},
         {"disable_overlap_schedule": True, "disable_radix_cache": True},
         {"max_total_tokens": 256, "schedule_conservativeness": 0.01},
         *({"quantization": name} for name in names_on_cpu()),
         {"disable_native_kernels": True},
     ],
-    ids=lambda options: ",".join(options) or "bfloat16",
+    ids=lambda options: ",".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_a_mixed_batch_gives_what_each_gives_alone(tiny_model: str, adapters, options: dict[str, Any]):
     prompts = [random_ids(length, seed=length) for length in (3, 30, 30, 17, 41, 20)]

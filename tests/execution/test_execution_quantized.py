@@ -26,7 +26,7 @@ from headrace.models.registry import model_class_for
 BACKEND = "torch_native" if why_not() else "cpu"
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 # How far the logits may be from the float model's, relative: the rounding of weights and activations of two layers.
-ERRORS = {name: 3.75 * FORMATS[name].error for name in names_on_cpu()}
+ERRORS = {name: 3.75 * FORMATS[name].error for name in ("bfloat16", *names_on_cpu())}
 
 
 def logits(folder: Path, scheme, tokens):

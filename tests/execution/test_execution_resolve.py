@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_backend import FakeBackend
@@ -128,6 +130,49 @@ def test_a_bound_in_time_that_would_change_tokens_is_refused():
 @pytest.mark.parametrize(("option", "dtype"), [("bf16", "bfloat16"), ("int8", "int8"), ("auto", "float32")])
 def test_the_kv_cache_may_have_a_type_of_its_own(option: str, dtype: str):
     assert config(dtype="float32", kv_cache_dtype=option).kv_cache_dtype == dtype
+
+
+def on_isa(isa: str, **options: Any) -> tuple[str, str, str]:
+    """(quantization, activations, weight format) of a laptop with this instruction set."""
+    got = config(replace(LAPTOP, cpu_isa=isa), **options)
+    return got.quantization, got.activations, got.weight_format
+
+
+@pytest.mark.parametrize(
+    ("isa", "want"),
+    [
+        ("avx512bf16", ("none", "bfloat16", "bfloat16")),
+        ("avx512vnni", ("int16", "float32", "int16")),
+        ("avx512", ("none", "float32", "none")),
+    ],
+)
+def test_sixteen_bits_are_computed_in_the_fastest_way_of_the_processor_and_that_is_said(isa: str, want: tuple):
+    assert on_isa(isa) == want
+    said = [decision for decision in config(replace(LAPTOP, cpu_isa=isa)).decisions if isa in decision]
+    assert len(said) == 1
+    for exact in ({"activations": "float32"}, {"dtype": "float32"}):
+        assert on_isa(isa, **exact) == ("none", "float32", "none")
+    assert on_isa(isa, quantization="int8") == ("int8", "float32", "int8")
+    assert on_isa(isa, activations="bfloat16") == ("none", "bfloat16", "bfloat16")
+    assert on_isa(isa, disable_native_kernels=True) == ("none", "float32", "none")
+
+
+def test_weights_that_will_be_saved_or_were_asked_for_in_bfloat16_stay_as_they_are():
+    assert on_isa("avx512vnni", save_dir="/tmp") == ("none", "float32", "none")
+    assert on_isa("avx512vnni", dtype="bfloat16") == ("none", "float32", "none")
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "reason"),
+    [
+        (LAPTOP, {"activations": "bfloat16", "dtype": "float32"}, "--dtype bfloat16"),
+        (LAPTOP, {"activations": "bfloat16", "quantization": "int8"}, "int8 linear layers"),
+        (GPU, {"activations": "float32"}, "a choice on CPU"),
+    ],
+)
+def test_activations_that_cannot_be_had_are_refused(facts: DeviceFacts, options: dict, reason: str):
+    with pytest.raises(ConfigError, match=reason):
+        config(facts, **options)
 
 
 @pytest.mark.parametrize(("facts", "reason"), [(NO_KERNELS, "it was not built"), (LAPTOP, "--disable-native-kernels")])

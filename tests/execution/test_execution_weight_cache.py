@@ -52,7 +52,8 @@ def loaded_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "options",
     [
         {"dtype": "float32"},
-        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "activations": "float32"},
+        {"dtype": "bfloat16", "activations": "bfloat16"},
         *({"dtype": "bfloat16", "quantization": name} for name in names_on_cpu()),
     ],
 )

@@ -103,9 +103,9 @@ def test_over_an_int8_cache_fused_layers_give_the_bits_of_the_ops(family: str, i
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("scheme", names_on_cpu())
+@pytest.mark.parametrize("scheme", ["bfloat16", *names_on_cpu()])
 @torch.inference_mode()
-def test_quantised_layers_fused_give_the_bits_of_the_ops(scheme):
+def test_rounded_layers_fused_give_the_bits_of_the_ops(scheme):
     folder = checkpoint("qwen2")[0]
     plain, fused = (open_runner(folder, "cpu", torch.bfloat16, quantization=scheme) for _ in range(2))
     assert fused.model.fuse(fused.attention) == ""

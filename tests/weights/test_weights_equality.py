@@ -7,7 +7,8 @@ from headrace.checkpoint.weight_formats import names_on_cpu
 
 KINDS = {
     "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16", "activations": "float32"},
+    "bfloat16 activations": {"dtype": "bfloat16", "activations": "bfloat16"},
     **{name: {"dtype": "float32", "quantization": name} for name in names_on_cpu()},
     # One of them with an embedding in bfloat16.
     "int8": {"dtype": "bfloat16", "quantization": "int8"},

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from rich.table import Table
 from headrace.attention.base import StepAttention
 from headrace.benchmark.results import write_json
 from headrace.benchmark.timing import Timing, timing, timing_document
-from headrace.checkpoint.weight_formats import FORMATS
+from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -143,6 +143,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
             "path": server_args.model_path,
             "dtype": info.dtype,
             "quantization": info.quantization,
+            "activations": info.activations,
             "kv_cache_dtype": info.kv_cache_dtype,
             "attention_backend": info.attention_backend,
             "weight_bytes": info.weight_bytes,
@@ -152,9 +153,7 @@ def run_step(server_args: ServerArgs, options: StepOptions, console: Console) ->
         "busy_neighbours": options.busy_neighbours,
     }
     content = timing_document("step", subject, results)
-    console.print(
-        f"{server_args.model_path}: {info.weights} weights, {info.kv_cache_dtype} KV, {fused}", highlight=False
-    )
+    console.print(f"{server_args.model_path}: {info.precision}, {info.kv_cache_dtype} KV, {fused}", highlight=False)
     print_steps(console, content)
     if options.phases:
         print_phases(console, content)
@@ -168,7 +167,8 @@ def print_steps(console: Console, content: dict[str, Any]) -> None:
     limits = content["limits"]
     console.print(
         f"limits of this machine: {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, {limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s, "
-        f"{limits['dot_ops_per_s'] / 1e9:.0f} int8 and {limits['word_ops_per_s'] / 1e9:.0f} int16 GOP/s",
+        f"{limits['dot_ops_per_s'] / 1e9:.0f} int8 and {limits['word_ops_per_s'] / 1e9:.0f} int16 GOP/s, "
+        f"{limits['bf16_ops_per_s'] / 1e9:.0f} bfloat16 GFLOP/s",
         highlight=False,
     )
     table = Table(title="Steps (ms, median)", title_justify="left")
@@ -390,11 +390,11 @@ class _Work:
         weights = list(model.weights())
         matrices = [weight.shape for weight in weights if len(weight.shape) > 1 and weight.shape != vocabulary]
         # A tied table that is not quantised is the projection's own weight.
-        shared = config.tie_word_embeddings and config.quantization is None and not FORMATS[args.quantization].quantizes
+        shared = config.tie_word_embeddings and config.quantization is None and info.quantization == "none"
         lookup_bytes = 0 if shared else math.prod(vocabulary) * getattr(torch, info.dtype).itemsize
-        products = "float"
+        products = "float" if info.activations == "float32" else "bf16"
         if any(weight.load_quantized is not None for weight in weights):
-            rounding = FORMATS[args.quantization].activations
+            rounding = FORMATS[cast(Scheme, info.quantization)].activations
             products = "word" if rounding is not None and rounding.bits == 16 else "byte"
         return cls(
             layer_parameters=sum(math.prod(shape) for shape in matrices),
@@ -412,7 +412,7 @@ class _Work:
         num_bytes = self.num_bytes + shape.batch * shape.context * self.kv_bytes_per_token
         products = 2.0 * (self.layer_parameters * tokens + self.head_parameters * shape.batch)
         attention = tokens * keys * self.attention_flops_per_key
-        work = {"float": 0.0, "byte": 0.0, "word": 0.0}
+        work = {"float": 0.0, "byte": 0.0, "word": 0.0, "bf16": 0.0}
         work[self.products] += products
         work[self.attention] += attention
-        return limits.shortest_s(num_bytes, work["float"], work["byte"], work["word"])
+        return limits.shortest_s(num_bytes, *work.values())

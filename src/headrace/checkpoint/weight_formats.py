@@ -8,8 +8,11 @@ docs/adding/weight-format.md.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Scheme = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
-"""The name of a weight format, as `--quantization` takes it."""
+Quantization = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
+"""The name of a weight format that `--quantization` takes."""
+
+Scheme = Literal[Quantization, "bfloat16"]
+"""The name of a weight format."""
 
 StoredScheme = Literal["int8", "int4"]
 """The name of a format in which `headrace quantize` writes checkpoints."""
@@ -82,11 +85,12 @@ class FormatNeeds:
 class FormatFacts:
     """One weight format: how linear layers keep their weights, and how they round their input.
 
-    codes: None if weights stay floats. activations: None if the input is not rounded to integers.
+    codes: None if weights stay floats. activations: None if the input is not rounded to integers (bfloat16 rounds it to bfloat16).
     bytes_per_weight: of a packed weight with its share of the scales; None = the bytes of the model's dtype.
     error: upper bound of norm(rounded - weights) / norm(weights) for normally distributed weights.
     on_cpu: it runs on CPU. gpu: what it requires on a GPU; None = it does not run on GPUs.
     head: the format of the output projection on CPU; None = the same. On a GPU the output projection stays in float.
+    option: the command line option that chooses it.
     takes: stored matrices of these formats are used unchanged when this format is requested.
     note: shown in brackets behind the name in the help text.
     """
@@ -100,12 +104,18 @@ class FormatFacts:
     gpu: GpuKernel | None = None
     head: Scheme | None = None
     takes: tuple[Scheme, ...] = ()
+    option: Literal["--quantization", "--activations"] = "--quantization"
     note: str = ""
 
     @property
     def quantizes(self) -> bool:
         """Whether weights are kept in anything other than the model's dtype."""
         return self.bytes_per_weight is not None
+
+    @property
+    def is_a_table(self) -> bool:
+        """Whether a packed weight has rows that an embedding can look up: floats, as they were."""
+        return self.codes is None and self.on_cpu
 
     def itemsize(self, dtype_bytes: int) -> float:
         """Bytes of one packed weight. dtype_bytes: of an element of the model's dtype."""
@@ -137,6 +147,7 @@ _BYTES = Rounding(8, KERNEL_GROUP)
 
 _FORMATS: tuple[FormatFacts, ...] = (
     FormatFacts("none", gpu=GpuKernel(experts=True)),
+    FormatFacts("bfloat16", bytes_per_weight=2.0, error=0.003, option="--activations"),
     FormatFacts(
         "int16",
         codes=Codes(16, "int16", 0, scale_per_row=True, max_norm=MAX_WORDS_NORM),
@@ -195,7 +206,7 @@ def codes_of(scheme: Scheme) -> Codes:
 
 def names_on_cpu() -> list[Scheme]:
     """The formats that quantise and run on CPU, in the order of the table."""
-    return [facts.name for facts in _FORMATS if facts.quantizes and facts.on_cpu]
+    return [facts.name for facts in _FORMATS if facts.quantizes and facts.on_cpu and facts.option == "--quantization"]
 
 
 def names_on_gpus() -> list[Scheme]:

@@ -28,6 +28,7 @@ def examine() -> dict[str, Any]:
         "machine": asdict(this_machine()),
         "torch": torch,
         "kernels": _kernels() if has_torch else [],
+        "sixteen_bits": _sixteen_bits() if has_torch else "",
         "attention_backends": _attention_backends() if has_torch else [],
         "models": [
             {"name": model.name, "state": model.state, "path": str(model.path or ""), "get": model.get}
@@ -48,6 +49,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that the kernels use")
     facts.add_row("memory", f"{machine['memory_gib']} GiB")
     facts.add_row("torch", _torch_line(torch))
+    facts.add_row("16-bit models", escape(report["sixteen_bits"]) or "unknown without torch")
     console.print(facts)
     kernels = Table("op", "runs", "why not faster", title="Kernels on CPU", title_justify="left")
     for row in report["kernels"]:
@@ -94,6 +96,15 @@ def _kernels() -> list[dict[str, str]]:
     from headrace.kernels import registry
 
     return [{"op": row.op, "implementation": row.implementation, "reason": row.reason} for row in registry.report()]
+
+
+def _sixteen_bits() -> str:
+    """What `--activations auto` chooses on the CPU, with the reason."""
+    from headrace.config.resolve import fastest_in_16_bits
+    from headrace.kernels.cpu import isa
+
+    fastest, reason = fastest_in_16_bits(isa())
+    return f"{fastest} on CPU: {reason}"
 
 
 def _attention_backends() -> list[dict[str, Any]]:

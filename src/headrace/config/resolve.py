@@ -6,7 +6,7 @@ start-up log, and refuses combinations that cannot work. Does not size the KV po
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -21,6 +21,10 @@ _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is not shared, but activations and graphs need some memory."""
+
+_ISAS_WITH_BF16 = ("avx512bf16",)
+_ISAS_WITH_WORDS = ("avx512vnni",)
+"""Instruction sets of the native kernels that multiply bfloat16, and 16-bit integers, faster than floats."""
 
 CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
 """--chunked-prefill-size by device: larger steps are hardly faster per token."""
@@ -37,13 +41,15 @@ class DeviceFacts:
     """Facts about this machine.
 
     has_cuda: torch sees a GPU. native_kernels: the native CPU kernels can be loaded; native_reason: why not. num_cpus: processors that this
-    process may use. cuda_bfloat16: the GPU computes in bfloat16. cuda_capability: (major, minor).
+    process may use. cpu_isa: the instruction set of the native kernels. cuda_bfloat16: the GPU computes in bfloat16. cuda_capability:
+    (major, minor).
     """
 
     has_cuda: bool
     native_kernels: bool
     native_reason: str
     num_cpus: int
+    cpu_isa: str = ""
     cuda_bfloat16: bool = False
     cuda_capability: tuple[int, int] = (0, 0)
 
@@ -85,6 +91,7 @@ class Config:
 
     cuda_graph_sizes: captured batch sizes of decode steps, ascending; empty = none.
     deterministic: results on a GPU do not depend on the batch. On CPU they never do.
+    activations: dtype of what linear layers that are not quantised multiply with their weights.
     decisions: one sentence per choice that the user did not make.
     """
 
@@ -102,10 +109,17 @@ class Config:
     native_kernels: bool
     deterministic: bool
     overlap: bool
+    activations: str
     quantization: Scheme
     mem_fraction_static: float
     cuda_graph_sizes: tuple[int, ...]
     decisions: tuple[str, ...]
+
+    @property
+    def weight_format(self) -> Scheme:
+        """The weight format of linear layers."""
+        is_rounded = self.device == "cpu" and self.quantization == "none" and self.activations == "bfloat16"
+        return "bfloat16" if is_rounded else self.quantization
 
 
 def resolve(
@@ -128,6 +142,7 @@ def resolve(
         decisions.append(f"native kernels off, torch runs every CPU op (slower): {reason}")
     dtype = _dtype(args, model, device, facts, decisions)
     quantization = _quantization(args, model, device, dtype, facts, decisions)
+    quantization, activations = _activations(args, device, dtype, quantization, facts if native else None, decisions)
     kv_cache_dtype = _kv_cache_dtype(args, device, dtype, decisions)
     deterministic = _deterministic(args, device, quantization, decisions)
     _check_compile(args, device, quantization, deterministic)
@@ -156,6 +171,7 @@ def resolve(
         num_threads=num_threads,
         native_kernels=native,
         deterministic=deterministic,
+        activations=activations,
         quantization=quantization,
         overlap=not args.disable_overlap_schedule,
         mem_fraction_static=args.mem_fraction_static or MEM_FRACTION[device],
@@ -202,7 +218,7 @@ def _dtype(args: ServerArgs, model: ModelConfig, device: str, facts: DeviceFacts
             raise ConfigError("--dtype float16 is not supported on CPU; use bfloat16 or float32")
         if args.dtype != "auto":
             return args.dtype
-        decisions.append("dtype bfloat16: for the weights; activations are float32 on CPU")
+        decisions.append("dtype bfloat16: for the weights and the KV cache")
         return "bfloat16"
     if args.dtype == "bfloat16" and not facts.cuda_bfloat16:
         raise ConfigError("--dtype bfloat16: this GPU does not support bfloat16; use float16")
@@ -235,6 +251,44 @@ def _quantization(
         )
     decisions.append(f"quantization {stored}: that of the checkpoint")
     return stored
+
+
+def _activations(
+    args: ServerArgs, device: str, dtype: str, quantization: Scheme, native: DeviceFacts | None, decisions: list[str]
+) -> tuple[Scheme, str]:
+    """(quantization, activations) of the 16-bit class: the fastest that the processor has, unless the user chose.
+
+    native: facts about the native kernels; None = they do not run the ops.
+    """
+    asked = args.activations
+    if device != "cpu":
+        if asked != "auto":
+            raise ConfigError(
+                f"--activations is a choice on CPU; on {device} activations are in the dtype of the weights"
+            )
+        return quantization, dtype
+    if asked == "bfloat16" and quantization != "none":
+        raise ConfigError(f"--activations bfloat16: {quantization} linear layers round their input in their own way")
+    if asked == "bfloat16" and dtype != "bfloat16":
+        raise ConfigError(f"--activations bfloat16 does not go with --dtype {dtype}; use --dtype bfloat16")
+    if asked != "auto":
+        return quantization, asked
+    if native is None or quantization != "none" or dtype != "bfloat16":
+        return quantization, "float32"
+    fastest, reason = fastest_in_16_bits(native.cpu_isa)
+    if fastest == "int16" and (args.save_dir is not None or args.dtype != "auto"):
+        return quantization, "float32"
+    decisions.append(f"{'quantization' if fastest == 'int16' else 'activations'} {fastest}: {reason}")
+    return ("int16", "float32") if fastest == "int16" else (quantization, fastest)
+
+
+def fastest_in_16_bits(isa: str) -> tuple[Literal["bfloat16", "int16", "float32"], str]:
+    """What linear layers of 16-bit weights multiply fastest with these native kernels, and why."""
+    if isa in _ISAS_WITH_BF16:
+        return "bfloat16", f"its products are the fastest in 16 bits here ({isa}); --activations float32 rounds nothing"
+    if isa in _ISAS_WITH_WORDS:
+        return "int16", f"its products are the fastest in 16 bits here ({isa}); --activations float32 keeps floats"
+    return "float32", f"nothing in 16 bits is faster here ({isa or 'no native kernels'})"
 
 
 def _check_compile(args: ServerArgs, device: str, quantization: Scheme, deterministic: bool) -> None:

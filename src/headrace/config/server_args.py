@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from headrace.checkpoint.weight_formats import Scheme, help_text
+from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
 
@@ -69,7 +69,7 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _opt(
         "auto",
         _M,
-        "Precision of weights and compute. On CPU, auto = bfloat16: bfloat16 weights with float32 activations.",
+        "Precision of weights and compute. On CPU, auto = bfloat16; what the weights are multiplied with, --activations says.",
     )
     disable_weight_cache: bool = _opt(
         False, _M, "Pack the weights again at every start instead of keeping the packed copy in the cache folder."
@@ -282,7 +282,13 @@ class ServerArgs:
     num_threads: int | None = _opt(
         None, _K, "Compute threads on CPU; default: the cores that this process may use.", _POSITIVE
     )
-    quantization: Scheme = _opt(  # noqa: RUF009, it gives a field
+    activations: Literal["auto", "float32", "bfloat16"] = _opt(
+        "auto",
+        _K,
+        "On CPU, how linear layers that are not quantised take their input. auto: in the fastest way that this processor has "
+        "(bfloat16, 16-bit integers or float32); float32 rounds nothing. See docs/quantization.md.",
+    )
+    quantization: Quantization = _opt(  # noqa: RUF009, it gives a field
         "none",
         _K,
         f"Quantise the linear layers at load. {help_text()} Quantised checkpoints are served as they are. See docs/quantization.md.",

@@ -133,7 +133,7 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint) -> _Setup:
     spec = model_class_for(model_config, args.model_impl)
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
-    placement = Placement(torch.device(config.device), dtype, config.context_length, config.quantization)
+    placement = Placement(torch.device(config.device), dtype, config.context_length, config.weight_format)
     return _Setup(args, model_config, spec, config, placement)
 
 
@@ -304,6 +304,7 @@ def _ready_info(
         kv_bytes=memory.pool.num_bytes,
         load_s=load_s,
         quantization=config.quantization,
+        activations=config.activations,
         chunked_prefill_size=config.chunked_prefill_size,
         max_step_ms=config.max_step_ms,
         decisions=tuple(decisions),
@@ -332,6 +333,7 @@ def device_facts() -> DeviceFacts:
         native_kernels=not reason,
         native_reason=reason,
         num_cpus=default_num_threads(),
+        cpu_isa=native_cpu.isa(),
         cuda_bfloat16=has_cuda and torch.cuda.is_bf16_supported(),
         cuda_capability=torch.cuda.get_device_capability() if has_cuda else (0, 0),
     )

@@ -25,7 +25,7 @@ class Embedding:
         self._scale = scale
         self._placement = placement
         self._tied = tied
-        self._shared = None if placement.head.format.facts.quantizes else tied
+        self._shared = tied if placement.head.format.facts.is_a_table else None
         self._table: torch.Tensor
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -226,6 +226,7 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     kv_bytes: int
     load_s: float
     quantization: str = "none"
+    activations: str = "float32"
     chunked_prefill_size: int = 512
     max_step_ms: int | None = None
     decisions: tuple[str, ...] = ()
@@ -233,6 +234,10 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     lora_fingerprints: tuple[str, ...] = ()
 
     @property
-    def weights(self) -> str:
-        """The precision of the weights, for people: "bfloat16", or the scheme of the linear layers."""
-        return self.dtype if self.quantization == "none" else self.quantization
+    def precision(self) -> str:
+        """The precision of weights and of what they multiply, for people: "bfloat16 weights and activations", "int8 weights"."""
+        if self.quantization != "none":
+            return f"{self.quantization} weights"
+        if self.dtype == self.activations:
+            return f"{self.dtype} weights and activations"
+        return f"{self.dtype} weights, {self.activations} activations"
