@@ -114,7 +114,7 @@ def mixed_steps(rig: Rig, costs: tuple[float, ...]) -> list[tuple[int, float]]:
     return seen
 
 
-def rig_of(max_step_s: float, **options: int) -> Rig:
+def rig_of(max_step_s: float, **options: object) -> Rig:
     sizes = {"num_pages": 30_000, "chunk": 512, "step_tokens": 2048, "max_running": 40}
     return Rig(**(sizes | options), max_step_s=max_step_s)
 
@@ -219,6 +219,49 @@ def test_a_request_that_arrives_during_a_long_step_is_in_the_next_one():
     (next_step,) = rig.state.in_flight
     assert next_step.step == long_step.step + 1
     assert [req.rid for req, *_ in next_step.rows] == ["r10", "r11"]
+
+
+def first_steps(rig: Rig) -> dict[str, int]:
+    """The turns until each request has its first token, once all have ended."""
+    turns: dict[str, int] = {}
+    for turn in range(2000):
+        rig.turn()
+        turns |= {rid: turn for rid in rig.ids if rig.ids[rid] and rid not in turns}
+        if not rig.busy:
+            return turns
+    raise AssertionError("not idle")
+
+
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one():
+    rig = rig_of(math.inf, chunk=32, overlap=False)
+    add_requests(rig, 1, 640)
+    rig.turn()
+    add_requests(rig, 2, 16, first=1)
+    turns = first_steps(rig)
+
+    assert turns["r1"] == 0
+    assert turns["r2"] == 1
+    assert turns["r0"] == 18 + 1  # it gave two halves of a step away
+
+
+def test_long_prompts_are_computed_one_after_the_other():
+    rig = rig_of(math.inf, chunk=32, overlap=False)
+    add_requests(rig, 1, 320)
+    rig.turn()
+    add_requests(rig, 2, 320, first=1)
+    turns = first_steps(rig)
+
+    assert turns == {"r0": 8, "r1": 18, "r2": 28}
+
+
+def test_a_less_important_prompt_does_not_go_before_the_rest_of_a_long_one():
+    rig = rig_of(math.inf, chunk=32, overlap=False, policy="priority")
+    rig.add("long", np.random.default_rng(0).integers(0, 2, 320).tolist(), 4, ignore_eos=True, priority=1)
+    rig.turn()
+    rig.add("short", [0, 1] * 8, 4, ignore_eos=True)
+    turns = first_steps(rig)
+
+    assert turns["long"] < turns["short"]
 
 
 def test_without_overlap_each_step_is_collected_in_its_turn():

@@ -1,11 +1,13 @@
 """Plans the next step: which requests compute how many tokens, into which pages.
 
-Running requests come first (decode rows, then the rest of their prompts), then as many waiting ones as fit, all in one mixed step
+Running requests come first (decode rows, then the rest of their prompts), then as many waiting ones as fit; but half of a step that a long prompt
+would fill is for short ones that wait, which would otherwise wait for all of it. All this is one mixed step
 (chunked prefill after Agrawal et al. 2023, "SARATHI", arXiv:2308.16369).
 """
 
 import math
 from collections.abc import Collection, Iterator
+from itertools import takewhile
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.step import NewSequence
@@ -32,6 +34,8 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     catching_up, pool_is_full = _add_decode_rows(state, batch, victims)
     if catching_up or making_way is not None or state.waiting:
         prompts = _prompt_budget(state, batch)
+        if catching_up and state.waiting and making_way is None and not pool_is_full:
+            _admit_short(state, batch, catching_up, prompts)
         for req in catching_up:
             pool_is_full |= not _add_chunk(state, batch, req, prompts)
         if making_way is not None:
@@ -126,8 +130,31 @@ def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, pro
     _admit(state, batch, iter((way.first,)), prompts)
 
 
-def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], prompts: PromptBudget) -> None:
-    """Move waiting requests into the batch, in `order`, while the budget, rows and pages last."""
+def _admit_short(state: SchedulerState, batch: ScheduleBatch, catching_up: list[Req], prompts: PromptBudget) -> None:
+    """Let short prompts go before the rest of a long one: if the step cannot compute all of `catching_up`, half of it is for the waiting
+    prompts that are next and that it can compute as a whole."""
+    first = catching_up[0]
+    num_wanted = sum(req.num_to_schedule for req in catching_up)
+    if prompts.allows(first.num_scheduled, num_wanted) == num_wanted or not _has_place(state):
+        return
+    by_priority = state.config.policy == "priority"
+    order = takewhile(
+        lambda req: not by_priority or req.asked.priority >= first.asked.priority, _order(state, state.now_s)
+    )
+    half = prompts.half()
+    _admit(state, batch, order, half, as_a_whole=True)
+    prompts.take_all_of(half)
+
+
+def _admit(
+    state: SchedulerState,
+    batch: ScheduleBatch,
+    order: Iterator[Req],
+    prompts: PromptBudget,
+    *,
+    as_a_whole: bool = False,
+) -> None:
+    """Move waiting requests into the batch, in `order`, while the budget, rows and pages last; as_a_whole: and no prompt would be cut."""
     kv = state.kv
     reserved = sum(_expected_tokens(state, req) for req in state.running)
     admitted: list[Req] = []
@@ -138,11 +165,12 @@ def _admit(state: SchedulerState, batch: ScheduleBatch, order: Iterator[Req], pr
         # A request that is alone may use the whole pool: the estimate must never starve it.
         needed = _expected_tokens(state, req, match.num_tokens)
         room = kv.available_tokens - reserved
-        if needed > room and (state.running or batch.rows):
+        num_wanted = req.num_tokens - match.num_tokens
+        count = prompts.allows(match.num_tokens, num_wanted)
+        if (needed > room and (state.running or batch.rows)) or (as_a_whole and count < num_wanted):
             kv.cache.release(match.lease)
             break
         kv.admit(req, match)
-        count = prompts.allows(req.num_scheduled, req.num_to_schedule)
         if not kv.grow(req, req.num_scheduled + count):
             req.keep_kv = True
             kv.release(req)

@@ -18,13 +18,14 @@ GROWTH = 2
 
 
 class PromptBudget:
-    """What is left for prompts in the step that is being planned. tokens, seconds: bounds; cost: tells what tokens take."""
+    """What prompts may use of the step that is being planned, and what they have taken. cost: tells how long tokens take."""
 
     def __init__(self, tokens: int, cost: StepCost, seconds: float = math.inf) -> None:
         self._tokens = tokens
-        self._cost = cost
         self._seconds = seconds
+        self._cost = cost
         self.num_taken = 0
+        self._seconds_taken = 0.0
 
     @classmethod
     def beside(cls, decoding: StepWork, tokens: int, cost: StepCost, max_step_s: float) -> "PromptBudget":
@@ -33,17 +34,21 @@ class PromptBudget:
         familiar = GROWTH * cost.most_tokens - decoding.tokens
         return cls(min(tokens, max(familiar, LEAST_TOKENS)), cost, seconds)
 
+    def half(self) -> "PromptBudget":
+        """A budget of half of what is left."""
+        return PromptBudget((self._tokens - self.num_taken) // 2, self._cost, (self._seconds - self._seconds_taken) / 2)
+
     @property
     def is_spent(self) -> bool:
         """Whether no prompt may be computed any more."""
-        return self._tokens <= 0 or self._seconds <= 0
+        return self.num_taken >= self._tokens or self._seconds_taken >= self._seconds
 
     def allows(self, start: int, num_wanted: int) -> int:
         """How many of `num_wanted` prompt tokens from position `start` on may be computed; 0 if the budget is spent."""
         if self.is_spent:
             return 0
-        count = min(num_wanted, self._tokens)
-        in_time = self._cost.prompt_tokens(start, self._seconds)
+        count = min(num_wanted, self._tokens - self.num_taken)
+        in_time = self._cost.prompt_tokens(start, self._seconds - self._seconds_taken)
         if in_time < count:
             count = min(count, max(LEAST_TOKENS, int(in_time) // LEAST_TOKENS * LEAST_TOKENS))
         return count
@@ -51,5 +56,9 @@ class PromptBudget:
     def take(self, start: int, count: int) -> None:
         """`count` prompt tokens from position `start` on will be computed."""
         self.num_taken += count
-        self._tokens -= count
-        self._seconds -= self._cost.prompt_seconds(start, count)
+        self._seconds_taken += self._cost.prompt_seconds(start, count)
+
+    def take_all_of(self, part: "PromptBudget") -> None:
+        """What was taken of `part` is taken of this one."""
+        self.num_taken += part.num_taken
+        self._seconds_taken += part._seconds_taken
