@@ -20,7 +20,8 @@ _GIB = 1 << 30
 class Machine:
     """One machine, or the part of it that a container may use.
 
-    num_cores: this process may run on. cpu_quota: cores' worth of time the container may use, None = all.
+    cpu: its name, on x86 with family and model. num_cores: this process may run on.
+    cpu_quota: cores' worth of time the container may use, None = all.
     memory_gib: of the container when it is limited, else of the machine.
     """
 
@@ -43,7 +44,7 @@ class Revision:
 
 def this_machine() -> Machine:
     """The machine this process runs on."""
-    model, flags = _cpuinfo(Path("/proc/cpuinfo"))
+    model, flags = cpuinfo(Path("/proc/cpuinfo"))
     return Machine(
         cpu=model,
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -96,21 +97,18 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
-    model, flags = platform.processor() or platform.machine(), frozenset[str]()
+def cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
+    """Name and flags of the first core of /proc/cpuinfo. Family and model tell generations apart, which a name in a guest often does not."""
     try:
-        lines = path.read_text().splitlines()
+        first_core = path.read_text().partition("\n\n")[0]
     except OSError:
-        return model, flags
-    for line in lines:
-        key, _, value = line.partition(":")
-        match key.strip():
-            case "model name":
-                model = value.strip()
-            case "flags" | "Features":
-                flags = frozenset(value.split())
-                break
-    return model, flags
+        first_core = ""
+    pairs = (line.partition(":") for line in first_core.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields:
+        name = f"{name} (family {fields['cpu family']}, model {fields.get('model', '?')})"
+    return name, frozenset(fields.get("flags", fields.get("Features", "")).split())
 
 
 def _first_line(path: Path) -> str:
