@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "ops.h"
+#include "rotation.h"
 #include "simd.h"
 #include "simd_int.h"
 
@@ -207,7 +208,10 @@ class Products<int8_t> {
         weights_(reinterpret_cast<uint8_t*>(q_ + rows * head_dim)),
         head_dim_(head_dim) {}
 
-  void set_query(int64_t row, const float* q, float scale) {
+  // The query is rotated as the keys are: their scales undo the factor that this brings.
+  void set_query(int64_t row, const float* query, float scale) {
+    float q[kMaxInt8HeadDim];
+    rotate_head(query, head_dim_, q);
     for (int64_t g = 0; g < num_groups_; ++g) {
       const int64_t begin = g * kQueryGroup, end = min_of(begin + kQueryGroup, head_dim_);
       vi most = splat_int(0), sum = splat_int(0);

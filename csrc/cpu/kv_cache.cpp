@@ -1,8 +1,9 @@
 // Writes keys and values into the pages of the cache and reads them back. K lies transposed in its page, V naturally.
 //
-// An int8 cache has one scale for each key and each value: largest magnitude / 127; bytes are x / scale to the nearest even. A NaN or
-// an infinity makes the scale non-finite, so that it does not get lost.
+// An int8 cache has one scale for each key and each value: largest magnitude / 127; bytes are x / scale to the nearest even. Keys are
+// rotated first (rotation.h). A NaN or an infinity makes the scale non-finite, so that it does not get lost.
 #include "kernels.h"
+#include "rotation.h"
 #include "simd_int.h"
 #include "threads.h"
 
@@ -85,9 +86,12 @@ HEADRACE_INLINE float quantize_head(const float* x, int64_t head_dim, int8_t* by
 
 void write_int8(const WriteKvArgs& w) {
   const int64_t head_dim = w.cache.head_dim;
+  const float unrotation = 1.0f / static_cast<float>(rotation_size(head_dim));
   for_slots<int8_t>(w.cache, w.slots, w.tokens, [&](int8_t* k_page, int8_t* v_page, int64_t token, int64_t head, int64_t offset) {
+    float rotated[kMaxInt8HeadDim];
     int8_t bytes[kMaxInt8HeadDim];
-    scales_of(k_page, head_dim)[offset] = quantize_head(w.k + token * w.k_stride + head * head_dim, head_dim, bytes);
+    rotate_head(w.k + token * w.k_stride + head * head_dim, head_dim, rotated);
+    scales_of(k_page, head_dim)[offset] = quantize_head(rotated, head_dim, bytes) * unrotation;
     for (int64_t d = 0; d < head_dim; d += 4) {
       uint32_t four;
       memcpy(&four, bytes + d, 4);
@@ -105,8 +109,11 @@ void gather_int8(const GatherKvArgs& g) {
                     [&](const int8_t* k_page, const int8_t* v_page, int64_t token, int64_t head, int64_t offset) {
     const float k_scale = scales_of(k_page, head_dim)[offset], v_scale = scales_of(v_page, head_dim)[offset];
     const int64_t to = (token * g.cache.num_kv_heads + head) * head_dim;
+    float rotated[kMaxInt8HeadDim];
+    for (int64_t d = 0; d < head_dim; ++d) rotated[d] = static_cast<float>(static_cast<uint8_t>(k_page[key_byte(d, offset)]) - 128);
+    rotate_head(rotated, head_dim, g.k + to);
     for (int64_t d = 0; d < head_dim; ++d) {
-      g.k[to + d] = static_cast<float>(static_cast<uint8_t>(k_page[key_byte(d, offset)]) - 128) * k_scale;
+      g.k[to + d] *= k_scale;
       g.v[to + d] = static_cast<float>(v_page[value_byte(d, offset, head_dim)]) * v_scale;
     }
   });

@@ -7,6 +7,7 @@ import torch
 
 from headrace import kernels
 from headrace.kernels import cpu
+from headrace.kernels.packing import rotate_heads, rotation_size
 
 PAGE = kernels.PAGE_SIZE
 TOLERANCE = 3e-6  # float32 softmax over unit-variance values: outputs below ~4 in size, a few units in the last place
@@ -52,7 +53,7 @@ def make_sequences(lengths, kv_heads, head_dim, dtype) -> Sequences:
         page_table[sequence, : pages[sequence]], free = free[: pages[sequence]], free[pages[sequence] :]
         k, v = torch.randn(length, kv_heads, head_dim), torch.randn(length, kv_heads, head_dim)
         kernels.write_kv(k, v, k_cache, v_cache, slots_of(page_table, sequence, length))
-        keys.append(rounded(k, dtype).double())
+        keys.append(rounded_keys(k, dtype).double())
         values.append(rounded(v, dtype).double())
     return Sequences(keys, values, k_cache, v_cache, page_table)
 
@@ -61,8 +62,22 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a cache of `dtype` holds of x, in float32."""
     if dtype != torch.int8:
         return x.to(dtype).float()
+    values, scales = in_bytes(x)
+    return values * scales
+
+
+def in_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales in float32."""
     largest = x.abs().amax(-1, keepdim=True)
-    return (x * (torch.full_like(largest, 127.0) / largest)).round() * (largest / 127)
+    return (x * (torch.full_like(largest, 127.0) / largest)).round(), largest / 127
+
+
+def rounded_keys(k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same of keys, which an int8 cache rotates before it rounds them."""
+    if dtype != torch.int8:
+        return rounded(k, dtype)
+    values, scales = in_bytes(rotate_heads(k))
+    return rotate_heads(values) * (scales / rotation_size(k.shape[-1]))
 
 
 def assert_close(out, q, keys, values, implementation, dtype, first_position, scale, window, softcap) -> None:
@@ -83,10 +98,10 @@ def reference(q, keys, values, first_position, scale, window, softcap, as_bytes=
     group = q.shape[1] // keys.shape[1]
     k, v = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     if as_bytes:
-        groups = torch.nn.functional.pad(q, (0, -q.shape[-1] % 64)).unflatten(-1, (-1, 64))
+        groups = torch.nn.functional.pad(rotate_heads(q), (0, -q.shape[-1] % 64)).unflatten(-1, (-1, 64))
         largest = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
         groups = (groups * (127.0 / largest)).round().double() * (largest / 127.0)
-        q = groups.flatten(-2)[..., : q.shape[-1]]
+        q = rotate_heads(groups.flatten(-2)[..., : q.shape[-1]]) / rotation_size(q.shape[-1])
     scores = torch.einsum("thd,lhd->htl", q.double(), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -357,7 +372,7 @@ def test_an_int8_cache_holds_each_head_by_its_own_scale(implementation):
     written = slots >= 0
     got_k, got_v = kernels.gather_kv(k_cache, v_cache, slots[written])
 
-    finite_k, finite_v = rounded(k, torch.int8).nan_to_num(0.0), rounded(v, torch.int8)
+    finite_k, finite_v = rounded_keys(k, torch.int8).nan_to_num(0.0), rounded(v, torch.int8)
     finite_v[12, 1] = 0.0
     assert torch.equal(got_k, finite_k[written])
     assert torch.equal(got_v, finite_v[written])

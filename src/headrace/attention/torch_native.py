@@ -1,18 +1,21 @@
 """The reference attention backend: plain torch, any device, any page size, any head size.
 
 Owns a slot-addressed pool [num_slots, num_kv_heads, head_dim] per layer, with 4 more bytes for a head's float32 scale if it is
-int8. Runs in the thread that runs the model.
+int8; then keys are rotated (`kernels.packing.rotate_heads`). Runs in the thread that runs the model.
 
 On CPU every matrix product has one fixed shape: 16 queries, aligned by their absolute position, against 128 keys, aligned at
 position 0, with the softmax carried from block to block (M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
 2018). A row's bits then cannot depend on the chunk it came in. On other devices each sequence is one product and one softmax.
 """
 
+from dataclasses import replace
+
 import torch
 
 from headrace import kernels
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool, KvShape, StepRows, zero_filled
 from headrace.config.resolve import AttentionNeeds
+from headrace.kernels.packing import rotate_heads, rotation_size
 
 QUERY_TILE = 16
 KEY_BLOCK = 128
@@ -65,6 +68,9 @@ class TorchNativeAttention(AttentionBackend):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
+        if k_cache.dtype == torch.int8:
+            q, k = rotate_heads(q.float()), rotate_heads(k.float())
+            layer = replace(layer, scale=layer.scale / rotation_size(layer.head_dim))
         _write(k_cache, self._rows.out_slots, k)
         _write(v_cache, self._rows.out_slots, v)
         attend = attend_tiled if q.device.type == "cpu" else attend_whole

@@ -118,7 +118,8 @@ def write_kv(
 ) -> None:
     """Store k, v [tokens, num_kv_heads, head_dim] in the caches of one layer (`packing.kv_cache_shapes`), rounded to their dtype.
 
-    int8: each head of a token by its own scale, as `quantize_rows` without groups; a NaN or infinity makes that scale non-finite.
+    int8: each head of a token by its own scale, as `quantize_rows` without groups; a NaN or infinity makes that scale non-finite. Keys
+    are rounded as `packing.rotate_heads` gives them.
 
     slots: int32[tokens], page * 16 + offset; a negative slot is skipped. A slot must not occur twice. ValueError for a slot
     beyond the cache (on CPU); then nothing is written.

@@ -172,11 +172,31 @@ def kv_cache_shapes(
     raise ValueError(f"the KV cache is bfloat16, float32 or int8, got {dtype}")
 
 
+def rotation_size(head_dim: int) -> int:
+    """How many elements `rotate_heads` mixes: the largest power of two that divides head_dim."""
+    return head_dim & -head_dim
+
+
+def rotate_heads(x: torch.Tensor) -> torch.Tensor:
+    """x float32[..., head_dim] in blocks of `rotation_size` elements, each times a matrix of 1 and -1: a Walsh-Hadamard transform.
+
+    An int8 cache keeps keys in this form (S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024): the few large
+    channels of keys are spread over all, so that one scale serves them. Twice is times the size, and so is the product of a rotated
+    query with a rotated key. The sums are taken in the order of csrc/cpu/rotation.h: the bits are the same.
+    """
+    half = 1
+    while half < rotation_size(x.shape[-1]):
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        half *= 2
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Int8Parts:
     """Views into a pair of int8 caches, token o of a page at [..., o, ...].
 
-    k: uint8[num_pages, num_kv_heads, head_dim / 4, 16, 4], 128 more than the rounded element.
+    k: uint8[num_pages, num_kv_heads, head_dim / 4, 16, 4], 128 more than the rounded element of what `rotate_heads` gives.
     v: int8[num_pages, num_kv_heads, 4, head_dim, 4], token o at [o // 4, :, o % 4].
     k_scales, v_scales: float32[num_pages, num_kv_heads, 4, 4], token o at [o // 4, o % 4].
     """

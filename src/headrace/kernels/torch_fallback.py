@@ -21,6 +21,8 @@ from headrace.kernels.packing import (
     check_linear,
     int8_parts,
     pack_torch,
+    rotate_heads,
+    rotation_size,
 )
 from headrace.kernels.quantized_packing import QUANT_LIMITS, check_quantized, pack_torch_quantized
 from headrace.kernels.registry import for_layout
@@ -195,7 +197,8 @@ def write_kv(
     pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
     if k_cache.dtype == torch.int8:
         parts = int8_parts(k_cache, v_cache)
-        k_bytes, parts.k_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(k)
+        k_bytes, k_scales = quantize_heads(rotate_heads(k.float()))
+        parts.k_scales[pages, :, offsets // 4, offsets % 4] = k_scales / rotation_size(k.shape[-1])
         v_bytes, parts.v_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(v)
         parts.k[pages, :, :, offsets] = (k_bytes.view(torch.uint8) ^ 128).unflatten(-1, (-1, 4))
         parts.v[pages, :, offsets // 4, :, offsets % 4] = v_bytes
@@ -216,7 +219,7 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
         k_scales = parts.k_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
         v_scales = parts.v_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
         return (
-            (parts.k[pages, :, :, offsets].flatten(-2) ^ 128).view(torch.int8) * k_scales,
+            rotate_heads((parts.k[pages, :, :, offsets].flatten(-2) ^ 128).view(torch.int8).float()) * k_scales,
             parts.v[pages, :, offsets // 4, :, offsets % 4] * v_scales,
         )
     k = k_cache[pages, :, :, offsets]
