@@ -3,6 +3,7 @@
 Read first: workloads.py (what is sent), figures.py (what is computed from it).
 
 - Clients: serving.py, offline.py, load.py (when requests are sent), targets.py (where they go), http_stream.py, sse.py
+- Exactness: quality.py (an Engine against float32), agreement.py (the arithmetic), held_out.py (the text)
 - Inside one process: step.py (prefill and decode steps), kernels.py (ops), timing.py (both: repetitions)
 - Results: results.py (JSON, table, plot), machine.py (what it was measured on)
 - A mix of clients for hours: soak.py (`scripts/soak`)

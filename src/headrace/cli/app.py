@@ -429,6 +429,23 @@ def bench_kernels(
     run_kernels(options, Console())
 
 
+@bench.command("quality")
+@_ENGINE_OPTIONS
+def bench_quality(
+    model: _Model = None,
+    num_tokens: Annotated[
+        int, typer.Option(help="Perplexity on the first N tokens of the text.", min=2, metavar="N")
+    ] = 4096,
+    output: _Output = None,
+    *,
+    server_args: ServerArgs,
+) -> None:
+    """Compare an Engine's perplexity, logprobs and greedy tokens with those of float32."""
+    from headrace.benchmark.quality import run_quality
+
+    run_quality(with_model(server_args, model), num_tokens, output, Console())
+
+
 # --- what commands share
 
 

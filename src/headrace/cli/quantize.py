@@ -3,15 +3,14 @@
 Owns the calibration text and what is copied. Does not own the quantisation (`execution.calibrate`). Runs in the main process.
 """
 
-import pydoc_data.topics
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
 from headrace import kernels
+from headrace.benchmark.held_out import WINDOW, default_text, windows_of
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
@@ -22,26 +21,6 @@ from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels import cpu
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
-
-_HELD_OUT_EVERY = 4  # every Nth topic is kept out of the calibration text
-_WINDOW = 512
-
-
-def default_text(part: Literal["calibration", "held out"]) -> str:
-    """Python's own reference, the topics of `help()`: on every machine, and split by topic."""
-    topics = pydoc_data.topics.topics
-    return "\n\n".join(
-        topics[name]
-        for index, name in enumerate(sorted(topics))
-        if (index % _HELD_OUT_EVERY == 0) == (part == "held out")
-    )
-
-
-def windows_of(tokenizer: Tokenizer, text: str, max_tokens: int) -> list[list[int]]:
-    """The text's first `max_tokens` tokens in windows of 512, the last one dropped when it is short, unless it is the only one."""
-    ids = tokenizer.encode(text)[:max_tokens]
-    windows = [ids[start : start + _WINDOW] for start in range(0, len(ids), _WINDOW)]
-    return [window for window in windows if len(window) == _WINDOW] or windows[:1]
 
 
 def run_quantize(
@@ -87,9 +66,9 @@ def _perplexity(checkpoint: Checkpoint, scheme: Scheme, backend: str, windows: S
     from headrace.layers.weight import Placement
     from headrace.models.registry import model_class_for
 
-    placement = Placement(torch.device("cpu"), torch.bfloat16, _WINDOW, scheme)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, WINDOW, scheme)
     model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
-    return perplexity(WindowRunner(model, checkpoint.config, backend, _WINDOW), windows)
+    return perplexity(WindowRunner(model, checkpoint.config, backend, WINDOW), windows)
 
 
 def _copy_companions(path: Path, tokenizer: Tokenizer, output: Path) -> None:

@@ -1,0 +1,109 @@
+"""`headrace bench quality`: how close an Engine with the given options comes to one that computes in float32.
+
+A figure of speed stands beside these. Owns what is generated and the report; the arithmetic is agreement.py's, the text held_out.py's.
+Runs in the main process, one Engine after the other.
+"""
+
+import sys
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headrace.api.engine import Engine
+from headrace.benchmark.agreement import NUM_TOKENS, PROMPTS, Greedy, agreement, mean_difference, perplexity
+from headrace.benchmark.held_out import WINDOW, default_text, windows_of
+from headrace.benchmark.machine import revision, this_machine
+from headrace.benchmark.results import SCHEMA, write_json
+from headrace.benchmark.workloads import TokenIds
+from headrace.checkpoint.names import resolve_model
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+from headrace.text.tokenizers import load_tokenizer
+from headrace.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What one Engine said. text_logprobs: of the tokens of all windows, but the first of each. precision: in words."""
+
+    precision: str
+    greedy: Greedy
+    text_logprobs: list[float]
+
+
+def run_quality(server_args: ServerArgs, num_tokens: int, output: Path | None, console: Console) -> dict[str, Any]:
+    """Measure, print, write; the results document. num_tokens: of the text, for perplexity.
+
+    Raises ConfigError when the model cannot be computed in float32, because its checkpoint is quantised to integers.
+    """
+    windows = windows_of(load_tokenizer(_tokenizer_path(server_args)), default_text("held out"), num_tokens)
+    reference = outputs_of(
+        replace(server_args, dtype="float32", quantization="none", kv_cache_dtype="float32"), windows
+    )
+    if not reference.precision.startswith("float32"):
+        raise ConfigError(
+            f"the weights of {server_args.model_path} are {reference.precision}: there is no float32 to compare with"
+        )
+    got = outputs_of(server_args, windows)
+    content = _document(server_args, reference, got)
+    quality = content["quality"]
+    console.print(f"{server_args.model_path}: {got.precision}, against float32", highlight=False)
+    console.print(
+        f"perplexity on {len(got.text_logprobs)} tokens: {quality['perplexity']:.3f}, {quality['perplexity_increase']:+.2%}; "
+        f"mean |difference of logprobs| {quality['logprob_difference']:.4f}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(f"greedy: {agreement(reference.greedy, got.greedy)}", highlight=False, soft_wrap=True)
+    if output is not None:
+        write_json(output, content)
+    return content
+
+
+def outputs_of(server_args: ServerArgs, windows: list[TokenIds]) -> Outputs:
+    """Start an Engine, continue PROMPTS greedily, and have it judge the windows."""
+    with Engine(**asdict(server_args)) as engine:
+        greedy = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        answers = engine.generate(list(PROMPTS), greedy, return_logprob=True)
+        info = engine.get_server_info()
+        judged = engine.generate(
+            input_ids=windows,
+            sampling_params={"temperature": 0.0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+    logprobs = [[entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+    text = [entry[0] for answer in judged for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    weights = info["dtype"] if info["quantization"] == "none" else info["quantization"]
+    precision = f"{weights} weights, {info['kv_cache_dtype']} KV"
+    return Outputs(precision, Greedy([answer["output_ids"] for answer in answers], logprobs), text)
+
+
+def _document(server_args: ServerArgs, reference: Outputs, got: Outputs) -> dict[str, Any]:
+    before, after = perplexity(reference.text_logprobs), perplexity(got.text_logprobs)
+    return {
+        "schema": SCHEMA,
+        "kind": "quality",
+        "command": ["headrace", *sys.argv[1:]],
+        "headrace": VERSION,
+        **asdict(revision()),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(this_machine()),
+        "model": server_args.model_path,
+        "precision": got.precision,
+        "quality": {
+            "num_tokens": len(got.text_logprobs),
+            "window": WINDOW,
+            "reference_perplexity": before,
+            "perplexity": after,
+            "perplexity_increase": after / before - 1,
+            "logprob_difference": mean_difference(reference.text_logprobs, got.text_logprobs),
+            "agreement": asdict(agreement(reference.greedy, got.greedy)),
+        },
+    }
+
+
+def _tokenizer_path(server_args: ServerArgs) -> Path:
+    return resolve_model(server_args.tokenizer_path or server_args.model_path)
