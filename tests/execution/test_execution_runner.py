@@ -227,3 +227,19 @@ def test_a_pool_smaller_than_the_context_shortens_it(checkpoint):
     with driver_of(checkpoint, max_total_tokens=50) as driver:
         assert driver.info.max_total_tokens in (48, 50), "a whole number of pages"
         assert driver.info.context_length == driver.info.max_total_tokens < CONTEXT
+
+
+def test_steps_put_their_logits_in_the_same_memory(sync, monkeypatch):
+    model = sync.worker.runner.model
+    compute, kept = model.logits, []
+
+    def logits(hidden, out=None):
+        kept.append(compute(hidden, out))  # kept, so that malloc does not give the same memory again
+        return kept[-1]
+
+    monkeypatch.setattr(model, "logits", logits)
+
+    sync.generate(0, A, 3, logprobs=LogprobSpec(prompt_start=1, top_num=1, token_ids=()))
+
+    assert len(kept) > 3, "those of the prompt, too"
+    assert len({one.data_ptr() for one in kept}) == 1

@@ -31,7 +31,7 @@ from headrace.execution.graphs import GraphPool, graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, kv_token_budget
-from headrace.execution.model_runner import ModelRunner
+from headrace.execution.model_runner import ModelRunner, logits_shape
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
@@ -398,9 +398,9 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
 
 
 def _reserved_bytes(config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...]) -> int:
-    """Bytes that penalties on a GPU and graphs of these sizes need."""
+    """Bytes that steps need: logits on the CPU, penalties and graphs of these sizes on a GPU."""
     if config.device == "cpu":
-        return 0
+        return 4 * math.prod(logits_shape(config.max_running_requests, model_config.vocab_size))
     penalties = penalty_bytes(config.max_running_requests, model_config.vocab_size, config.context_length)
     if not graph_sizes:
         return penalties

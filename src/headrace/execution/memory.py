@@ -80,7 +80,7 @@ def kv_token_budget(
     return TokenBudget(
         fitting,
         f"{mem_fraction_static:.0%} of {(available + weight_bytes) / 2**30:.1f} GiB minus {weight_bytes / 2**30:.2f} GiB of weights"
-        f"{f' and {reserved_bytes / 2**30:.2f} GiB for graphs and penalties' if reserved_bytes else ''}, "
+        f"{f' and {reserved_bytes / 2**30:.2f} GiB that steps need' if reserved_bytes else ''}, "
         f"at {bytes_per_token} bytes per token",
     )
 

@@ -44,6 +44,11 @@ class _Outcome:
     hidden_states: dict[int, bytes] = field(default_factory=dict)
 
 
+def logits_shape(max_seqs: int, vocab_size: int) -> tuple[int, int]:
+    """Rows and columns of the logits that are computed at once."""
+    return max(max_seqs, PROMPT_LOGIT_ROWS), vocab_size
+
+
 class ModelRunner:
     """A model with its attention backend (with an allocated pool), its tables, its sampler and the adapters of its layers."""
 
@@ -55,6 +60,10 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self.loras = loras
+        # Kept from step to step: malloc would map and unmap a block of more than 32 MiB every time, and each new page costs a fault.
+        # Pages that no step has used take no memory.
+        on_host = table.host is not None
+        self._logits = torch.empty(logits_shape(table.max_seqs, sampler.vocab_size)) if on_host else None
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
@@ -144,6 +153,10 @@ class ModelRunner:
         on_layers()
         return self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=loras is not None)
 
+    def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32[rows, vocab_size] of hidden [rows, hidden_size]; on the CPU only until the next call."""
+        return self.model.logits(hidden, None if self._logits is None else self._logits[: hidden.shape[0]])
+
     def _prompt_logprobs(
         self,
         outcome: _Outcome,
@@ -164,7 +177,7 @@ class ModelRunner:
         for low in range(first, end, PROMPT_LOGIT_ROWS):
             high = min(low + PROMPT_LOGIT_ROWS, end)
             offset = batch.row_starts[row] - start
-            logits = self.model.logits(hidden[offset + low : offset + high])
+            logits = self._logits_of(hidden[offset + low : offset + high])
             next_ids = self.table.tokens[seq, low + 1 : high + 1]
             blocks.append(prompt_logprobs(logits, next_ids.cpu().numpy(), spec))
         joined = LogprobBlock.joined(blocks)
@@ -184,7 +197,7 @@ class ModelRunner:
         if len(sampled) < hidden.shape[0]:
             last = [batch.row_starts[row + 1] - 1 for row in sampled]
             hidden = hidden[torch.tensor(last, device=hidden.device)]
-        logits = self.model.logits(hidden)
+        logits = self._logits_of(hidden)
         seqs = [all_seqs[row] for row in sampled]
         positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
         specs = [self.table.specs[seq].new for seq in seqs]

@@ -45,11 +45,11 @@ class Linear:
         """The stack in the layout of the kernels; available once every part has been loaded."""
         return self._packed
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_size] -> [rows, sum(outputs)]."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [rows, in_size] -> [rows, sum(outputs)], in `out` when given."""
         if self.observer is not None:
             self.observer(x)
-        y = kernels.linear(x, self._packed)
+        y = kernels.linear(x, self._packed, out)
         if self.adapters is not None:
             self.adapters.add(y, x)
         return y

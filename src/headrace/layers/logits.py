@@ -20,9 +20,9 @@ class LogitsHead:
         self._soft_cap = soft_cap
         self._tied = tied
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size] -> float32[rows, vocab_size]."""
-        logits = self._projection(hidden).float()
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> float32[rows, vocab_size]. out: see `CausalLM.logits`."""
+        logits = self._projection(hidden, out).float()
         if self._soft_cap and logits.device.type != "cpu":
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         elif self._soft_cap:

@@ -301,6 +301,6 @@ class DecoderLM:
         """See `FusedDecoder.phase_seconds`; empty when the layers run op by op."""
         return {} if self._fused is None else self._fused[0].phase_seconds()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
-        return self._head(hidden)
+        return self._head(hidden, out)

@@ -42,8 +42,11 @@ class CausalLM(Protocol):
         Returns "" or the reason why that cannot be; `forward` gives the same bits either way. Again after weights were loaded anew.
         """
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size], after the final norm -> float32[rows, vocab_size]."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [rows, hidden_size], after the final norm -> float32[rows, vocab_size].
+
+        out: memory that the result may be in, of its shape, on the CPU.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,8 @@ class TransformersLM:
         states: torch.Tensor = out.last_hidden_state.squeeze(0)
         return states
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.logits`."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `CausalLM.logits`. Its code says where they go."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
 

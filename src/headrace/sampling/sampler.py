@@ -73,7 +73,7 @@ class Sampler:
         processors: Mapping[str, LogitProcessor],
         penalties: DevicePenalties | None = None,
     ) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._processors = dict(processors)
         self._table: list[_Sequence | None] = [None] * max_seqs
@@ -98,7 +98,7 @@ class Sampler:
             is_greedy=params.is_greedy,
             logprobs=task.logprobs,
             edits=(
-                LogitEdits(params, new, history, self._vocab_size)
+                LogitEdits(params, new, history, self.vocab_size)
                 if history is not None and edits_logits(params)
                 else None
             ),
@@ -138,7 +138,7 @@ class Sampler:
         Going back to an earlier position (a step that is run again) discards what was sampled from there on.
         """
         assert logits.dtype == torch.float32, logits.dtype
-        assert logits.shape == (len(seqs), self._vocab_size), (logits.shape, len(seqs), self._vocab_size)
+        assert logits.shape == (len(seqs), self.vocab_size), (logits.shape, len(seqs), self.vocab_size)
         if not len(seqs):
             return SamplerOutput(torch.empty(0, dtype=torch.int64, device=self._device))
         states = [self._state(seq) for seq in seqs]
