@@ -172,7 +172,7 @@ def test_a_prompt_that_nobody_waits_for_is_cut_by_tokens_only():
 
 def test_prompts_progress_even_if_decoding_takes_longer_than_the_bound():
     rig = rig_of(1e-3)
-    seen = mixed_steps(rig, (0.01, 1e-5, 0.01, 0.01))
+    seen = mixed_steps(rig, (1.0, 1e-3, 1.0, 1.0))
     add_requests(rig, 6, 100)
     rig.drain()
 
@@ -200,25 +200,6 @@ def test_tokens_are_the_same_whatever_the_bound():
             prompt = np.random.default_rng(i).integers(0, 2, 150).tolist()
             assert rig.ids[f"r{i}"] == expected_outputs(prompt, 12, 9, True)
         rig.check_idle()
-
-
-def test_a_request_that_arrives_during_a_long_step_is_in_the_next_one():
-    rig = rig_of(LIMIT_S)
-    mixed_steps(rig, TYPICAL)
-    add_requests(rig, 10, 200)
-    rig.drain()
-    add_requests(rig, 1, 600, first=10)
-    rig.turn()
-    (long_step,) = rig.state.in_flight
-    add_requests(rig, 1, 200, first=11)
-    for _ in range(int(min(long_step.expected_s, LIMIT_S) / 0.01 / 2)):  # a turn takes 0.01 s
-        assert list(rig.state.in_flight) == [long_step]
-        rig.turn()
-    rig.turn()
-
-    (next_step,) = rig.state.in_flight
-    assert next_step.step == long_step.step + 1
-    assert [req.rid for req, *_ in next_step.rows] == ["r10", "r11"]
 
 
 def first_steps(rig: Rig) -> dict[str, int]:
@@ -262,12 +243,3 @@ def test_a_less_important_prompt_does_not_go_before_the_rest_of_a_long_one():
     turns = first_steps(rig)
 
     assert turns["long"] < turns["short"]
-
-
-def test_without_overlap_each_step_is_collected_in_its_turn():
-    rig = rig_of(LIMIT_S, overlap=False)
-    mixed_steps(rig, TYPICAL)
-    add_requests(rig, 10, 200)
-    for _ in range(200):
-        rig.turn()
-        assert not rig.state.in_flight

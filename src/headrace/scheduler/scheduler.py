@@ -51,13 +51,6 @@ JOB_WAIT_S = 0.005
 """How long the loop may sleep between checks while the worker prepares weights."""
 EXPIRE_INTERVAL_S = 0.1
 
-LONG_STEP_S = 0.02
-PLAN_AFTER = 0.5
-"""While a step runs that is expected to take longer than LONG_STEP_S, the next one is planned after this share of the time, not at once: what
-arrives until then is part of it. The rest is for errors of the expectation, since the worker must not wait."""
-MIN_WAIT_S = 0.001
-"""The shortest wait for a message; channels count milliseconds."""
-
 
 class Scheduler:
     """Combines state, planner and commit around a worker; see the module docstring.
@@ -95,7 +88,6 @@ class Scheduler:
         self._idle = True
         self._next_stats_s = 0.0
         self._next_expire_s = 0.0
-        self._plan_from_s = 0.0
         self._throughput_mark = (clock(), 0)
         self._gen_throughput = 0.0
 
@@ -118,7 +110,7 @@ class Scheduler:
         self._on_turn()
         self._receive()
         state = self.state
-        while len(state.in_flight) < self.config.max_steps_in_flight and not self._early_s():
+        while len(state.in_flight) < self.config.max_steps_in_flight:
             begin_s = self._clock()
             batch = planner.plan(state, begin_s)
             self._send(self._end_planned())
@@ -128,26 +120,11 @@ class Scheduler:
             state.counters.host_s += self._clock() - begin_s
             self.worker.submit(worker_batch)
             state.in_flight.append(batch)
-            self._note_running()
         if state.in_flight:
             self._leave_idle()
-            if not self._early_s():
-                self._commit_oldest()
-                self._note_running()
+            self._commit_oldest()
         self._loras.advance(state, self._clock())
         self._report()
-
-    def _note_running(self) -> None:
-        """Called when the worker may have begun a step: decide from when on the next one is planned."""
-        in_flight, config = self.state.in_flight, self.config
-        self._plan_from_s = 0.0
-        if len(in_flight) == 1 < config.max_steps_in_flight and in_flight[0].expected_s > LONG_STEP_S:
-            self._plan_from_s = self._clock() + PLAN_AFTER * min(in_flight[0].expected_s, config.max_step_s)
-
-    def _early_s(self) -> float:
-        """Seconds until the next step should be planned, 0.0 = now."""
-        left_s = self._plan_from_s - self._clock() if self._plan_from_s else 0.0
-        return left_s if left_s > MIN_WAIT_S else 0.0
 
     def _commit_oldest(self) -> None:
         state = self.state
@@ -182,8 +159,6 @@ class Scheduler:
             self._become_idle()
         if idle or (state.gate.holds and not state.in_flight):
             message = self._receiver.recv(JOB_WAIT_S if self._weights.has_job else IDLE_WAIT_S)
-        elif early_s := self._early_s():
-            message = self._receiver.recv(early_s)
         else:
             message = self._receiver.recv_nowait()
         while message is not None:
