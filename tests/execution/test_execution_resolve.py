@@ -107,12 +107,12 @@ def test_the_prompt_tokens_of_a_step_are_bounded_by_both_options(facts: DeviceFa
 @pytest.mark.parametrize(
     ("facts", "options", "limit"),
     [
-        (LAPTOP, {}, 250),
+        (LAPTOP, {}, 200),
         (LAPTOP, {"max_step_ms": 40}, 40),
         (LAPTOP, {"max_step_ms": -1}, None),
         (GPU, {}, None),
         (GPU, {"max_step_ms": -1}, None),
-        (GPU, {"enable_deterministic_inference": True}, 250),
+        (GPU, {"enable_deterministic_inference": True}, 200),
     ],
 )
 def test_steps_are_bounded_in_time_where_tokens_do_not_depend_on_how_prompts_are_cut(facts, options, limit):

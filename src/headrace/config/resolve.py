@@ -29,7 +29,7 @@ _ISAS_WITH_WORDS = ("avx512vnni",)
 CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
 """--chunked-prefill-size by device: larger steps are hardly faster per token."""
 
-MAX_STEP_MS = 250
+MAX_STEP_MS = 200
 """--max-step-ms by default."""
 
 _LARGEST_GRAPH = 256

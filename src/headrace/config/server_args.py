@@ -226,7 +226,7 @@ class ServerArgs:
         None,
         _Q,
         "How long a step should take at most, in milliseconds, when prompts share it with running streams; -1 = no bound. "
-        "Default: 250 where tokens do not depend on how prompts are cut (on CPU), else no bound.",
+        "Default: 200 where tokens do not depend on how prompts are cut (on CPU), else no bound.",
     )
     schedule_policy: Literal["fcfs", "lpm", "priority"] = _opt(
         "fcfs",
