@@ -41,7 +41,8 @@ def run_quality(server_args: ServerArgs, num_tokens: int, output: Path | None, c
     """
     windows = windows_of(load_tokenizer(_tokenizer_path(server_args)), default_text("held out"), num_tokens)
     reference = outputs_of(
-        replace(server_args, dtype="float32", quantization="none", kv_cache_dtype="float32"), windows
+        replace(server_args, dtype="float32", activations="auto", quantization="none", kv_cache_dtype="float32"),
+        windows,
     )
     if not reference.precision.startswith("float32"):
         raise ConfigError(
@@ -76,8 +77,10 @@ def outputs_of(server_args: ServerArgs, windows: list[TokenIds]) -> Outputs:
         )
     logprobs = [[entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
     text = [entry[0] for answer in judged for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-    weights = info["dtype"] if info["quantization"] == "none" else info["quantization"]
-    precision = f"{weights} weights, {info['kv_cache_dtype']} KV"
+    weights = f"{info['quantization']} weights"
+    if info["quantization"] == "none":
+        weights = f"{info['dtype']} weights, {info['activations']} activations"
+    precision = f"{weights}, {info['kv_cache_dtype']} KV"
     return Outputs(precision, Greedy([answer["output_ids"] for answer in answers], logprobs), text)
 
 

@@ -30,6 +30,7 @@ _INFO_FIELDS = (
     "dtype",
     "weight_dtype",
     "quantization",
+    "activations",
     "kv_cache_dtype",
     "device",
     "attention_backend",
