@@ -51,9 +51,9 @@ struct Codes<QuantScheme::kBf16> {
   HEADRACE_INLINE void multiply(vf& sum, const Codes& w, const Pairs& x) { dot_pairs(sum, w.weights, x); }
 };
 
-// Rows from `row`, columns from `column`; group `group` of them, of `num_groups`.
+// Rows from `row`, columns from `column`; part `group` of K, of `num_groups` of `depth` elements.
 struct Place {
-  int64_t row, column, group, num_groups;
+  int64_t row, column, group, num_groups, depth;
 };
 
 // The chain of a tile before a group: what the groups before left in `partial`, [R][C][kLanes].
@@ -65,8 +65,8 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
   using Step = Codes<kScheme>;
   constexpr bool kFloats = row_format(kScheme).floats;
   constexpr int64_t kValueBytes = row_format(kScheme).value_bytes;
-  const int64_t first = place.group * kWideGroup, row_bytes = a.k_padded * kValueBytes;
-  const int64_t num_steps = min_of(kWideGroup, a.k_padded - first) * kValueBytes / 4;
+  const int64_t first = place.group * place.depth, row_bytes = a.k_padded * kValueBytes;
+  const int64_t num_steps = min_of(place.depth, a.k_padded - first) * kValueBytes / 4;
   const char* const x = static_cast<const char*>(a.x.values) + place.row * row_bytes + first * kValueBytes;
   const int64_t scales = place.row * place.num_groups + place.group;
   typename Step::Sum sum[R][C];
@@ -107,11 +107,13 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
   }
 }
 
-// C units from unit `unit` of the blocks at `weight`, for all rows.
-template <QuantScheme kScheme, int C>
+// C units from unit `unit` of the blocks at `weight`, for all rows, in tiles of at most kRows. Rows of bfloat16 that are one tile run
+// through all of K at once: their chains stay in registers.
+template <QuantScheme kScheme, int C, int kRows>
 void units(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_t* weight, int64_t unit, int64_t column) {
   alignas(64) float partial[kRowBlock * C * kLanes];
-  const int64_t num_groups = ceil_div(a.k_padded, kWideGroup), block_bytes = packed_block_bytes(kScheme, a.k_padded);
+  const int64_t depth = row_format(kScheme).floats && rows <= kRows ? a.k_padded : kWideGroup;
+  const int64_t num_groups = ceil_div(a.k_padded, depth), block_bytes = packed_block_bytes(kScheme, a.k_padded);
   constexpr int64_t kGroupBytes = kWideGroup * row_format(kScheme).value_bytes * kPackedColumns;
   for (int64_t g = 0; g < num_groups; ++g) {
     const uint8_t* codes[C];
@@ -122,15 +124,18 @@ void units(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_
     const int64_t next = g + 1 < num_groups ? kGroupBytes : ceil_div(C, kUnitsOfBlock) * block_bytes - g * kGroupBytes;
     for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t t, int64_t num_tiles) {
       const Ahead ahead = num_tiles == 1 ? Ahead{kAheadBytes, kStepBytes} : Ahead{next + kGroupBytes * t / num_tiles, kStepBytes / num_tiles};
-      const Place place = {first, column, g, num_groups};
+      const Place place = {first, column, g, num_groups, depth};
       float* const sums = partial + (first - row) * C * kLanes;
 #define HEADRACE_TILE(R)                                                                  \
   case R:                                                                                 \
-    if constexpr (R <= kTile) tile<kScheme, R, C>(a, place, codes, ahead, sums);           \
+    if constexpr (R <= kRows) tile<kScheme, R, C>(a, place, codes, ahead, sums);           \
     break;
-      switch (count) { HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6) }
+      switch (count) {
+        HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6)
+        HEADRACE_TILE(7) HEADRACE_TILE(8) HEADRACE_TILE(9) HEADRACE_TILE(10) HEADRACE_TILE(11) HEADRACE_TILE(12)
+      }
 #undef HEADRACE_TILE
-    });
+    }, kRows);
   }
 }
 
@@ -139,8 +144,13 @@ void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t beg
   const uint8_t* const weight = a.weight + begin * packed_block_bytes(kScheme, a.k_padded);
   const int64_t num_units = (end - begin) * kUnitsOfBlock, column = begin * kPackedColumns;
   int64_t unit = 0;
-  for (; unit + kUnits <= num_units; unit += kUnits) units<kScheme, kUnits>(a, row, rows, weight, unit, column + unit * kLanes);
-  for (; unit < num_units; unit += 2) units<kScheme, 2>(a, row, rows, weight, unit, column + unit * kLanes);
+  if constexpr (row_format(kScheme).floats) {
+    // A higher tile of fewer columns reads the weights once.
+    const bool is_one_high_tile = rows > kTile && rows <= 2 * kTile;
+    for (; is_one_high_tile && unit < num_units; unit += 2) units<kScheme, 2, 2 * kTile>(a, row, rows, weight, unit, column + unit * kLanes);
+  }
+  for (; unit + kUnits <= num_units; unit += kUnits) units<kScheme, kUnits, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
+  for (; unit < num_units; unit += 2) units<kScheme, 2, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
 }
 
 }  // namespace

@@ -39,10 +39,10 @@ HEADRACE_INLINE void finish(const QuantizedLinearArgs& a, int64_t row, int64_t c
   }
 }
 
-// Rows cut into even tiles: body(first row, rows, tile, number of tiles).
+// Rows cut into even tiles of at most `most`: body(first row, rows, tile, number of tiles).
 template <class Body>
-HEADRACE_INLINE void for_row_tiles(int64_t row, int64_t rows, Body body) {
-  const int64_t num_tiles = ceil_div(rows, kTile), base = rows / num_tiles, longer = rows % num_tiles;
+HEADRACE_INLINE void for_row_tiles(int64_t row, int64_t rows, Body body, int64_t most = kTile) {
+  const int64_t num_tiles = ceil_div(rows, most), base = rows / num_tiles, longer = rows % num_tiles;
   for (int64_t t = 0; t < num_tiles; ++t) {
     const int64_t count = base + (t < longer ? 1 : 0);
     body(row, count, t, num_tiles);
