@@ -1,7 +1,8 @@
-"""`POST /v1/completions` over OpenVINO GenAI's continuous batching pipeline, streaming, and nothing else.
+"""`POST /v1/completions` over OpenVINO GenAI's continuous batching pipeline, streaming, and little else.
 
 OpenVINO GenAI has no server. This one does as little as a server can, so that what is measured is the pipeline: HTTP by hand on
-asyncio streams, one event a request and step, one wake-up of the event loop a step. Greedy requests of token ids only.
+asyncio streams, one event a request and step, one wake-up of the event loop a step. Greedy requests of token ids only. `POST /generate`
+answers once with token ids and logprobs, as Headrace's does, for the check of agreement.
 Runs in benchmarks/compare/.venv: the pipeline in a thread, HTTP in the event loop of the main thread.
 """
 
@@ -25,12 +26,13 @@ _HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Enco
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion. outputs: lists of new token ids, then None."""
+    """One completion. outputs: lists of new token ids, then None. logprobs: of the tokens so far, if the config asks for them."""
 
     prompt: list[int]
     config: openvino_genai.GenerationConfig
     outputs: "asyncio.Queue[list[int] | None]" = field(default_factory=asyncio.Queue)
     handle: Any = None
+    logprobs: list[float] = field(default_factory=list)
 
 
 class PipelineThread:
@@ -64,6 +66,8 @@ class PipelineThread:
                 while request.handle.can_read():
                     for output in request.handle.read().values():
                         news.append((request, list(output.generated_ids)))
+                        if request.config.logprobs:
+                            request.logprobs += output.generated_log_probs
             ended = [r for r in live if r.handle.get_status() != openvino_genai.GenerationStatus.RUNNING]
             news += [(request, None) for request in ended]
             live = [request for request in live if request not in ended]
@@ -97,6 +101,8 @@ class Server:
                 match method, path:
                     case "POST", "/v1/completions":
                         await self._complete(json.loads(body), writer)
+                    case "POST", "/generate":
+                        await self._generate(json.loads(body), writer)
                     case "GET", "/v1/models":
                         _reply(writer, 200, {"data": [{"id": self._model_name}]})
                     case "GET", "/health":
@@ -135,6 +141,21 @@ class Server:
         _chunk(writer, json.dumps({"choices": [{"index": 0, "text": "", "finish_reason": reason}], "usage": usage}))
         _chunk(writer, "[DONE]")
         writer.write(b"0\r\n\r\n")
+
+    async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = body["sampling_params"]["max_new_tokens"]
+        config.do_sample = False
+        config.apply_chat_template = False
+        config.ignore_eos = True
+        config.logprobs = 1
+        request = Request(body["input_ids"], config)
+        self._pipeline.waiting.put(request)
+        ids: list[int] = []
+        while (new := await request.outputs.get()) is not None:
+            ids += new
+        logprobs = [[logprob, token, None] for logprob, token in zip(request.logprobs, ids, strict=True)]
+        _reply(writer, 200, {"output_ids": ids, "meta_info": {"output_token_logprobs": logprobs}})
 
 
 def _chunk(writer: asyncio.StreamWriter, data: str) -> None:

@@ -1,10 +1,12 @@
 """llama.cpp's server, as benchmarks/compare/setup built it."""
 
+from greedy import by_llama_cpp
 from peer_process import MODELS, PEERS_VENV, Precision, ServerCommand, num_cores, run_alone
 
 FORMATS = {"16": "f16", "8": "q8_0", "4": "q4_0"}
 _SLOTS = 32
-_SLOT_TOKENS = 2304  # the longest request of the presets, 2,048 + 1, and some room
+_SLOT_TOKENS = 8192  # the model's context, and enough for the longest request of the presets, 8,001; 6 GB in all
+_ACTIVATIONS = {"16": "f16", "8": "q8_0", "4": "q8_0"}  # vec_dot_type of these weights in ggml-cpu.c
 
 
 def command_for(precision: Precision, port: int) -> ServerCommand:
@@ -20,7 +22,9 @@ def command_for(precision: Precision, port: int) -> ServerCommand:
             "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS), "--no-kv-unified", "-fa", "on", "-b", "2048", "-ub", "512",
             "--no-ui",
         ],
+        by_llama_cpp,
         needs=(binary, model),
+        ask_precision=lambda: {"activations": _ACTIVATIONS[precision], "kv_cache_dtype": "f16"},
     )  # fmt: skip
 
 

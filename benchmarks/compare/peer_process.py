@@ -12,13 +12,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 import psutil
+from greedy import ContinueGreedily
 
 from headrace.errors import ConfigError
 
@@ -33,12 +34,16 @@ _LOG_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How a server is started. name: server and format, as figures call it. needs: files that must be there first."""
+    """How a server is started and asked. name: server and format, as figures call it. needs: files that must be there first.
+
+    ask_precision: what it computes in, by the names of Headrace's /server_info; nothing if it has that route.
+    """
 
     name: str
     arguments: list[str]
+    continue_greedily: ContinueGreedily
     needs: tuple[Path, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    ask_precision: Callable[[], dict[str, str]] = dict
 
 
 CommandFor = Callable[[Precision, int], ServerCommand]
@@ -53,6 +58,7 @@ class ServerProcess:
             if not path.exists():
                 raise ConfigError(f"{command.name} needs {path}; run benchmarks/compare/setup first")
         self.name = command.name
+        self.command = command
         self.url = f"http://127.0.0.1:{port}"
         self.log_file = log_file
         self.started_s = time.monotonic()
@@ -60,7 +66,7 @@ class ServerProcess:
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 command.arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, **command.environment}, start_new_session=True,
+                start_new_session=True,
             )  # fmt: skip
 
     def wait_until_ready(self, timeout_s: float = 300.0) -> float:

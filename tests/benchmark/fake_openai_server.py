@@ -26,6 +26,7 @@ class FakeServer:
     cut: set[int] = field(default_factory=set)
     together: asyncio.Barrier | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    generate_bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_flushes: int = 0
     num_open: int = 0
@@ -72,6 +73,23 @@ class FakeServer:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def generate(self, request: web.Request) -> web.Response:
+        """Headrace's own route, as far as greedy tokens with logprobs go."""
+        body = await request.json()
+        self.generate_bodies.append(body)
+        ids = [ord(self.word)] * body["sampling_params"]["max_new_tokens"]
+        return web.json_response(
+            {"output_ids": ids, "meta_info": {"output_token_logprobs": [[-0.5, token, None] for token in ids]}}
+        )
+
+    async def llama_cpp(self, request: web.Request) -> web.Response:
+        """llama.cpp's own route. Ends after four tokens; of the fourth, which ends within a character, there is no logprob."""
+        body = await request.json()
+        self.generate_bodies.append(body)
+        ids = list(range(len(body["prompt"]), len(body["prompt"]) + min(4, body["n_predict"])))
+        known = [{"id": token, "logprob": -0.5} for token in ids if token % 4 != 3]
+        return web.json_response({"tokens": ids, "completion_probabilities": known})
+
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake"}]})
 
@@ -88,6 +106,8 @@ async def serving(server: FakeServer) -> AsyncIterator[FakeServer]:
     """Run the server on a free loopback port; sets its `url`."""
     app = web.Application()
     app.router.add_post("/v1/completions", server.completions)
+    app.router.add_post("/generate", server.generate)
+    app.router.add_post("/completion", server.llama_cpp)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/server_info", server.server_info)
     app.router.add_post("/flush_cache", server.flush_cache)

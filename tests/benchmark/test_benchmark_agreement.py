@@ -14,6 +14,10 @@ def test_tokens_count_up_to_the_first_that_differs_and_logprobs_with_them():
     assert agreement(reference, got) == Agreement(2, 1, 4, 2.5, (0.5 + 0.5) / 5)
 
 
+def test_logprobs_count_as_far_as_they_are_known():
+    assert agreement(Greedy([[1, 2]], [[-1.0, -1.0]]), Greedy([[1, 2]], [[-1.5]])).logprob_difference == 0.5
+
+
 def test_a_shorter_output_is_not_identical():
     assert agreement(Greedy([[1, 2, 3]], []), Greedy([[1, 2]], [])) == Agreement(1, 0, 3, 2.0, None)
 

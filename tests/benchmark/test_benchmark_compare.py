@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 from fake_openai_server import FakeServer, serving
 from rich.console import Console
@@ -15,11 +16,15 @@ from headrace.errors import ConfigError
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "compare"))
 
 import compare
+import greedy
 import peer_headrace
 import peer_llama_cpp
 import peer_openvino
 from peer_process import ServerCommand, ServerProcess, free_port
-from ratios import Rate, draw, ratio_table, ratios
+from ratios import LATENCIES, RATE, Measured, draw, latency_table, rate_table, ratios
+
+from headrace.benchmark.agreement import NUM_TOKENS, PROMPTS, Agreement, Greedy
+from headrace.benchmark.workloads import PRESETS
 
 
 class WordTokenizer:
@@ -32,19 +37,33 @@ class WordTokenizer:
         return "".join(map(chr, ids))
 
 
-def rate(precision, preset, server, median, is_ours=False, errors=0):
-    return Rate(precision, preset, server, is_ours, median, median * 0.9, median * 1.1, errors)
+def measured(precision, preset, server, median, is_ours=False, errors=0, figure=RATE):
+    return Measured(precision, preset, server, is_ours, figure, median, median * 0.9, median * 1.1, errors)
 
 
 RATES = [
-    rate("16", "A", "Headrace bf16", 60.0, is_ours=True),
-    rate("16", "A", "slow", 30.0),
-    rate("16", "A", "fast", 40.0),
-    rate("8", "A", "Headrace int8", 90.0, is_ours=True),
-    rate("8", "A", "fast", 100.0),
-    rate("8", "D", "Headrace int8", 1000.0, is_ours=True),
-    rate("8", "D", "fast", 0.0, errors=2),
+    measured("16", "A", "Headrace default", 60.0, is_ours=True),
+    measured("16", "A", "slow", 30.0),
+    measured("16", "A", "fast", 40.0),
+    measured("8", "A", "Headrace int8", 90.0, is_ours=True),
+    measured("8", "A", "fast", 100.0),
+    measured("8", "D", "Headrace int8", 1000.0, is_ours=True),
+    measured("8", "D", "fast", 0.0, errors=2),
 ]
+LATENT = [
+    measured("8", "B8", "Headrace int8", 90.0, is_ours=True),
+    measured("8", "B8", "fast", 80.0),
+    measured("8", "B8", "slow", 10.0),
+    measured("8", "B8", "Headrace int8", 0.03, is_ours=True, figure="ITL p50"),
+    measured("8", "B8", "fast", 0.04, figure="ITL p50"),
+    measured("8", "B8", "slow", 0.01, figure="ITL p50"),
+    measured("8", "B8", "Headrace int8", 0.3, is_ours=True, figure="TTFT p99"),
+    measured("8", "B8", "fast", 0.4, figure="TTFT p99"),
+]
+EXACTNESS = {
+    "Headrace default": Agreement(25, 23, 32, 30.0, 0.0021),
+    "fast": Agreement(25, 11, 32, 19.0, None),
+}
 
 
 def test_a_ratio_is_ours_over_the_best_peer_of_its_class_and_preset():
@@ -55,38 +74,103 @@ def test_a_ratio_is_ours_over_the_best_peer_of_its_class_and_preset():
     assert (third.peer, third.ratio, third.is_reached) == (None, None, False)
 
 
+def test_a_latency_is_compared_with_that_of_the_peer_with_the_best_rate_and_has_to_stay_below():
+    rate, between, first_token = ratios(LATENT)
+
+    assert (rate.peer, between.peer, first_token.peer) == ("fast", "fast", "fast")
+    assert between.ratio == pytest.approx(0.75)
+    assert not between.is_reached  # at most 0.6
+    assert first_token.ratio == pytest.approx(0.75)
+    assert first_token.is_reached  # at most 1.0
+
+
 def test_a_server_with_errors_neither_wins_nor_loses():
     broken_peer = [
-        rate("16", "A", "Headrace int8", 10.0, is_ours=True), rate("16", "A", "broken", 99.0, errors=1), rate("16", "A", "sound", 5.0)
-    ]  # fmt: skip
+        measured("16", "A", "Headrace int8", 10.0, is_ours=True),
+        measured("16", "A", "broken", 99.0, errors=1),
+        measured("16", "A", "sound", 5.0),
+    ]
     assert [each.peer for each in ratios(broken_peer)] == ["sound"]
 
-    broken_ours = [rate("16", "A", "Headrace int8", 99.0, is_ours=True, errors=1), rate("16", "A", "sound", 5.0)]
+    broken_ours = [
+        measured("16", "A", "Headrace int8", 99.0, is_ours=True, errors=1),
+        measured("16", "A", "sound", 5.0),
+    ]
     assert [each.ratio for each in ratios(broken_ours)] == [None]
 
 
-def test_the_table_shows_ratio_and_target_in_eighty_columns():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(ratio_table(ratios(RATES)))
-    text = console.export_text()
+def test_every_class_and_preset_has_a_goal():
+    for precision in compare.PRECISIONS:
+        goals = [
+            each.target for each in ratios([measured(precision, name, "o", 1.0, is_ours=True) for name in PRESETS])
+        ]
+        assert len(goals) == len(PRESETS)
 
-    assert all(word in text for word in ("bf16", "int8", "1.50", "0.90", "1.30", "fast", "none without errors"))
+
+def in_eighty_columns(*tables):
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in tables:
+        console.print(table)
+    text = console.export_text()
     assert "…" not in text
+    return text
+
+
+def test_the_table_shows_ratio_and_goal_beside_the_exactness_of_both_in_eighty_columns():
+    widest = [
+        measured("8", "Cspaced", "Headrace int8-fast", 98765.0, is_ours=True),
+        measured("8", "Cspaced", "llama.cpp q8_0", 12345.0),
+    ]
+    text = in_eighty_columns(rate_table(ratios(RATES + widest), EXACTNESS))
+
+    assert all(word in text for word in ("default", "int8", "1.50", "0.90", "1.30", "fast", "none"))
+    assert "23/25 .002" in text
+    assert "11/25   -" in text
+
+
+def test_latencies_have_a_table_of_their_own_in_milliseconds():
+    text = in_eighty_columns(latency_table(ratios(LATENT)))
+
+    assert all(word in text for word in ("ITL p50", "TTFT p99", "30", "40", "0.75", "0.60"))
+    assert "tok/s" not in text
 
 
 def test_the_plot_has_a_bar_for_every_server_and_our_ratio(tmp_path):
-    draw(tmp_path / "deep" / "plot.svg", RATES, ratios(RATES), "a machine")
+    draw(tmp_path / "deep" / "plot.svg", RATES + LATENT, ratios(RATES + LATENT), "a machine")
 
     text = (tmp_path / "deep" / "plot.svg").read_text()
     assert all(
-        word in text for word in ("16-bit weights", "8-bit weights", "Headrace bf16", "slow", "×1.50", "a machine")
+        word in text for word in ("16-bit weights", "8-bit weights", "Headrace default", "slow", "×1.50", "a machine")
     )
 
 
-def test_tokens_agree_up_to_the_first_that_differs():
-    found = compare.agreement("s", [[1, 2, 3, 4], [5, 6], [7]], [[1, 2, 9, 4], [5, 6], []])
+async def continued(ask, fake):
+    async with serving(fake), aiohttp.ClientSession() as session:
+        return await greedy.continue_all(ask, session, fake.url, [[7, 8, 9, 10]])
 
-    assert (found.equal, found.num_tokens, found.equal_texts) == ([2, 2, 0], [4, 2, 1], 1)
+
+async def test_tokens_and_logprobs_are_asked_for_beyond_the_end_of_the_sequence():
+    fake = FakeServer()
+    got = await continued(greedy.by_generate, fake)
+
+    assert got == Greedy([[ord("w")] * NUM_TOKENS], [[-0.5] * NUM_TOKENS])
+    assert fake.generate_bodies[0]["sampling_params"]["ignore_eos"]
+
+
+async def test_llama_cpp_goes_on_behind_the_end_of_a_sequence():
+    fake = FakeServer()
+    got = await continued(greedy.by_llama_cpp, fake)
+
+    assert got == Greedy([list(range(4, 4 + NUM_TOKENS))], [[-0.5] * 3])
+    assert [len(body["prompt"]) for body in fake.generate_bodies] == list(range(4, 4 + NUM_TOKENS, 4))
+    assert not any("ignore_eos" in body for body in fake.generate_bodies)
+
+
+async def test_a_server_that_cannot_continue_is_one_clear_error():
+    fake = FakeServer()
+    async with serving(fake), aiohttp.ClientSession() as session:
+        with pytest.raises(ConfigError, match="answered 404"):
+            await greedy.by_generate(session, f"{fake.url}/nowhere", [1])
 
 
 class RunningServer:
@@ -94,6 +178,7 @@ class RunningServer:
 
     def __init__(self, fake, name, share=0.0):
         self.url, self.name, self.share = fake.url, name, share
+        self.command = ServerCommand(name, [], greedy.by_generate, ask_precision=lambda: {"kv_cache_dtype": "u8"})
 
     def cpu_share(self):
         return self.share
@@ -103,34 +188,42 @@ class RunningServer:
 
 
 async def run_class(*, peer_share=0.0):
-    ours, peer = FakeServer(tokens_per_chunk=2), FakeServer(fail=set(range(8, 40)))
-    load = LoadOptions(presets="A,D", repeat=2, num_requests=1, warm_up=1)
-    reference = [[ord("w")] * compare.NUM_TOKENS] * len(compare.CHECK_TEXTS)
+    ours, peer = FakeServer(tokens_per_chunk=2), FakeServer(word="x", fail=set(range(3, 40)))
+    load = LoadOptions(presets="A,B8,D", repeat=2, num_requests=1, warm_up=1)
+    reference = Greedy([[ord("w")] * NUM_TOKENS] * len(PROMPTS), [[-0.25] * NUM_TOKENS] * len(PROMPTS))
     async with serving(ours), serving(peer):
-        servers = [RunningServer(ours, "Headrace int8"), RunningServer(peer, "peer", peer_share)]
-        return await compare.run_class("8", servers, WordTokenizer(), reference, load, Console(quiet=True)), load
+        mine, other = RunningServer(ours, "Headrace int8"), RunningServer(peer, "peer", peer_share)
+        turns = [compare.Turns(["A", "D"], [mine, other]), compare.Turns(["B8"], [mine])]
+        return await compare.run_class("8", turns, WordTokenizer(), reference, load, Console(quiet=True)), load
 
 
 async def test_a_class_is_checked_then_measured_in_turns_and_reported(tmp_path):
     done, load = await run_class()
 
-    assert [each.equal_texts for each in done.agreements] == [5, 5]
+    assert done.agreements["Headrace int8"] == Agreement(25, 25, 32, 32.0, 0.25)
+    assert done.agreements["peer"] == Agreement(25, 0, 32, 0.0, None)
     assert done.servers["Headrace int8"]["memory_mib"] == 12
-    rates = {(each.preset, each.server): each for each in done.rates}
-    assert set(rates) == {(preset, server) for preset in "AD" for server in ("Headrace int8", "peer")}
-    assert rates["A", "Headrace int8"].is_ours
-    assert not rates["A", "peer"].is_ours
-    assert (
-        rates["A", "Headrace int8"].lowest <= rates["A", "Headrace int8"].median <= rates["A", "Headrace int8"].highest
-    )
-    assert rates["D", "peer"].errors > 0
+    assert done.servers["peer"]["kv_cache_dtype"] == "u8"
+    found = {(each.preset, each.server, each.figure): each for each in done.measured}
+    rated = {(preset, server, RATE) for preset in "AD" for server in ("Headrace int8", "peer")}
+    late = {("B8", "Headrace int8", figure) for figure in (RATE, *LATENCIES)}
+    assert set(found) == rated | late
+    ours = found["B8", "Headrace int8", "TTFT p50"]
+    assert ours.is_ours
+    assert 0 < ours.lowest <= ours.median <= ours.highest
+    assert found["D", "peer", RATE].errors > 0
 
-    load = LoadOptions(presets="A,D", output=tmp_path / "out.json", plot=tmp_path / "out.svg")
-    compare.report([done], load, Console(quiet=True))
+    load = LoadOptions(presets="A,B8,D", output=tmp_path / "out.json", plot=tmp_path / "out.svg")
+    console = Console(width=80, record=True, file=io.StringIO())
+    compare.report([done], load, console)
+    said = console.export_text()
+    assert all(word in said for word in ("cores", "25 of 25", "32.0 of 32", "0.2500", "u8", PRESETS["D"].description))
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["kind"] == "compare"
     assert content["classes"][0]["servers"] == ["Headrace int8", "peer"]
-    assert [(each["preset"], each["target"]) for each in content["ratios"]] == [("A", 1.7), ("D", 1.6)]
+    assert content["classes"][0]["agreement"][1]["identical"] == 0
+    rates = [(each["preset"], each["target"]) for each in content["ratios"] if each["figure"] == RATE]
+    assert rates == [("A", 1.8), ("D", 2.0), ("B8", 2.2)]
     assert (tmp_path / "out.svg").stat().st_size > 1000
 
 
@@ -148,11 +241,37 @@ def test_every_peer_has_a_command_for_every_class(peer):
     assert len({tuple(command.arguments) for command in commands}) == 3
 
 
+def options(*arguments):
+    return compare._options(compare._parse(arguments))
+
+
+def test_our_servers_are_chosen_by_their_weights():
+    chosen = options("--ours", "int8-fast,int4,default")
+
+    assert [chosen.ours_of(precision) for precision in compare.PRECISIONS] == [["default"], ["int8-fast"], ["int4"]]
+
+    with pytest.raises(ConfigError, match="--ours names nothing of the class of 4 bits"):
+        options("--ours", "int8", "--classes", "8,4")
+
+
+def test_presets_with_one_request_at_a_time_have_peers_of_their_own():
+    assert options("--presets", "B8,A,D8k").presets_and_peers() == [
+        (["A", "D8k"], ["llama.cpp", "openvino"]), (["B8"], ["openvino"])
+    ]  # fmt: skip
+    assert options("--presets", "C", "--stream-peers", "llama.cpp").all_peers == ["llama.cpp"]
+
+
+def test_without_an_option_our_server_is_as_anybody_starts_it():
+    default = peer_headrace.command_for("16", 4321).arguments
+    assert default[1:] == ["serve", "smollm2", "--port", "4321"]
+    assert peer_headrace.command_for("8", 4321).arguments[1:] == [*default[1:], "--quantization", "int8"]
+
+
 def test_a_server_that_is_not_installed_or_ends_is_one_clear_error(tmp_path):
     log = tmp_path / "log"
     with pytest.raises(ConfigError, match="run benchmarks/compare/setup first"):
-        ServerProcess(ServerCommand("gone", ["true"], needs=(tmp_path / "missing",)), 1, log)
-    ends = ServerCommand("ends", [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"])
+        ServerProcess(ServerCommand("gone", ["true"], greedy.by_generate, needs=(tmp_path / "missing",)), 1, log)
+    ends = ServerCommand("ends", [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"], greedy.by_generate)
     with (
         ServerProcess(ends, free_port(), log) as server,
         pytest.raises(ConfigError, match="ends ended with status 3:\nno memory"),

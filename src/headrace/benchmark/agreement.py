@@ -43,7 +43,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Greedy continuations, one of each prompt. logprobs: of each token, in nats; empty where they are not known."""
+    """Greedy continuations, one of each prompt. logprobs: of the first tokens of each, as far as they are known, in nats."""
 
     ids: list[TokenIds]
     logprobs: list[list[float]]
@@ -77,7 +77,7 @@ def agreement(reference: Greedy, got: Greedy) -> Agreement:
         abs(want - have)
         for number, length in enumerate(equal)
         if reference.logprobs and got.logprobs
-        for want, have in zip(reference.logprobs[number][:length], got.logprobs[number][:length], strict=True)
+        for want, have in zip(reference.logprobs[number][:length], got.logprobs[number][:length], strict=False)
     ]
     longest = [max(len(want), len(have)) for want, have in zip(reference.ids, got.ids, strict=True)]
     return Agreement(

@@ -29,6 +29,7 @@ _INFO_FIELDS = (
     "model_type",
     "dtype",
     "weight_dtype",
+    "activations",
     "quantization",
     "activations",
     "kv_cache_dtype",
