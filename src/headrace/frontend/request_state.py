@@ -24,9 +24,6 @@ from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
 
-UNREAD_CHECK_TOKENS = 64
-"""With fewer tokens unread, their text is not looked at: that would cost every token something."""
-
 
 @dataclass(slots=True, eq=False)
 class ReqState:
@@ -41,7 +38,7 @@ class ReqState:
     request: as it was first sent. replica: the replica that has it, -1 = none. routed_replica: the only one that may have it.
     num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
     number of outputs at the last death; see `engine_link`.
-    _num_taken_characters etc.: how much of its output earlier updates contained.
+    _num_taken_texts etc.: how much of its output earlier updates contained.
     """
 
     rid: str
@@ -83,9 +80,9 @@ class ReqState:
     hidden_states: list[list[float]] = field(default_factory=list)
     _followers: list["ReqState"] = field(default_factory=list)
     _is_heard: bool = False
-    _text: str = ""
-    _new_text: list[str] = field(default_factory=list)
-    _num_taken_characters: int = 0
+    _texts: list[str] = field(default_factory=list)
+    _num_unread_characters: int = 0
+    _num_taken_texts: int = 0
     _num_taken_ids: int = 0
     _num_taken_logprobs: int = 0
     _num_taken_prompt_logprobs: int = 0
@@ -93,10 +90,7 @@ class ReqState:
     @property
     def text(self) -> str:
         """The text so far."""
-        if self._new_text:
-            self._text += "".join(self._new_text)
-            self._new_text.clear()
-        return self._text
+        return "".join(self._texts)
 
     @property
     def num_unread_bytes(self) -> int:
@@ -104,8 +98,7 @@ class ReqState:
         ids = len(self.output_ids) - self._num_taken_ids
         logprobs = len(self.output_logprobs.tokens) - self._num_taken_logprobs
         # Mostly text of one byte a character; an id, and each entry of a logprob list, is some digits.
-        characters = len(self.text) - self._num_taken_characters if ids > UNREAD_CHECK_TOKENS else 0
-        return characters + 4 * ids + 32 * logprobs * (1 + self.top_num + len(self.picked_ids))
+        return self._num_unread_characters + 4 * ids + 32 * logprobs * (1 + self.top_num + len(self.picked_ids))
 
     @property
     def failed(self) -> HeadraceError | None:
@@ -122,7 +115,8 @@ class ReqState:
             self.last_token_s = now_s
             self.output_ids += ids
         if text:
-            self._new_text.append(text)
+            self._texts.append(text)
+            self._num_unread_characters += len(text)
         if row.prompt_logprobs is not None:
             self._start_prompt_logprobs()
             self.input_logprobs.extend(row.prompt_logprobs, self.picked_ids, self.call.token_text)
@@ -186,13 +180,13 @@ class ReqState:
 
     def update(self) -> SampleUpdate:
         """What is new since the last update."""
-        text, num_ids, stats = self.text, len(self.output_ids), self.stats
+        num_ids, stats = len(self.output_ids), self.stats
         ended = self.finish is not None
         update = SampleUpdate(
             self.shown_id,
             self.index,
             self.call.is_list,
-            text[self._num_taken_characters :],
+            "".join(self._texts[self._num_taken_texts :]),
             self.output_ids[self._num_taken_ids :],
             self.finish,
             SampleUsage(self.num_prompt_tokens, num_ids, min(stats.cached_tokens, self.num_prompt_tokens)),
@@ -207,7 +201,8 @@ class ReqState:
             self._new_logprobs() if self.wants_logprobs else None,
             self.hidden_states if ended and self.wants_hidden_states else None,
         )
-        self._num_taken_characters, self._num_taken_ids = len(text), num_ids
+        self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
+        self._num_unread_characters = 0
         return update
 
     def _new_logprobs(self) -> SampleLogprobs:
