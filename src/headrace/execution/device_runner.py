@@ -62,7 +62,7 @@ class _Queued:
         token_ids[self.rows] = ids
         errors = dict.fromkeys(self.rows[ids < 0].tolist(), BAD_LOGITS)
         begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
-        return StepResult(self.step, *one_id_a_row(token_ids), errors, forward_s=self.busy.until - begin)
+        return StepResult(self.step, *one_id_a_row(token_ids.tolist()), errors, forward_s=self.busy.until - begin)
 
 
 class DeviceRunner:

@@ -121,7 +121,7 @@ class ModelRunner:
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
             self._sample(plan, seqs, batch, hidden, sampled, outcome)
-        ids, id_starts = one_id_a_row(np.array(outcome.token_ids, np.int32))
+        ids, id_starts = one_id_a_row(outcome.token_ids)
         return StepResult(
             step=plan.step,
             ids=ids,
