@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = log.get_logger(__name__)
 
+_PRECISION = ("activations", "quantization", "kv_cache_dtype")  # choices that the start-up summary explains
+
 OWNER_GONE_S = (0.25, 0.75)
 """After its owner has died, a server drains for the first time, ends its requests for the second, and then exits."""
 
@@ -204,7 +206,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     rows = (
         ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB)"),
         ("precision", f"{ready.precision}, {ready.kv_cache_dtype} KV, on {ready.device}"),
-        *(("because", choice) for choice in ready.decisions if choice.startswith(("activations", "quantization"))),
+        *(("because", choice) for choice in ready.decisions if choice.startswith(_PRECISION)),
         ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
         ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
         ("attention", ready.attention_backend),

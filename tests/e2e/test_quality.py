@@ -13,9 +13,7 @@ from headrace.config.server_args import ServerArgs
 
 def test_a_class_is_compared_with_float32(tiny_model: str, tmp_path: Path):
     output, console = tmp_path / "quality.json", Console(file=io.StringIO(), width=200)
-    args = ServerArgs(
-        model_path=tiny_model, single_process=True, quantization="int8", kv_cache_dtype="int8", log_level="error"
-    )
+    args = ServerArgs(model_path=tiny_model, single_process=True, quantization="int8", log_level="error")
 
     run_quality(args, 300, output, console)
 

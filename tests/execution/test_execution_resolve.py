@@ -175,6 +175,44 @@ def test_activations_that_cannot_be_had_are_refused(facts: DeviceFacts, options:
         config(facts, **options)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("int8", "int8"), ("int8-fast", "int8"), ("int4", "int8"), ("int16", "bfloat16"), ("none", "bfloat16")],
+)
+def test_on_cpu_integers_of_8_bits_or_fewer_get_a_kv_cache_of_8_bits(quantization: str, dtype: str):
+    got = config(quantization=quantization)
+
+    assert got.kv_cache_dtype == dtype
+    assert any(decision.startswith(f"kv_cache_dtype {dtype}: ") for decision in got.decisions)
+    assert config(quantization=quantization, kv_cache_dtype="bfloat16").kv_cache_dtype == "bfloat16"
+
+
+def test_a_backend_without_a_kv_cache_of_8_bits_keeps_that_of_the_weights_and_says_why():
+    no_bytes = FakeBackend("plain", refuses=lambda needs: needs.kv_cache_dtype == "int8")
+
+    got = config(backends=[no_bytes], quantization="int8")
+
+    assert got.kv_cache_dtype == "bfloat16"
+    assert "kv_cache_dtype bfloat16: plain cannot have int8: not here" in got.decisions
+    with pytest.raises(ConfigError, match="not here"):
+        config(backends=[no_bytes], quantization="int8", kv_cache_dtype="int8")
+
+
+def test_wide_heads_keep_a_kv_cache_of_16_bits_unless_8_are_asked_for():
+    wide = parse_hf_config({"model_type": "llama", "head_dim": 256})
+
+    got = resolve(ServerArgs(quantization="int8"), wide, LAPTOP, BACKENDS)
+
+    assert got.kv_cache_dtype == "bfloat16"
+    assert "kv_cache_dtype bfloat16: heads of 256 elements lose too much in int8" in got.decisions
+    asked = ServerArgs(quantization="int8", kv_cache_dtype="int8")
+    assert resolve(asked, wide, LAPTOP, BACKENDS).kv_cache_dtype == "int8"
+
+
+def test_a_gpu_keeps_the_kv_cache_in_the_dtype_of_the_model():
+    assert config(GPU, quantization="int4", dtype="bfloat16").kv_cache_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(("facts", "reason"), [(NO_KERNELS, "it was not built"), (LAPTOP, "--disable-native-kernels")])
 def test_missing_native_kernels_are_said_with_the_reason(facts: DeviceFacts, reason: str):
     got = config(facts, disable_native_kernels=facts is LAPTOP)

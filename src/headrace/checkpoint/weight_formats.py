@@ -92,6 +92,7 @@ class FormatFacts:
     head: the format of the output projection on CPU; None = the same. On a GPU the output projection stays in float.
     option: the command line option that chooses it.
     takes: stored matrices of these formats are used unchanged when this format is requested.
+    kv_cache: the element type of the KV cache that `--kv-cache-dtype auto` gives it on CPU; None = that of floats.
     note: shown in brackets behind the name in the help text.
     """
 
@@ -105,6 +106,7 @@ class FormatFacts:
     head: Scheme | None = None
     takes: tuple[Scheme, ...] = ()
     option: Literal["--quantization", "--activations"] = "--quantization"
+    kv_cache: Literal["int8"] | None = None
     note: str = ""
 
     @property
@@ -163,6 +165,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         bytes_per_weight=34 / 32,
         error=0.008,
         takes=("int8",),
+        kv_cache="int8",
     ),
     FormatFacts(
         "int8-fast",
@@ -170,6 +173,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         activations=Rounding(8, WIDE_GROUP),
         bytes_per_weight=1.0,
         error=0.012,
+        kv_cache="int8",
         note="faster, less exact",
     ),
     FormatFacts(
@@ -182,6 +186,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         # The output projection chooses every token, so it keeps 8 bits.
         head="int8",
         takes=("int4", "int8"),
+        kv_cache="int8",
     ),
     FormatFacts(
         "fp8",

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from headrace.benchmark.machine import this_machine
 from headrace.checkpoint.names import list_models
+from headrace.checkpoint.weight_formats import FORMATS
 from headrace.version import VERSION
 
 _TYPICAL_HEAD_DIM = 64
@@ -28,6 +29,7 @@ def examine() -> dict[str, Any]:
         "machine": asdict(this_machine()),
         "torch": torch,
         "kernels": _kernels() if has_torch else [],
+        "kv_cache": _kv_cache(),
         "sixteen_bits": _sixteen_bits() if has_torch else "",
         "attention_backends": _attention_backends() if has_torch else [],
         "models": [
@@ -49,6 +51,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that the kernels use")
     facts.add_row("memory", f"{machine['memory_gib']} GiB")
     facts.add_row("torch", _torch_line(torch))
+    facts.add_row("KV cache", report["kv_cache"])
     facts.add_row("16-bit models", escape(report["sixteen_bits"]) or "unknown without torch")
     console.print(facts)
     kernels = Table("op", "runs", "why not faster", title="Kernels on CPU", title_justify="left")
@@ -105,6 +108,12 @@ def _sixteen_bits() -> str:
 
     fastest, reason = fastest_in_16_bits(isa())
     return f"{fastest} on CPU: {reason}"
+
+
+def _kv_cache() -> str:
+    """What `--kv-cache-dtype auto` chooses on CPU."""
+    small = [name for name, facts in FORMATS.items() if facts.kv_cache == "int8"]
+    return f"int8 on CPU with {', '.join(small[:-1])} or {small[-1]} weights if heads have at most 128 elements, else that of the weights"
 
 
 def _attention_backends() -> list[dict[str, Any]]:

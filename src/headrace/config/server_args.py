@@ -267,7 +267,9 @@ class ServerArgs:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8", "fp8_e4m3"] = _opt(
         "auto",
         _Q,
-        "Element type of the KV cache; auto = that of the weights. int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
+        "Element type of the KV cache; auto: int8 with --quantization int8, int8-fast or int4 on a CPU "
+        "if heads have at most 128 elements, else that of the weights. "
+        "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )
     disable_radix_cache: bool = _opt(False, _Q, "Disable prefix caching: requests share no KV cache.")
     disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only after the previous one has finished.")
