@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
+from headrace.execution import build
 from headrace.execution.build import build_worker, open_model
 from headrace.execution.load_weights import load_model
 from headrace.layers.weight import Placement
@@ -143,3 +144,27 @@ def test_overrides_change_the_config_that_is_built(tmp_path: Path):
     worker.close()
 
     assert info.context_length == 64
+
+
+@pytest.mark.parametrize(("disable_native_kernels", "later"), [(False, 1), (True, 2)])
+def test_weights_are_packed_by_one_thread_of_torch(
+    tmp_path: Path, monkeypatch, disable_native_kernels: bool, later: int
+):
+    save_llama(tmp_path)
+    before, while_loading = torch.get_num_threads(), []
+
+    def load_and_look(*args, **options):
+        while_loading.append(torch.get_num_threads())
+        return load_model(*args, **options)
+
+    monkeypatch.setattr(build, "load_model", load_and_look)
+    options = {"max_total_tokens": 96, "max_running_requests": 2, "num_threads": 2}
+
+    worker, _ = build_worker(
+        ServerArgs(model_path=str(tmp_path), disable_native_kernels=disable_native_kernels, **options)
+    )
+    running = torch.get_num_threads()
+    worker.close()
+    torch.set_num_threads(before)
+
+    assert (while_loading, running) == ([1], later)

@@ -167,6 +167,11 @@ def _load_weights(
     """
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
     cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
+    torch_threads = torch.get_num_threads()
+    if setup.is_cpu:
+        # Packing is many short operations, and OpenMP's threads spin at the end of each: on busy cores two take many times as long as one.
+        resources.callback(torch.set_num_threads, torch_threads)
+        torch.set_num_threads(1)
     model = load_model(
         checkpoint,
         setup.spec,
@@ -181,10 +186,10 @@ def _load_weights(
     give_back_free_memory()
     if cache is not None and cache.needs_writing:
         resources.callback(cache.write_in_background(model.weights()))
-    if setup.config.native_kernels:
-        # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
-        resources.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
+    if setup.is_cpu and not setup.config.native_kernels:
+        torch.set_num_threads(
+            torch_threads
+        )  # otherwise torch has little left to do, and would take cores from the kernels' threads
     if cache is not None:
         decisions.append(f"weight cache: {cache.outcome}")
     return model
