@@ -6,6 +6,8 @@
 // depend on the row's own position only. Tiles put several rows (heads of one KV head, neighbouring positions) on one load of K
 // and V; a key that a row does not see gets weight exactly 0. Hence a row's bits do not depend on what shares its tile, on
 // chunking, or on which thread took which split: decode equals extend.
+#include "attention_bf16.h"
+#include "attention_int8.h"
 #include "attention_products.h"
 #include "kernels.h"
 #include "simd.h"
@@ -72,37 +74,54 @@ void merge(const State& total, const State& part, int64_t rows, int64_t head_dim
   }
 }
 
-// The scores of row i of a register tile become its weights, and its running softmax takes note of them.
-template <class T>
-void softmax_block(const Products<T>& products, int64_t i, const RowScores& row, const T* const* v_pages, float softcap,
-                   float& row_max, float& row_sum, float* values, int64_t head_dim) {
-  if (row.begin >= row.end) {
-    products.set_no_weights(i, row);
-    return;
+// 2^(x - top), 0 where x is minus infinity.
+HEADRACE_INLINE f32x16 fraction_of(f32x16 x, f32x16 top) {
+  f32x16 result = vexp2(sub(x, top));
+  HEADRACE_UNROLL for (int p = 0; p < kParts; ++p) {
+    result.part[p] = if_less(splat(kMinusInfinity), x.part[p], result.part[p], splat(0.0f));
   }
+  return result;
+}
+
+// The largest of the scores that a row sees, after the cap; those around it within vectors of 16 become minus infinity.
+template <class Products>
+float finish_scores(const Products& products, const RowScores& row, float softcap) {
+  if (row.begin >= row.end) return kMinusInfinity;
   float* const s = row.scores;
-  const int64_t seen_first = row.seen_first(), seen_last = row.seen_last();
+  const int64_t seen_first = row.template seen_first<Products::kUnit>(), seen_last = row.template seen_last<Products::kUnit>();
   if (softcap != 0.0f) {
     const f32x16 cap = splat16(softcap * kLog2E), inverse = splat16(1.0f / (softcap * kLog2E));
-    for (int64_t j = seen_first; j < seen_last; j += 16) store16(s + j, mul(cap, vtanh(mul(load16(s + j), inverse))));
+    for (int64_t j = seen_first; j < seen_last; j += 16) {
+      store16(s + j, products.shifted(mul(cap, vtanh(mul(load16(s + j), inverse))), j));
+    }
   }
   for (int64_t j = seen_first; j < row.begin; ++j) s[j] = kMinusInfinity;
   for (int64_t j = row.end; j < seen_last; ++j) s[j] = kMinusInfinity;
-  f32x16 top = splat16(row_max), other = top;  // two chains: one would be as long as the exponentials take
+  f32x16 top = splat16(kMinusInfinity), other = top;  // two chains: one would be as long as the exponentials take
   int64_t j = seen_first;
   for (; j + 32 <= seen_last; j += 32) {
     top = vmax(top, load16(s + j));
     other = vmax(other, load16(s + j + 16));
   }
   if (j < seen_last) top = vmax(top, load16(s + j));
-  const float new_max = max_lanes(vmax(top, other));
-  if (row_max != new_max && row_max != kMinusInfinity) {
-    const float factor = scalar_exp2(row_max - new_max);
-    row_sum *= factor;
-    for (int64_t d = 0; d < head_dim; d += kLanes) store(values + d, mul(load(values + d), splat(factor)));
+  return max_lanes(vmax(top, other));
+}
+
+// The scores of a register tile's rows become weights, and their running maxima and sums take note of them. factors[i]: what the
+// values of row i so far must be multiplied by.
+template <class Products>
+void softmax_tile(Products& products, const RowScores* rows, int64_t count, float softcap, float* row_max, float* row_sum,
+                  float* factors) {
+  float block_max[16], tops[16];
+  for (int64_t i = 0; i < count; ++i) block_max[i] = finish_scores(products, rows[i], softcap);
+  const f32x16 before = load_first(row_max, count), block = load_first(block_max, count), top = vmax(before, block);
+  store16(tops, top);
+  store16(factors, fraction_of(before, top));
+  products.set_scales(block, fraction_of(block, top));
+  for (int64_t i = 0; i < count; ++i) {
+    row_max[i] = tops[i];
+    row_sum[i] = row_sum[i] * factors[i] + products.set_weights(i, rows[i], tops[i]);
   }
-  row_max = new_max;
-  row_sum += products.set_weights(i, row, v_pages, new_max);
 }
 
 HEADRACE_INLINE int64_t first_key(int64_t position, int64_t window) {
@@ -183,41 +202,47 @@ struct KeyBlock {
 
 // Keys [split * kKeySplit, ...) of tile `t` into `state`. next: the tile that this thread computes afterwards, or null. A decode step
 // finds keys and values in memory: those that come next are fetched while the present ones are computed with.
-template <class T>
+template <class Products>
 void attend_split(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next, int64_t split,
-                  const Products<T>& products, float* scores, const State& state) {
+                  Products& products, float* scores, const State& state) {
+  using Element = typename Products::Element;
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads;
   clear(state, t.num_queries * group, head_dim);
   Visit visit;
   bool more = first_visit(t, a.window, split, visit);
   while (more && visit.key < (split + 1) * kKeySplit) {
-    const KeyBlock<T> block(a, t, visit);
+    KeyBlock<Element> block(a, t, visit);
     const int64_t first_row = visit.query * group, rows = visit.num_queries * group, k0 = visit.key;
     more = next_visit(t, a.window, visit);
-    const T* later_pages[kPagesOfBlock];
+    const Element* later_pages[kPagesOfBlock];
     bool fetches = false;
     if (rows <= kFetchingRows) {
       Visit later = visit;
       fetches = more || (next != nullptr && first_visit(*next, a.window, next->split_begin, later));
-      if (fetches) block.later_pages(KeyBlock<T>(a, more ? t : *next, later), later_pages);
+      if (fetches) block.later_pages(KeyBlock<Element>(a, more ? t : *next, later), later_pages);
     }
+    products.set_block(block.v, block.skipped, block.keys);
+    const auto position_of = [&](int64_t row) { return t.queries[row / group].position; };
     // A register tile of rows goes through both products at once: its scores stay in the first-level cache.
     for_row_tiles(rows, [&](int64_t tile_row, int64_t count) {
-      const int64_t row = first_row + tile_row;
-      const T* const* const later = fetches && tile_row == 0 ? later_pages : block.v;
-#define HEADRACE_CALL(R) products.template score<R>(row, block.k, block.v, block.page_begin, block.page_end, scores)
+      const int64_t row = first_row + tile_row, first_seen = max_of(0, first_key(position_of(row), a.window) - k0);
+      const int64_t keys = min_of(block.keys, position_of(row + count - 1) + 1 - k0);
+      const int64_t page_begin = first_seen / kPageSize, page_end = ceil_div(keys, kPageSize);
+      if (page_begin >= page_end) return;
+      const Element* const* const later = fetches && tile_row == 0 ? later_pages : block.v;
+#define HEADRACE_CALL(R) products.template score<R>(row, block.k, block.v, page_begin, page_end, scores)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
+      RowScores rows_of_tile[kTileRows];
+      float factors[16];
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t r = row + i, position = t.queries[r / group].position;
-        const RowScores scores_of_row = {scores + i * kScoreStride, max_of(0, first_key(position, a.window) - k0),
-                                         min_of(block.keys, position + 1 - k0), block.page_begin * kPageSize,
-                                         block.page_end * kPageSize};
-        softmax_block(products, i, scores_of_row, block.v, a.softcap, state.max[r], state.sum[r],
-                      state.values + r * head_dim, head_dim);
+        const int64_t position = position_of(row + i);
+        rows_of_tile[i] = {scores + i * kScoreStride, max_of(0, first_key(position, a.window) - k0),
+                           min_of(keys, position + 1 - k0), page_begin * kPageSize, page_end * kPageSize};
       }
+      softmax_tile(products, rows_of_tile, count, a.softcap, state.max + row, state.sum + row, factors);
 #define HEADRACE_CALL(R) \
-  products.template weigh<R>(scores, block.v, later, block.skipped, block.keys, state.values + row * head_dim)
+  products.template weigh<R>(scores, factors, block.v, later, first_seen, keys, state.values + row * head_dim)
       HEADRACE_FOR_ROWS(count, HEADRACE_CALL)
 #undef HEADRACE_CALL
     });
@@ -225,24 +250,24 @@ void attend_split(const AttentionArgs& a, const AttentionTile& t, const Attentio
 }
 
 // next: as of attend_split.
-template <class T>
+template <class Products>
 void attend_tile(const AttentionArgs& a, const AttentionTile& t, const AttentionTile* next) {
   const int64_t head_dim = a.cache.head_dim, group = a.num_q_heads / a.cache.num_kv_heads, rows = t.num_queries * group;
   const int64_t state_floats = State::floats(rows, head_dim);
   const int64_t state_room = ceil_div(state_floats, 16) * 16;
   float* const scores = static_cast<float*>(thread_scratch(
-      static_cast<size_t>(kTileRows * kScoreStride + 2 * state_room + Products<T>::memory_floats(rows, head_dim)) * 4));
+      static_cast<size_t>(kTileRows * kScoreStride + 2 * state_room + Products::memory_floats(rows, head_dim)) * 4));
   float* const part_memory = scores + kTileRows * kScoreStride;
   const State part = State::at(part_memory, rows, head_dim);
   const State total = State::at(part_memory + state_room, rows, head_dim);
-  Products<T> products(part_memory + 2 * state_room, rows, head_dim);
+  Products products(part_memory + 2 * state_room, rows, head_dim, a.softcap != 0.0f);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = t.kv_head * group + r % group;
     products.set_query(r, a.q + t.queries[r / group].q_row * a.q_stride + head * head_dim, a.scale * kLog2E);
   }
   if (t.partial != nullptr) {
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<T>(a, t, next, split, products, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
+      attend_split<Products>(a, t, next, split, products, scores, State::at(t.partial + (split - t.first_split) * state_floats, rows, head_dim));
     }
     if (__atomic_sub_fetch(t.pending, 1, __ATOMIC_ACQ_REL) != 0) return;
     clear(total, rows, head_dim);
@@ -252,7 +277,7 @@ void attend_tile(const AttentionArgs& a, const AttentionTile& t, const Attention
   } else {
     clear(total, rows, head_dim);
     for (int64_t split = t.split_begin; split < t.split_end; ++split) {
-      attend_split<T>(a, t, next, split, products, scores, part);
+      attend_split<Products>(a, t, next, split, products, scores, part);
       merge(total, part, rows, head_dim);
     }
   }
@@ -272,13 +297,16 @@ void attention(const AttentionArgs& a, const AttentionTile* tiles, int64_t num_t
       const AttentionTile* const next = i + 1 < end ? tiles + i + 1 : nullptr;
       switch (a.cache.type) {
         case KvType::kFloat:
-          attend_tile<float>(a, tiles[i], next);
+          attend_tile<FloatProducts<float>>(a, tiles[i], next);
           break;
         case KvType::kBf16:
-          attend_tile<bf16>(a, tiles[i], next);
+          attend_tile<FloatProducts<bf16>>(a, tiles[i], next);
+          break;
+        case KvType::kBf16Products:
+          attend_tile<Bf16Products>(a, tiles[i], next);
           break;
         case KvType::kInt8:
-          attend_tile<int8_t>(a, tiles[i], next);
+          attend_tile<Int8Products>(a, tiles[i], next);
           break;
       }
     }

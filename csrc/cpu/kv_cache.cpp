@@ -1,4 +1,4 @@
-// Writes keys and values into the pages of the cache and reads them back. K lies transposed in its page, V naturally.
+// Writes keys and values into the pages of the cache and reads them back. See KvType for how they lie there.
 //
 // An int8 cache has one scale for each key and each value: largest magnitude / 127; bytes are x / scale to the nearest even. Keys are
 // rotated first (rotation.h). A NaN or an infinity makes the scale non-finite, so that it does not get lost.
@@ -19,6 +19,12 @@ HEADRACE_INLINE float widen(float x) { return x; }
 // Element d of the key at `offset` of a page.
 HEADRACE_INLINE int64_t key_index(const bf16*, int64_t d, int64_t offset) { return ((d >> 1) * kPageSize + offset) * 2 + (d & 1); }
 HEADRACE_INLINE int64_t key_index(const float*, int64_t d, int64_t offset) { return d * kPageSize + offset; }
+
+// Element d of the value at `offset` of a page.
+HEADRACE_INLINE int64_t value_index(const bf16*, int64_t d, int64_t offset, int64_t head_dim) {
+  return (offset / 2 * head_dim + d) * 2 + offset % 2;
+}
+HEADRACE_INLINE int64_t value_index(const float*, int64_t d, int64_t offset, int64_t head_dim) { return offset * head_dim + d; }
 
 // body(k_page, v_page, token, head, offset) for every token with a slot.
 template <class T, class Body>
@@ -44,8 +50,7 @@ void write_as(const WriteKvArgs& w) {
     const float* const k = w.k + token * w.k_stride + head * head_dim;
     const float* const v = w.v + token * w.v_stride + head * head_dim;
     for (int64_t d = 0; d < head_dim; ++d) convert(k[d], k_page[key_index(k_page, d, offset)]);
-    T* const value = v_page + offset * head_dim;
-    for (int64_t d = 0; d < head_dim; ++d) convert(v[d], value[d]);
+    for (int64_t d = 0; d < head_dim; ++d) convert(v[d], v_page[value_index(v_page, d, offset, head_dim)]);
   });
 }
 
@@ -56,7 +61,7 @@ void gather_as(const GatherKvArgs& g) {
     const int64_t to = (token * g.cache.num_kv_heads + head) * head_dim;
     for (int64_t d = 0; d < head_dim; ++d) {
       g.k[to + d] = widen(k_page[key_index(k_page, d, offset)]);
-      g.v[to + d] = widen(v_page[offset * head_dim + d]);
+      g.v[to + d] = widen(v_page[value_index(v_page, d, offset, head_dim)]);
     }
   });
 }
@@ -126,6 +131,7 @@ void write_kv(const WriteKvArgs& w) {
     case KvType::kFloat:
       return write_as<float>(w);
     case KvType::kBf16:
+    case KvType::kBf16Products:
       return write_as<bf16>(w);
     case KvType::kInt8:
       return write_int8(w);
@@ -137,6 +143,7 @@ void gather_kv(const GatherKvArgs& g) {
     case KvType::kFloat:
       return gather_as<float>(g);
     case KvType::kBf16:
+    case KvType::kBf16Products:
       return gather_as<bf16>(g);
     case KvType::kInt8:
       return gather_int8(g);

@@ -109,10 +109,12 @@ struct QuantizedLinearArgs {
   bool accumulate;
 };
 
-// K cache: [page][kv_head][head_dim / 2][16][2] bf16 or [page][kv_head][head_dim][16] float. V cache: [page][kv_head][16][head_dim].
+// kFloat: K [page][kv_head][head_dim][16], V [page][kv_head][16][head_dim].
+// kBf16: K [page][kv_head][head_dim / 2][16][2], two elements side by side, V [page][kv_head][8][head_dim][2], two tokens side by side.
+// kBf16Products: as kBf16; attention rounds queries and weights to bfloat16, too, and multiplies that (simd_bf16.h).
 // kInt8: [page][kv_head] records of bytes and then 16 float scales, one a token: K [head_dim / 4][16][4], four elements side by side,
 // value = (byte - 128) * scale of its token; V [4][head_dim][4], four tokens side by side, signed bytes, value = byte * scale.
-enum class KvType : int { kFloat = 0, kBf16 = 1, kInt8 = 2 };
+enum class KvType : int { kFloat = 0, kBf16 = 1, kInt8 = 2, kBf16Products = 3 };
 
 struct KvCache {
   void* k;

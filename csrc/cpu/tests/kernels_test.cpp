@@ -291,7 +291,7 @@ void attention_of(int64_t head_dim, int64_t num_kv_heads, int64_t num_q_heads, K
     tokens += length - shared_tokens;
   }
   const int64_t elements = num_pages * num_kv_heads * kv_page_elements(type, head_dim), width = num_kv_heads * head_dim;
-  const int64_t element_bytes = type == KvType::kInt8 ? 1 : type == KvType::kBf16 ? 2 : 4;
+  const int64_t element_bytes = type == KvType::kInt8 ? 1 : type == KvType::kFloat ? 4 : 2;
   const Buffer<uint8_t> k_cache(elements * element_bytes), v_cache(elements * element_bytes);
   const KvCache cache = {k_cache.get(), v_cache.get(), type, num_kv_heads, head_dim};
   const Buffer<float> k = floats(tokens * width), v = floats(tokens * width), q = floats(rows_total * num_q_heads * head_dim);
@@ -317,6 +317,8 @@ void attention() {
   attention_of(64, 2, 2, KvType::kFloat, 0, 0.0f);
   attention_of(16, 1, 7, KvType::kBf16, 100, 0.0f);
   attention_of(80, 1, 1, KvType::kBf16, 0, 30.0f);
+  attention_of(64, 1, 3, KvType::kBf16Products, 0, 0.0f);
+  attention_of(80, 2, 4, KvType::kBf16Products, 100, 30.0f);
   attention_of(64, 1, 3, KvType::kInt8, 0, 0.0f);
   attention_of(80, 2, 4, KvType::kInt8, 100, 30.0f);
 }

@@ -102,12 +102,13 @@ class StepRows:
 class PagedKv:
     """A pool in the layout of `headrace.kernels.kv_cache_shapes`, and the step's place in it, for a call that runs all layers.
 
-    rows, page_table (int32[num_rows, max_pages]): of the last prepared step.
+    rows, page_table (int32[num_rows, max_pages]): of the last prepared step. rounded: see `headrace.kernels.paged_attention`.
     """
 
     pool: KvPool
     rows: StepRows
     page_table: torch.Tensor
+    rounded: bool = False
 
 
 class StepAttention(ABC):
@@ -145,9 +146,14 @@ class AttentionBackend(StepAttention):
     verified: ClassVar[frozenset[str]] = frozenset()
     captures: ClassVar[bool] = False
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        """A backend without a pool yet. deterministic: see `AttentionNeeds`; only for a backend that supports it."""
+    def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
+        """A backend without a pool yet.
+
+        deterministic: see `AttentionNeeds`; only for a backend that supports it. rounded: it may round queries and weights to bfloat16
+        where the KV cache is bfloat16.
+        """
         self.deterministic = deterministic
+        self.rounded = rounded
 
     @classmethod
     @abstractmethod

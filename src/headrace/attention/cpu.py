@@ -46,8 +46,8 @@ class CpuAttention(AttentionBackend):
             reasons.append(f"head_dim must be at most {MAX_INT8_HEAD_DIM} for an int8 KV cache, not {needs.head_dim}")
         return reasons
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
+        super().__init__(deterministic=deterministic, rounded=rounded)
         self._kv: PagedKv
         self._collected: CollectedPages | None = None
 
@@ -64,7 +64,8 @@ class CpuAttention(AttentionBackend):
             num_slots=num_slots,
             page_size=page_size,
         )
-        self._kv = PagedKv(pool, _no_rows(), torch.empty(0, 0, dtype=torch.int32))
+        rounded = self.rounded and shape.dtype == torch.bfloat16
+        self._kv = PagedKv(pool, _no_rows(), torch.empty(0, 0, dtype=torch.int32), rounded)
         return pool
 
     def paged_kv(self) -> PagedKv | None:
@@ -100,6 +101,7 @@ class CpuAttention(AttentionBackend):
             layer.scale,
             window=layer.sliding_window,
             softcap=layer.soft_cap,
+            rounded=self._kv.rounded,
         )
         return out.view(q.shape[0], -1)
 

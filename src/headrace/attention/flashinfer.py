@@ -51,8 +51,8 @@ class FlashInferAttention(AttentionBackend):
             reasons.append("its splits depend on the batch")
         return reasons
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
+        super().__init__(deterministic=deterministic, rounded=rounded)
         self._library: Any = import_module("flashinfer")
         self._pool: KvPool
         self._rows: StepRows

@@ -18,9 +18,9 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (
 """The fastest first."""
 
 
-def make_backend(name: str, *, deterministic: bool = False) -> AttentionBackend:
-    """The backend of that name, without a pool yet. deterministic: see `AttentionNeeds`."""
-    return backend_named(name)(deterministic=deterministic)
+def make_backend(name: str, *, deterministic: bool = False, rounded: bool = False) -> AttentionBackend:
+    """The backend of that name, without a pool yet. deterministic, rounded: see `AttentionBackend`."""
+    return backend_named(name)(deterministic=deterministic, rounded=rounded)
 
 
 def backend_named(name: str) -> type[AttentionBackend]:

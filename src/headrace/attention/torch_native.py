@@ -45,8 +45,8 @@ class TorchNativeAttention(AttentionBackend):
             reasons.append(f"on {needs.device} its bits depend on the batch")
         return reasons
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
+        super().__init__(deterministic=deterministic, rounded=rounded)
         self._pool: KvPool
         self._rows: StepRows
 

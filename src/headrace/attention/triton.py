@@ -50,8 +50,8 @@ class TritonAttention(RotatingBackend):
             reasons.append("Triton's interpreter gives wrong results in bfloat16; use --kv-cache-dtype float32")
         return reasons
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:
+        super().__init__(deterministic=deterministic, rounded=rounded)
         # Imported here and not at the top: Triton may be missing where another backend is used.
         self._kernels: Any = import_module("headrace.kernels.triton.attention")
         self._pool: KvPool

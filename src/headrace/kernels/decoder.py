@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from headrace.kernels import cpu, registry
-from headrace.kernels.packing import KV_TYPES, QUANT_SCHEMES, PackedLinear, kv_cache_shapes
+from headrace.kernels.packing import QUANT_SCHEMES, PackedLinear, kv_cache_shapes, kv_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,13 @@ class FusedDecoder:
     It keeps the addresses of the weights: make a new one after weights have been loaded again.
     """
 
-    def __init__(self, spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor]) -> None:
-        """k_caches, v_caches: one each layer, laid out by `packing.kv_cache_shapes`. ValueError when anything does not fit."""
+    def __init__(
+        self, spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor], *, rounded: bool = False
+    ) -> None:
+        """k_caches, v_caches: one each layer, laid out by `packing.kv_cache_shapes`. rounded: see `ops.paged_attention`.
+
+        ValueError when anything does not fit.
+        """
         reason = why_not(spec)
         native = cpu.load()
         if reason or native is None:
@@ -101,7 +106,7 @@ class FusedDecoder:
             spec.head_dim,
             spec.eps,
             spec.layers[0].activation == "gelu_tanh",
-            KV_TYPES[k_caches[0].dtype],
+            kv_type(k_caches[0], rounded),
             k_caches[0].shape[0],
             spec.final_norm.data_ptr(),
         )

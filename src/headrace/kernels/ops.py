@@ -143,6 +143,7 @@ def paged_attention(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    rounded: bool = False,
 ) -> torch.Tensor:
     """Causal attention over the paged KV cache, decode and extend alike -> [tokens, num_q_heads, head_dim].
 
@@ -151,11 +152,13 @@ def paged_attention(
     q_starts: int32[num_seqs + 1]: rows q_starts[i] .. q_starts[i + 1] are the last positions of sequence i; may be empty.
     window: a row at position p sees keys p - window + 1 .. p; 0 sees all. Pages wholly before the window of a sequence's first
     row are not read. softcap: scores become softcap * tanh(score / softcap); 0 = no cap.
+    rounded: queries and weights are rounded to bfloat16, over a bfloat16 cache only; sums stay float32, and that of the weights is of
+    the rounded ones.
     """
     return cast(
         torch.Tensor,
         select("paged_attention", q.device.type)(
-            q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap
+            q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap, rounded
         ),
     )
 

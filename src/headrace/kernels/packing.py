@@ -69,6 +69,7 @@ ROUNDINGS: dict[Layout, Rounding] = {
 
 KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """KvType of csrc/cpu/ops.h, by dtype of the KV cache."""
+_BF16_PRODUCTS = 3
 
 MAX_INT8_HEAD_DIM = 512
 """Of an int8 KV cache: sums of its products fit 32 bits."""
@@ -148,14 +149,24 @@ def pack_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     return PackedLinear(n, k, "torch", weight.contiguous(), bias)
 
 
+def kv_type(cache: torch.Tensor, rounded: bool) -> int:
+    """KvType of attention over a K or V cache. rounded: see `ops.paged_attention`; ValueError unless the cache is bfloat16."""
+    if not rounded:
+        return KV_TYPES[cache.dtype]
+    if cache.dtype != torch.bfloat16:
+        raise ValueError(f"attention: products of bfloat16 take a bfloat16 KV cache, not {cache.dtype}")
+    return _BF16_PRODUCTS
+
+
 def kv_cache_shapes(
     num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the K and the V cache of one layer. K is transposed within its page, V is not.
+    """Shapes of the K and the V cache of one layer.
 
-    bfloat16: K [num_pages, num_kv_heads, head_dim / 2, 16, 2]; float32: K [num_pages, num_kv_heads, head_dim, 16].
-    V [num_pages, num_kv_heads, 16, head_dim]. int8: both [num_pages, num_kv_heads, head_dim + 4, 16], the bytes and behind them 16
-    float32 scales, see `int8_parts`. The owner fills both with zeros before first use.
+    float32: K [num_pages, num_kv_heads, head_dim, 16], V [num_pages, num_kv_heads, 16, head_dim]. bfloat16: K [num_pages, num_kv_heads,
+    head_dim / 2, 16, 2], two elements of a token side by side, V [num_pages, num_kv_heads, 8, head_dim, 2], those of two tokens.
+    int8: both [num_pages, num_kv_heads, head_dim + 4, 16], the bytes and behind them 16 float32 scales, see `int8_parts`. The owner fills
+    both with zeros before first use.
     ValueError for another dtype or a head_dim that is not a multiple of 16, or beyond 512 for int8.
     """
     if head_dim <= 0 or head_dim % 16:
@@ -164,11 +175,11 @@ def kv_cache_shapes(
         if head_dim > MAX_INT8_HEAD_DIM:
             raise ValueError(f"an int8 KV cache takes head_dim up to {MAX_INT8_HEAD_DIM}, got {head_dim}")
         return ((num_pages, num_kv_heads, head_dim + 4, PAGE_SIZE),) * 2
-    v_shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
     if dtype == torch.bfloat16:
-        return (num_pages, num_kv_heads, head_dim // 2, PAGE_SIZE, 2), v_shape
+        page = num_pages, num_kv_heads
+        return (*page, head_dim // 2, PAGE_SIZE, 2), (*page, PAGE_SIZE // 2, head_dim, 2)
     if dtype == torch.float32:
-        return (num_pages, num_kv_heads, head_dim, PAGE_SIZE), v_shape
+        return (num_pages, num_kv_heads, head_dim, PAGE_SIZE), (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
     raise ValueError(f"the KV cache is bfloat16, float32 or int8, got {dtype}")
 
 
@@ -222,8 +233,9 @@ def int8_parts(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Int8Parts:
 
 def kv_cache_geometry(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:
     """(num_pages, num_kv_heads, head_dim) of a pair of caches; ValueError unless they are laid out as `kv_cache_shapes` says."""
-    if v_cache.dim() == 4 and k_cache.dtype == v_cache.dtype and k_cache.dtype in KV_TYPES:
-        num_pages, num_kv_heads, rows, size = v_cache.shape
+    is_paired = v_cache.dtype == torch.bfloat16
+    if v_cache.dim() == 4 + is_paired and k_cache.dtype == v_cache.dtype and k_cache.dtype in KV_TYPES:
+        num_pages, num_kv_heads, rows, size = v_cache.shape[:4]
         head_dim = rows - 4 if v_cache.dtype == torch.int8 else size
         if (
             head_dim > 0

@@ -20,6 +20,7 @@ from headrace.kernels.packing import (
     PackedLinear,
     check_linear,
     int8_parts,
+    kv_type,
     pack_torch,
     rotate_heads,
     rotation_size,
@@ -50,6 +51,7 @@ __all__ = [
 
 TILE_ROWS = 16
 KEY_BLOCK = 256
+LOG2_E = 1.4426950408889634
 
 
 def pack_linear(weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None, rounded: bool) -> PackedLinear:
@@ -203,11 +205,12 @@ def write_kv(
         parts.k[pages, :, :, offsets] = (k_bytes.view(torch.uint8) ^ 128).unflatten(-1, (-1, 4))
         parts.v[pages, :, offsets // 4, :, offsets % 4] = v_bytes
         return
+    if k_cache.dtype == torch.bfloat16:
+        k_cache[pages, :, :, offsets] = k.bfloat16().unflatten(-1, (-1, 2))
+        v_cache[pages, :, offsets // 2, :, offsets % 2] = v.bfloat16()
+        return
+    k_cache[pages, :, :, offsets] = k.to(k_cache.dtype)
     v_cache[pages, :, offsets] = v.to(v_cache.dtype)
-    if k_cache.dim() == 5:
-        k_cache[pages, :, :, offsets] = k.to(k_cache.dtype).unflatten(-1, (-1, 2))
-    else:
-        k_cache[pages, :, :, offsets] = k.to(k_cache.dtype)
 
 
 def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,8 +225,10 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
             rotate_heads((parts.k[pages, :, :, offsets].flatten(-2) ^ 128).view(torch.int8).float()) * k_scales,
             parts.v[pages, :, offsets // 4, :, offsets % 4] * v_scales,
         )
-    k = k_cache[pages, :, :, offsets]
-    return (k.flatten(-2) if k_cache.dim() == 5 else k).float(), v_cache[pages, :, offsets].float()
+    if k_cache.dtype == torch.bfloat16:
+        k, v = k_cache[pages, :, :, offsets].flatten(-2), v_cache[pages, :, offsets // 2, :, offsets % 2]
+        return k.float(), v.float()
+    return k_cache[pages, :, :, offsets].float(), v_cache[pages, :, offsets].float()
 
 
 def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,11 +247,14 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    rounded: bool,
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.paged_attention`.
 
     Per sequence, tiles of 16 rows of one KV head against blocks of 256 keys aligned at position 0, with an online softmax.
     """
+    if rounded:
+        kv_type(k_cache, rounded)  # raises
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = q_starts.tolist()
     if starts[0] != 0 or starts[-1] != q.shape[0]:
@@ -268,9 +276,12 @@ def paged_attention(
             positions = positions.clamp(min=max(0, first_position - window + 1))
         slots = page_table[sequence, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         k, v = gather_kv(k_cache, v_cache, slots)
-        out[begin:end] = _attend(
-            q[begin:end].float() * scale, k, v, first_position, first_block * KEY_BLOCK, window, softcap
-        ).to(q.dtype)
+        queries = q[begin:end].float() * scale
+        if rounded:
+            queries = (queries * LOG2_E).bfloat16().float() / LOG2_E
+        out[begin:end] = _attend(queries, k, v, first_position, first_block * KEY_BLOCK, window, softcap, rounded).to(
+            q.dtype
+        )
     return out
 
 
@@ -299,7 +310,14 @@ def _in_row_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_position: int, first_key: int, window: int, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_position: int,
+    first_key: int,
+    window: int,
+    softcap: float,
+    rounded: bool,
 ) -> torch.Tensor:
     """q [rows, heads, head_dim], scaled; k, v [keys, kv_heads, head_dim] from position first_key -> [rows, heads, head_dim]."""
     rows, heads, head_dim = q.shape
@@ -334,6 +352,8 @@ def _attend(
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = new_top.masked_fill(new_top == -torch.inf, 0.0)
             weights = torch.exp(scores - shift)
+            if rounded:
+                weights = weights.bfloat16().float()
             factor = torch.exp(top - shift)
             total = total * factor + weights.sum(-1, keepdim=True)
             values = values * factor + torch.bmm(weights, v_blocks[:, block : block + KEY_BLOCK])

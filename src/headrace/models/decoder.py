@@ -270,7 +270,7 @@ class DecoderLM:
             return spec
         reason = why_not(spec)
         if not reason:
-            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v), kv
+            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v, rounded=kv.rounded), kv
         return reason
 
     def compile_pieces(self, backend: str = "inductor") -> str:

@@ -18,6 +18,7 @@ from headrace.kernels.packing import (
     PackedLinear,
     check_linear,
     kv_cache_geometry,
+    kv_type,
     pack_native,
     pack_native_pairs,
 )
@@ -266,10 +267,11 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    rounded: bool,
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.paged_attention`."""
     tokens, num_q_heads, head_dim, q_stride = _heads("paged_attention: q", q)
-    kv_type, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
+    _, num_pages, num_kv_heads = _cache("paged_attention", k_cache, v_cache, head_dim)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"paged_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
     if page_table.dim() != 2 or page_table.dtype != torch.int32 or not page_table.is_contiguous():
@@ -289,7 +291,7 @@ def paged_attention(
         out.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        kv_type,
+        kv_type(k_cache, rounded),
         num_pages,
         num_kv_heads,
         head_dim,
@@ -313,7 +315,7 @@ def write_kv(
     """See `headrace.kernels.ops.write_kv`."""
     tokens, num_kv_heads, head_dim, k_stride = _heads("write_kv: k", k)
     v_tokens, v_heads, v_head_dim, v_stride = _heads("write_kv: v", v)
-    kv_type, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
+    cache_type, num_pages, cache_heads = _cache("write_kv", k_cache, v_cache, head_dim)
     if (v_tokens, v_heads, v_head_dim) != (tokens, num_kv_heads, head_dim) or cache_heads != num_kv_heads:
         raise ValueError(
             f"write_kv: k {tuple(k.shape)}, v {tuple(v.shape)} and {cache_heads} KV heads of the cache differ"
@@ -326,7 +328,7 @@ def write_kv(
         v_stride,
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        kv_type,
+        cache_type,
         num_pages,
         num_kv_heads,
         head_dim,
