@@ -9,7 +9,8 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kTileRowTarget = 48;    // query rows of one sequence that share a load of K and V
+// Query rows of one sequence that share a load of K and V: as many as leave each thread kTilesPerThread tiles, within these.
+constexpr int64_t kLeastTileRows = 48, kMostTileRows = 192, kTilesPerThread = 16;
 constexpr int64_t kSharedRowTarget = 24;  // those of several sequences: fewer, so that the threads have enough tiles
 
 void check(const AttentionArgs& a, const int32_t* seq_lens, const int32_t* q_starts, int64_t num_seqs, int64_t num_tokens,
@@ -92,7 +93,8 @@ AttentionPlan plan_attention(const AttentionArgs& a, const int32_t* seq_lens, co
                              int64_t num_tokens, int64_t max_pages, int64_t num_pages) {
   check(a, seq_lens, q_starts, num_seqs, num_tokens, max_pages, num_pages);
   const int64_t group = a.num_q_heads / a.cache.num_kv_heads;
-  const int64_t tile_positions = std::max<int64_t>(1, kTileRowTarget / group);
+  const int64_t tile_rows = std::clamp(num_tokens * a.num_q_heads / (kTilesPerThread * num_threads()), kLeastTileRows, kMostTileRows);
+  const int64_t tile_positions = std::max<int64_t>(1, tile_rows / group);
   AttentionPlan plan;
   plan.queries.reserve(static_cast<size_t>(num_tokens));  // tiles point into it
   // A tile of the queries from `first` on, for each KV head.
