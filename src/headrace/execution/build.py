@@ -203,7 +203,8 @@ def _allocate(setup: _Setup, model: CausalLM, decisions: list[str]) -> _Memory:
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = _reserved_bytes(config, model_config, graph_sizes)
     plan = _plan_pool(setup.args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions)
-    attention = select.make_backend(config.attention_backend, deterministic=config.deterministic)
+    rounded = config.activations == "bfloat16"
+    attention = select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
     # The padding of a graph writes to a page of its own.
     num_slots = plan.num_tokens + (config.page_size if graph_sizes else 0)
     pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
