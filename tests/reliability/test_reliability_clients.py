@@ -167,14 +167,14 @@ def test_an_abort_takes_its_exact_rid_and_may_be_repeated(server: Server, client
 
 
 def test_abort_all_ends_every_request_and_needs_the_admin_key(server: Server, client: httpx.Client):
-    with server.held(client, HOLD_S) as holder:
+    with server.held(client, HOLD_S):
         streams = [
             Stream(client, "/generate", BODIES["/generate"] | {"text": f"{i}", "rid": f"{i}"}) for i in range(32)
         ]
         wait_until(lambda: all(is_taken(client, f"{i}") for i in range(32)), "all have arrived")
         assert client.post("/abort_request", json={"abort_all": True}).status_code == 401
         assert server.admin.post("/abort_request", json={"abort_all": True}).status_code == 200
-    for stream in (*streams, holder):
+    for stream in streams:
         stream.join()
         assert stream.last["meta_info"]["finish_reason"]["type"] == "abort"
 
