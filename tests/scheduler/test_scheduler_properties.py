@@ -3,7 +3,7 @@
 import math
 
 from fake_worker import EOS, Rig, expected_outputs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.messages.control import AbortReq, FlushCacheReq
@@ -103,6 +103,9 @@ def test_every_history_ends_with_right_tokens_and_a_whole_pool(setup, actions):
     page_size=st.sampled_from([1, 4]),
     chunk=st.integers(1, 9),
 )
+@example(
+    requests=[([0] * 16, 20), ([0] * 11, 18)], overlap=False, page_size=1, chunk=3
+)  # retracted and admitted by one plan
 def test_pressure_changes_nothing_but_time(requests, overlap, page_size, chunk):
     tight = Rig(num_pages=60 // page_size, page_size=page_size, overlap=overlap, chunk=chunk, eos_every=50)
     for i, (prompt, max_new) in enumerate(requests):

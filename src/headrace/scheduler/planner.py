@@ -70,7 +70,8 @@ def _add_decode_rows(state: SchedulerState, batch: ScheduleBatch, victims: Colle
                 batch.add(req, 1)
             else:
                 pool_is_full = True
-    return catching_up, pool_is_full
+    # One that was retracted for a decode row waits now, and may be admitted again in this very step.
+    return [req for req in catching_up if req.seq >= 0], pool_is_full
 
 
 def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: PromptBudget) -> bool:
