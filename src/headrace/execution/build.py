@@ -187,9 +187,8 @@ def _load_weights(
     if cache is not None and cache.needs_writing:
         resources.callback(cache.write_in_background(model.weights()))
     if setup.is_cpu and not setup.config.native_kernels:
-        torch.set_num_threads(
-            torch_threads
-        )  # otherwise torch has little left to do, and would take cores from the kernels' threads
+        # Otherwise torch has little left to do, and would take cores from the kernels' threads.
+        torch.set_num_threads(torch_threads)
     if cache is not None:
         decisions.append(f"weight cache: {cache.outcome}")
     return model
