@@ -24,7 +24,17 @@ import peer_headrace
 import peer_llama_cpp
 import peer_openvino
 from greedy import continue_all
-from peer_process import HERE, MODELS, PRECISIONS, CommandFor, Precision, ServerCommand, ServerProcess, free_port
+from peer_process import (
+    HERE,
+    MODELS,
+    PRECISIONS,
+    CommandFor,
+    Precision,
+    ServerCommand,
+    ServerProcess,
+    free_port,
+    leave_on_sigterm,
+)
 from ratios import LATENCIES, LATENCY_PRESETS, RATE, Measured, draw, latency_table, rate_key, rate_table, ratios
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -323,6 +333,7 @@ def _options(given: argparse.Namespace) -> Options:
 def main() -> None:
     """The command benchmarks/compare/run."""
     given = _parse()
+    leave_on_sigterm()
     console = Console()
     try:
         options = _options(given)

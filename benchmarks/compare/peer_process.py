@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Literal, Self
 
 import psutil
@@ -130,6 +130,16 @@ class ServerProcess:
         return sum(each.user + each.system for each in times)
 
 
+def leave_on_sigterm() -> None:
+    """From now on SIGTERM raises SystemExit in the main thread, so that the servers end before this process; further ones are ignored."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 def num_cores() -> int:
     """Cores that this process, and so its servers, may run on."""
     return len(os.sched_getaffinity(0))
@@ -150,6 +160,7 @@ def run_alone(command_for: CommandFor) -> None:
     options = parser.parse_args()
     command = command_for(options.precision, options.port)
     log_file = Path(tempfile.gettempdir(), f"{Path(command.arguments[0]).name}-{options.port}.log")
+    leave_on_sigterm()
     with ServerProcess(command, options.port, log_file) as server:
         ready_s = server.wait_until_ready()
         # Blocked, not handled: also where the shell that started this ignores interrupts.

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +23,7 @@ import greedy
 import peer_headrace
 import peer_llama_cpp
 import peer_openvino
-from peer_process import ServerCommand, ServerProcess, free_port
+from peer_process import HERE, ServerCommand, ServerProcess, free_port
 from ratios import LATENCIES, RATE, Measured, draw, latency_table, rate_table, ratios
 
 from headrace.benchmark.agreement import NUM_TOKENS, PROMPTS, Agreement, Greedy
@@ -277,6 +280,36 @@ def test_a_server_that_is_not_installed_or_ends_is_one_clear_error(tmp_path):
         pytest.raises(ConfigError, match="ends ended with status 3:\nno memory"),
     ):
         server.wait_until_ready()
+
+
+_WAITS = """
+import asyncio, sys
+from pathlib import Path
+from greedy import by_generate
+from peer_process import HERE, ServerCommand, ServerProcess, leave_on_sigterm
+from headrace.benchmark.serving import run_client
+leave_on_sigterm()
+with ServerProcess(ServerCommand("sleeps", ["sleep", "600"], by_generate), 1, Path(sys.argv[1])) as server:
+    async def wait():
+        print(server._process.pid, flush=True)
+        await asyncio.sleep(600)
+    run_client(wait())
+"""
+
+
+def test_a_comparison_that_is_stopped_ends_its_servers(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", _WAITS, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True, cwd=HERE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        os.killpg(server, 0)  # it runs
+
+        process.terminate()
+
+        assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server, 0)
 
 
 @pytest.mark.parametrize("text", ["", "16,32"])
