@@ -1,8 +1,10 @@
 """What may change at run time: its bounds, that every process hears of it, and that a process started again is told."""
 
 import json
+import math
 import stat
 
+import msgspec
 import pytest
 from frontend_fakes import READY, turns
 
@@ -36,7 +38,7 @@ async def test_limits_change_in_the_scheduler_and_in_the_queue(make_frontend):
 
     assert (now.max_running_requests, now.max_queued_requests) == (2, 1)
     [message] = heard(frontend.engine.inbox)
-    assert message == SetLimitsReq(2, READY.max_running_requests + 1, READY.chunked_prefill_size, 1.0)
+    assert message == SetLimitsReq(2, READY.max_running_requests + 1, READY.chunked_prefill_size, 1.0, math.inf)
     assert frontend.manager.settings.changed_options() == {"max_running_requests": 2, "max_queued_requests": 1}
     tasks = [frontend.start("p", rid=f"r{i}") for i in range(3)]
     await frontend.engine.until(lambda: len(frontend.engine.requests) == 3)
@@ -56,12 +58,27 @@ async def test_a_chunk_is_never_larger_than_a_step(make_frontend, size, becomes)
     assert now.chunked_prefill_size == becomes
 
 
+async def test_the_time_of_a_step_is_bounded_anew_and_not_at_all(make_frontend):
+    frontend = make_frontend(ready=msgspec.structs.replace(READY, max_step_ms=200))
+    settings = frontend.manager.settings
+
+    assert settings.change_limits(LimitChanges(max_step_ms=40)).max_step_ms == 40
+    assert settings.changed_options() == {"max_step_ms": 40}
+    assert settings.change_limits(LimitChanges(max_step_ms=-1)).max_step_ms == -1
+    assert settings.change_limits(LimitChanges(max_step_ms=200)).max_step_ms == 200
+    assert settings.changed_options() == {}
+
+    assert [message.max_step_s for message in heard(frontend.engine.inbox)] == [0.04, math.inf, 0.2]
+
+
 @pytest.mark.parametrize(
     "changes,param",
     [
         (LimitChanges(), "server_args"),
         (LimitChanges(max_running_requests=READY.max_running_requests + 1), "max_running_requests"),
         (LimitChanges(chunked_prefill_size=0, max_queued_requests=5), "chunked_prefill_size"),
+        (LimitChanges(max_step_ms=0), "max_step_ms"),
+        (LimitChanges(max_step_ms=100), "max_step_ms"),  # it was started without a bound
     ],
 )
 async def test_what_cannot_be_changes_nothing(make_frontend, changes, param):
@@ -95,7 +112,7 @@ async def test_a_scheduler_and_a_detokenizer_that_are_started_again_are_told_wha
     manager.parts.up("detokenizer")
     await turns()
 
-    limits = SetLimitsReq(8, 8 + 2048, READY.chunked_prefill_size, 0.5)
+    limits = SetLimitsReq(8, 8 + 2048, READY.chunked_prefill_size, 0.5, math.inf)
     assert heard(newer.receiver("to_scheduler")) == [ConfigureLoggingReq("warning"), FreezeGCReq(), limits]
     assert heard(to_detokenizer) == [ConfigureLoggingReq("warning"), FreezeGCReq()]
 

@@ -1,5 +1,7 @@
 """Limits that change while requests run: from the next step on, and without a difference in any output."""
 
+import math
+
 import pytest
 from fake_worker import Rig
 
@@ -9,7 +11,7 @@ from headrace.scheduler.admission import INITIAL_RATIO, NewTokenRatio
 
 
 def told(rig, **changes):
-    limits = {"max_running": 8, "max_queued": 1000, "chunk_tokens": 8, "conservativeness": 1.0}
+    limits = {"max_running": 8, "max_queued": 1000, "chunk_tokens": 8, "conservativeness": 1.0, "max_step_s": math.inf}
     rig.inbox.send(SetLimitsReq(**(limits | changes)))
 
 
@@ -53,6 +55,13 @@ def test_chunks_and_the_bound_of_the_queue_follow():
     rig.drain()
     chunks = [event.num_tokens for event in rig.rows["long"][-1].stats.events if event.kind == "chunk"]
     assert chunks == [2, 2, 2, 2]
+
+
+def test_the_bound_on_the_time_of_a_step_follows():
+    rig = Rig(max_step_s=0.2)
+    told(rig, max_step_s=0.04)
+    rig.turn()
+    assert rig.state.config.max_step_s == 0.04
 
 
 def test_another_conservativeness_begins_anew():

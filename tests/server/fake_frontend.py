@@ -347,7 +347,7 @@ class FakeFrontend:
 
     def change_limits(self, changes):
         self.changes.append(changes)
-        return Limits(4, changes.max_queued_requests or 16, 128, 1.0)
+        return Limits(4, changes.max_queued_requests or 16, 128, 1.0, 200)
 
     def changed_options(self):
         return {"max_queued_requests": self.changes[-1].max_queued_requests} if self.changes else {}

@@ -14,6 +14,7 @@ def test_limits_are_passed_on_and_shown(client: httpx.Client, server: Running):
         "max_queued_requests": 7,
         "chunked_prefill_size": 128,
         "schedule_conservativeness": 1.0,
+        "max_step_ms": 200,
     }
     assert reply.json() == {"success": True, "updated": True, "server_args": limits}
     assert server.frontend.changes == [LimitChanges(max_queued_requests=7)]
@@ -28,6 +29,7 @@ def test_limits_are_passed_on_and_shown(client: httpx.Client, server: Running):
         {"max_running_requests": "4"},
         {"chunked_prefill_size": -2},
         {"schedule_conservativeness": 0},
+        {"max_step_ms": 0.5},
         {"max_queued_requests": 2**40},
     ],
 )

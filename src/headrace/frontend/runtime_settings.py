@@ -5,6 +5,7 @@ restarted gets the changed settings before any request. Used by the tokenizer ma
 event loop.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -32,15 +33,17 @@ class LimitChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_requests: Count | None = None
     chunked_prefill_size: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     schedule_conservativeness: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] | None = None
+    max_step_ms: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The current limits."""
+    """The current limits. max_step_ms: -1 = no bound."""
 
     max_running_requests: int
     max_queued_requests: int
     chunked_prefill_size: int
     schedule_conservativeness: float
+    max_step_ms: int
 
 
 class RuntimeSettings:
@@ -74,6 +77,7 @@ class RuntimeSettings:
             args.max_queued_requests,
             ready.chunked_prefill_size,
             args.schedule_conservativeness,
+            -1 if ready.max_step_ms is None else ready.max_step_ms,
         )
         self.limits = self._first
 
@@ -127,8 +131,14 @@ class RuntimeSettings:
                 f"max_running_requests is {running}, but the server was started with {self._most_running}",
                 "max_running_requests",
             )
-        if given.get("chunked_prefill_size") == 0:
-            raise RequestError("chunked_prefill_size must be -1 or at least 1, got 0", "chunked_prefill_size")
+        for name in ("chunked_prefill_size", "max_step_ms"):
+            if given.get(name) == 0:
+                raise RequestError(f"{name} must be -1 or at least 1, got 0", name)
+        if given.get("max_step_ms", -1) > 0 and self._first.max_step_ms < 0:
+            # Where tokens depend on how prompts are cut, the server starts without a bound.
+            raise RequestError(
+                "max_step_ms cannot be set: the server was started without a bound on the time of a step", "max_step_ms"
+            )
         if (size := given.get("chunked_prefill_size")) is not None:
             most = self._args.max_prefill_tokens
             given["chunked_prefill_size"] = most if size == -1 else min(size, most)
@@ -169,5 +179,9 @@ class RuntimeSettings:
         limits = self.limits
         most_queued = self._most_running * self._args.dp_size + limits.max_queued_requests
         return SetLimitsReq(
-            limits.max_running_requests, most_queued, limits.chunked_prefill_size, limits.schedule_conservativeness
+            limits.max_running_requests,
+            most_queued,
+            limits.chunked_prefill_size,
+            limits.schedule_conservativeness,
+            math.inf if limits.max_step_ms < 0 else limits.max_step_ms / 1000,
         )

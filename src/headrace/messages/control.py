@@ -173,6 +173,7 @@ class SetLimitsReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
     max_queued: int
     chunk_tokens: int
     conservativeness: float
+    max_step_s: float
 
 
 class ShutdownReq(_Control, frozen=True, tag=True, array_like=True, gc=False):

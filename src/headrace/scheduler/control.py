@@ -70,6 +70,7 @@ def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:
         max_queued=request.max_queued,
         chunk_tokens=request.chunk_tokens,
         conservativeness=request.conservativeness,
+        max_step_s=request.max_step_s,
     )
     state.ratio.scale(request.conservativeness)
 
