@@ -16,6 +16,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.build import build_worker
 from headrace.execution.calibrate import quantize_checkpoint
+from headrace.execution.load_threads import load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels.cpu import why_not
@@ -110,8 +111,12 @@ def test_a_written_checkpoint_loads_and_is_close_to_its_model(tmp_path, scheme):
     windows = [prompt(CONTEXT, seed) for seed in range(4)]
     checkpoint = open_checkpoint(tmp_path / "float")
 
-    quantize_checkpoint(checkpoint, scheme, windows, tmp_path / "out", backend=BACKEND)
+    for num, folder in ((2, "out"), (1, "again")):
+        with load_threads(num) as threads:
+            quantize_checkpoint(checkpoint, scheme, windows, tmp_path / folder, backend=BACKEND, threads=threads)
 
+    written, again = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again")]
+    assert written == again
     tokens = prompt(60, 9)
     _, want = logits(tmp_path / "float", "none", tokens)
     _, got = logits(tmp_path / "out", scheme, tokens)

@@ -5,6 +5,7 @@ Owns the calibration text and what is copied. Does not own the quantisation (`ex
 
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from headrace.checkpoint.source import open_checkpoint
 from headrace.checkpoint.weight_formats import Scheme, StoredScheme
 from headrace.errors import ConfigError
 from headrace.execution.calibrate import quantize_checkpoint
+from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner, perplexity
 from headrace.kernels import cpu
@@ -37,14 +39,22 @@ def run_quantize(
         raise ConfigError(f"--output {output}: the folder is not empty")
     path = resolve_model(model)
     checkpoint, tokenizer = open_checkpoint(path), load_tokenizer(path)
-    backend = "torch_native" if cpu.why_not() else "cpu"
+    is_native = not cpu.why_not()
+    backend = "cpu" if is_native else "torch_native"
     text = default_text("calibration") if calibration is None else calibration.read_text()
     windows = windows_of(tokenizer, text, calibration_tokens)
     if len(windows[0]) < 2:
         raise ConfigError("the calibration text is empty")
-    kernels.set_num_threads(kernels.num_threads())
-    with console.status("loading") as status:
-        quantize_checkpoint(checkpoint, scheme, windows, output, backend=backend, progress=status.update)
+    num_threads = kernels.num_threads()
+    kernels.set_num_threads(num_threads)
+    # Without native kernels torch runs the model, so its own threads are needed.
+    with (
+        load_threads(num_threads) if is_native else nullcontext(IN_THIS_THREAD) as threads,
+        console.status("loading") as status,
+    ):
+        quantize_checkpoint(
+            checkpoint, scheme, windows, output, backend=backend, progress=status.update, threads=threads
+        )
     _copy_companions(path, tokenizer, output)
     size = (output / "model.safetensors").stat().st_size
     console.print(f"{output}: {size / 1e6:.0f} MB", highlight=False, soft_wrap=True)
@@ -67,7 +77,8 @@ def _perplexity(checkpoint: Checkpoint, scheme: Scheme, backend: str, windows: S
     from headrace.models.registry import model_class_for
 
     placement = Placement(torch.device("cpu"), torch.bfloat16, WINDOW, scheme)
-    model = load_model(checkpoint, model_class_for(checkpoint.config), placement)
+    with load_threads(kernels.num_threads()) as threads:
+        model = load_model(checkpoint, model_class_for(checkpoint.config), placement, threads=threads)
     return perplexity(WindowRunner(model, checkpoint.config, backend, WINDOW), windows)
 
 

@@ -6,7 +6,7 @@ Owns the order of start-up in the scheduler's process, and `ReadyInfo`. Runs onc
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool, graph_bytes
+from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, kv_token_budget
@@ -167,28 +168,26 @@ def _load_weights(
     """
     use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
     cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
-    torch_threads = torch.get_num_threads()
-    if setup.is_cpu:
-        # Packing is many short operations, and OpenMP's threads spin at the end of each: on busy cores two take many times as long as one.
-        resources.callback(torch.set_num_threads, torch_threads)
+    with load_threads(setup.config.num_threads) if setup.is_cpu else nullcontext(IN_THIS_THREAD) as threads:
+        model = load_model(
+            checkpoint,
+            setup.spec,
+            setup.placement,
+            config=setup.model_config,
+            seed=setup.args.random_seed,
+            progress=progress,
+            cache=cache,
+            threads=threads,
+        )
+    if setup.config.native_kernels:
+        # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
+        resources.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-    model = load_model(
-        checkpoint,
-        setup.spec,
-        setup.placement,
-        config=setup.model_config,
-        seed=setup.args.random_seed,
-        progress=progress,
-        cache=cache,
-    )
     check_unchanged(checkpoint, fingerprint)
     checkpoint.release()
     give_back_free_memory()
     if cache is not None and cache.needs_writing:
         resources.callback(cache.write_in_background(model.weights()))
-    if setup.is_cpu and not setup.config.native_kernels:
-        # Otherwise torch has little left to do, and would take cores from the kernels' threads.
-        torch.set_num_threads(torch_threads)
     if cache is not None:
         decisions.append(f"weight cache: {cache.outcome}")
     return model

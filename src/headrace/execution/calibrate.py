@@ -1,11 +1,14 @@
 """Writes a quantised checkpoint: rounded to nearest, or calibrated on a text if the format requires it.
 
 Owns the walk over the layers and the files written. Does not own the arithmetic (`layers.quantization`) or the format
-(`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command, on CPU.
+(`checkpoint.quantized_formats`, docs/quantization.md). Runs in the process of the command, on CPU, and in the threads that it is given.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantization_settings import OWN_METHOD
 from headrace.checkpoint.quantized_formats import own_tensors
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, StoredScheme
+from headrace.checkpoint.weight_formats import FINEST_STORED, KERNEL_GROUP, Scheme, StoredScheme
 from headrace.errors import ModelError
+from headrace.execution.load_threads import IN_THIS_THREAD, Job, LoadThreads
 from headrace.execution.load_weights import load_model
 from headrace.execution.perplexity import WindowRunner
 from headrace.layers.quantization import integer_format
@@ -33,15 +37,21 @@ _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _HESSIAN_BUDGET_BYTES = 2 << 30
 """Most bytes of Hessians at a time; larger models are calibrated in several passes over the text."""
 
+_HESSIAN_ROWS = 512
+"""Rows of a Hessian that one thread computes at a time."""
+
 
 class _InputHessian:
     """The sum of x x^T over the inputs of one layer."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, threads: LoadThreads) -> None:
         self.sum = torch.zeros(size, size)
+        self._threads = threads
 
     def __call__(self, x: torch.Tensor) -> None:
-        self.sum.addmm_(x.T, x)
+        parts = zip(self.sum.split(_HESSIAN_ROWS), x.T.split(_HESSIAN_ROWS), strict=True)
+        for _ in self._threads.run(Job(partial(rows.addmm_, inputs, x), 0) for rows, inputs in parts):
+            pass
 
 
 def quantize_checkpoint(
@@ -52,10 +62,12 @@ def quantize_checkpoint(
     *,
     backend: str,
     progress: Progress = lambda line: None,
+    threads: LoadThreads = IN_THIS_THREAD,
 ) -> None:
     """Write `output`/config.json and model.safetensors; the caller copies the other files of a model folder.
 
     windows: tokens of the text, for formats that calibrate; the model is built for the longest one. backend: for attention.
+    threads: load, sum and round.
     Matrices of linear layers are quantised, the output projection in its own format; everything else is stored unchanged.
     Raises ModelError for a model that is already quantised, except in a GGUF file.
     """
@@ -64,10 +76,10 @@ def quantize_checkpoint(
         raise ModelError(f"{checkpoint.path.name} is already quantised; quantise the original model")
     placement = Placement(torch.device("cpu"), torch.float32, max(len(window) for window in windows), "none")
     spec = model_class_for(config)
-    model = load_model(checkpoint, spec, placement)
+    model = load_model(checkpoint, spec, placement, threads=threads)
     runner = WindowRunner(model, config, backend, placement.max_positions)
     weights = {weight.name: weight for weight in model.weights()}
-    matrices = _quantized(weights, scheme, runner, windows, progress)
+    matrices = _quantized(weights, scheme, runner, windows, progress, threads)
     output.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(checkpoint, spec.renaming(config), weights, matrices)
     save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
@@ -80,18 +92,22 @@ def _quantized(
     runner: WindowRunner,
     windows: Sequence[Sequence[int]],
     progress: Progress,
+    threads: LoadThreads,
 ) -> dict[str, QuantizedMatrix]:
     """The matrices of the linear layers, and of the output projection unless it is tied, by name."""
     linears = [weight for weight in weights.values() if weight.layer is not None and weight.name not in (_HEAD, _TABLE)]
     weight_format = integer_format(scheme)
     matrices: dict[str, QuantizedMatrix] = {}
     if weight_format.calibrator is None:
-        matrices = {weight.name: weight_format.quantize(weight.read()) for weight in linears}
+        for nearest in threads.run(
+            Job(partial(_nearest, [weight], scheme), _num_bytes([weight])) for weight in linears
+        ):
+            matrices |= nearest
     else:
         for group in _passes(linears):
-            _calibrate(group, weight_format.calibrator, runner, windows, matrices, progress)
+            _calibrate(group, weight_format.calibrator, runner, windows, matrices, progress, threads)
     if _HEAD in weights:
-        matrices[_HEAD] = integer_format(weight_format.facts.head or scheme).quantize(weights[_HEAD].read())
+        matrices |= _nearest([weights[_HEAD]], weight_format.facts.head or scheme)
     return matrices
 
 
@@ -147,28 +163,48 @@ def _calibrate(
     windows: Sequence[Sequence[int]],
     matrices: dict[str, QuantizedMatrix],
     progress: Progress,
+    threads: LoadThreads,
 ) -> None:
     """Run the text through the model once, then quantise the matrices of these layers."""
-    hessians: dict[int, _InputHessian] = {}
-    layers: list[Observable] = []
+    parts: dict[Observable, list[Weight]] = {}
     for weight in weights:
         assert weight.layer is not None, weight.name
-        if id(weight.layer) not in hessians:
-            weight.layer.observer = hessians[id(weight.layer)] = _InputHessian(weight.shape[1])
-            layers.append(weight.layer)
+        parts.setdefault(weight.layer, []).append(weight)
+    hessians = {layer: _InputHessian(of_layer[0].shape[1], threads) for layer, of_layer in parts.items()}
+    for layer, hessian in hessians.items():
+        layer.observer = hessian
     for number, window in enumerate(windows):
         runner.hidden(window)
         progress(f"calibration text: {number + 1} of {len(windows)} windows")
-    for layer in layers:
+    for layer in parts:
         layer.observer = None
-    for number, layer in enumerate(layers):
-        parts = [weight for weight in weights if weight.layer is layer]
-        values = torch.cat([part.read().float() for part in parts])
-        hessian = hessians[id(layer)].sum
-        aligned = values.shape[1] % KERNEL_GROUP == 0
-        whole = calibrator(values, hessian) if aligned else integer_format(FINEST_STORED).quantize(values)
-        begin = 0
-        for part in parts:
-            matrices[part.name] = whole.rows(begin, begin + part.shape[0])
-            begin += part.shape[0]
-        progress(f"quantised {number + 1} of {len(layers)} layers")
+    jobs = (
+        Job(partial(_calibrated, of_layer, calibrator, hessians[layer].sum), _num_bytes(of_layer))
+        for layer, of_layer in parts.items()
+    )
+    for number, calibrated in enumerate(threads.run(jobs)):
+        matrices |= calibrated
+        progress(f"quantised {number + 1} of {len(parts)} layers")
+
+
+def _calibrated(parts: Sequence[Weight], calibrator: Calibrator, hessian: torch.Tensor) -> dict[str, QuantizedMatrix]:
+    """The matrices of one layer, by name."""
+    if parts[0].shape[1] % KERNEL_GROUP:
+        return _nearest(parts, FINEST_STORED)
+    return _by_name(parts, calibrator(torch.cat([part.read().float() for part in parts]), hessian))
+
+
+def _nearest(parts: Sequence[Weight], scheme: Scheme) -> dict[str, QuantizedMatrix]:
+    """The matrices rounded to nearest, by name."""
+    return _by_name(parts, integer_format(scheme).quantize(torch.cat([part.read() for part in parts])))
+
+
+def _by_name(parts: Sequence[Weight], whole: QuantizedMatrix) -> dict[str, QuantizedMatrix]:
+    """The rows of each part of `whole`."""
+    ends = list(accumulate(part.shape[0] for part in parts))
+    return {part.name: whole.rows(end - part.shape[0], end) for part, end in zip(parts, ends, strict=True)}
+
+
+def _num_bytes(parts: Sequence[Weight]) -> int:
+    """Of the parts in float32."""
+    return 4 * sum(math.prod(part.shape) for part in parts)

@@ -1,10 +1,12 @@
 """Fills a model with weights: a checkpoint's tensors, each exactly once, or seeded random ones.
 
 Owns the matching of names and shapes. Does not read files (`headrace.checkpoint`) and does not convert (the layers do). Runs in the
-thread that builds the worker.
+thread that builds the worker, and in those of `load_threads`.
 """
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 import torch
 
@@ -13,6 +15,7 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.errors import ModelError
+from headrace.execution.load_threads import IN_THIS_THREAD, Job, LoadThreads
 from headrace.execution.weight_cache import Progress, WeightCache
 from headrace.layers.weight import Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
@@ -31,18 +34,20 @@ def load_model(
     seed: int = 0,
     progress: Progress = lambda done, total: None,
     cache: WeightCache | None = None,
+    threads: LoadThreads = IN_THIS_THREAD,
 ) -> CausalLM:
     """Build the model of `config` (default: the checkpoint's own) and fill it.
 
     A checkpoint of kind `dummy` gives random weights from `seed`. cache: weights found in it are not read from the checkpoint.
+    threads: convert the weights; the bits do not depend on them.
     Raises ModelError that lists missing, unexpected or misshaped tensors.
     """
     model = spec.build(config or checkpoint.config, placement)
     if checkpoint.kind == "dummy":
-        fill_random(model.weights(), seed, placement.device)
+        fill_random(model.weights(), seed, placement.device, threads)
     else:
         restored = frozenset[str]() if cache is None else cache.restore(model.weights(), progress)
-        fill_from_checkpoint(model.weights(), checkpoint, spec, progress, placement.quantization, restored)
+        fill_from_checkpoint(model.weights(), checkpoint, spec, progress, placement.quantization, restored, threads)
     spec.check(model)
     return model
 
@@ -54,6 +59,7 @@ def fill_from_checkpoint(
     progress: Progress = lambda done, total: None,
     quantization: Scheme = "none",
     restored: Collection[str] = (),
+    threads: LoadThreads = IN_THIS_THREAD,
 ) -> None:
     """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read.
 
@@ -65,22 +71,28 @@ def fill_from_checkpoint(
     names = {name: rename(name) for name in checkpoint.tensor_names()}
     _check(wanted, names, checkpoint, spec)
     done, total = 0, checkpoint.total_bytes
-    for stored_name in checkpoint.tensor_names():
-        if names[stored_name] in restored:
-            continue
-        weight = wanted.get(names[stored_name])
-        matrix = _as_stored(weight, checkpoint, stored_name, quantization)
-        if weight is not None and weight.load_quantized is not None and matrix is not None:
-            weight.load_quantized(matrix)
-            done += matrix.codes.numel() * 4  # as total_bytes counts it: in float32
-        else:
-            tensor = checkpoint.checked_tensor(stored_name, check_finite=True)
-            if weight is not None:
-                weight.load(tensor)
-            done += tensor.numel() * tensor.element_size()
+    jobs = (
+        Job(partial(_load, wanted.get(name), checkpoint, stored, quantization), 4 * math.prod(checkpoint.shape(stored)))
+        for stored, name in names.items()
+        if name not in restored
+    )
+    for num_bytes in threads.run(jobs):
+        done += num_bytes
         if not restored:  # the rest is small, and the progress bar has already moved
             progress(done, total)
     _leave_files(wanted.values(), checkpoint)
+
+
+def _load(weight: Weight | None, checkpoint: Checkpoint, name: str, quantization: Scheme) -> int:
+    """Read and check the tensor `name`, and load it into `weight`. Returns its bytes, as `total_bytes` counts them."""
+    matrix = _as_stored(weight, checkpoint, name, quantization)
+    if weight is not None and weight.load_quantized is not None and matrix is not None:
+        weight.load_quantized(matrix)
+        return matrix.codes.numel() * 4  # in float32
+    tensor = checkpoint.checked_tensor(name, check_finite=True)
+    if weight is not None:
+        weight.load(tensor)
+    return tensor.numel() * tensor.element_size()
 
 
 def _leave_files(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
@@ -111,14 +123,22 @@ def _as_stored(
     return matrix if matrix is not None and matrix.scheme in takes else None
 
 
-def fill_random(weights: Iterable[Weight], seed: int, device: torch.device = _CPU) -> None:
+def fill_random(
+    weights: Iterable[Weight], seed: int, device: torch.device = _CPU, threads: LoadThreads = IN_THIS_THREAD
+) -> None:
     """Small normal matrices, neutral norms and zero biases; the same for the same seed. On a GPU they are generated there, in seconds."""
     generator = torch.Generator(device).manual_seed(seed)
-    for weight in weights:
-        if weight.init == "normal":
-            weight.load(torch.randn(weight.shape, generator=generator, device=device).mul_(_DUMMY_STD))
-        else:
-            weight.load(torch.ones(weight.shape) if weight.init == "ones" else torch.zeros(weight.shape))
+
+    def jobs() -> Iterator[Job[None]]:
+        for weight in weights:
+            if weight.init == "normal":
+                tensor = torch.randn(weight.shape, generator=generator, device=device).mul_(_DUMMY_STD)
+            else:
+                tensor = torch.ones(weight.shape) if weight.init == "ones" else torch.zeros(weight.shape)
+            yield Job(partial(weight.load, tensor), tensor.nbytes)
+
+    for _ in threads.run(jobs()):
+        pass
 
 
 def _check(wanted: dict[str, Weight], names: dict[str, str], checkpoint: Checkpoint, spec: ModelSpec) -> None:

@@ -1,9 +1,10 @@
 """Linear layers: one product for all projections that share an input.
 
 Owns the fusing of Hugging Face projections (q, k, v; gate, up). Does not own the storage of weights (`layers.quantization`) or the
-product (`headrace.kernels`). Runs in the thread that runs the model.
+product (`headrace.kernels`). Runs in the thread that runs the model; parts are loaded in any thread.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
@@ -36,6 +37,7 @@ class Linear:
         ends = list(accumulate(self.outputs.values()))
         self._columns = {name: slice(end - size, end) for end, (name, size) in zip(ends, outputs.items(), strict=True)}
         self._parts: dict[str, torch.Tensor | QuantizedMatrix] = {}
+        self._parts_lock = threading.Lock()
         self._packed: PackedLinear
         self.observer: Callable[[torch.Tensor], None] | None = None
         self.adapters: LinearAdapters | None = None
@@ -125,10 +127,11 @@ class Linear:
         return self._placement.place(tensor)
 
     def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
-        self._parts[part] = tensor
-        if len(self._parts) < len(self.outputs) * (2 if self._bias else 1):
-            return
-        parts, self._parts = self._parts, {}
+        with self._parts_lock:
+            self._parts[part] = tensor
+            if len(self._parts) < len(self.outputs) * (2 if self._bias else 1):
+                return
+            parts, self._parts = self._parts, {}
         self._packed = self._pack(parts)
 
     def _pack(self, parts: Mapping[str, torch.Tensor | QuantizedMatrix]) -> PackedLinear:
