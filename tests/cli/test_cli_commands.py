@@ -93,6 +93,18 @@ def test_doctor_as_json_tells_of_every_part(capsys):
     assert any(row["name"] == "torch_native" and not row["reasons_against"] for row in report["attention_backends"])
 
 
+def test_doctor_says_which_variant_of_the_kernels_runs_and_why_others_cannot(monkeypatch, capsys):
+    monkeypatch.setattr("headrace.kernels.cpu.isas", lambda: [("wide", "this processor lacks it"), ("plain", "")])
+    monkeypatch.setattr("headrace.kernels.cpu.isa", lambda: "plain")
+    assert run("doctor", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+
+    assert [(row["name"], row["runs"], row["reason"]) for row in report["kernel_variants"]] == [
+        ("wide", False, "this processor lacks it"),
+        ("plain", True, ""),
+    ]
+
+
 def test_doctor_says_why_the_native_backend_does_not_run(monkeypatch, capsys):
     monkeypatch.setattr("headrace.kernels.cpu._loaded", None)
     monkeypatch.setattr("headrace.kernels.cpu._reason", "it was not built")
@@ -107,7 +119,7 @@ def test_doctor_says_why_the_native_backend_does_not_run(monkeypatch, capsys):
 def test_doctor_prints_tables(capsys):
     assert run("doctor") == 0
     text = capsys.readouterr().out
-    for words in ("Machine", "Kernels on CPU", "Attention backends", "Models"):
+    for words in ("Machine", "kernel variants", "Kernels on CPU", "Attention backends", "Models"):
         assert words in text
 
 

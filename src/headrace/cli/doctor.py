@@ -29,6 +29,7 @@ def examine() -> dict[str, Any]:
         "machine": asdict(this_machine()),
         "torch": torch,
         "kernels": _kernels() if has_torch else [],
+        "kernel_variants": _kernel_variants() if has_torch else [],
         "kv_cache": _kv_cache(),
         "sixteen_bits": _sixteen_bits() if has_torch else "",
         "attention_backends": _attention_backends() if has_torch else [],
@@ -49,6 +50,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_row("Headrace", f"{report['headrace']} on Python {report['python']}, {machine['system']}")
     facts.add_row("processor", f"{machine['cpu']}, {machine['num_cores']} cores{quota}")
     facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that the kernels use")
+    facts.add_row("kernel variants", escape(_variants_line(report["kernel_variants"])))
     facts.add_row("memory", f"{machine['memory_gib']} GiB")
     facts.add_row("torch", _torch_line(torch))
     facts.add_row("KV cache", report["kv_cache"])
@@ -99,6 +101,20 @@ def _kernels() -> list[dict[str, str]]:
     from headrace.kernels import registry
 
     return [{"op": row.op, "implementation": row.implementation, "reason": row.reason} for row in registry.report()]
+
+
+def _kernel_variants() -> list[dict[str, Any]]:
+    """The instruction sets that the native kernels were built for, best first: which one runs, and why others cannot."""
+    from headrace.kernels.cpu import isa, isas
+
+    return [{"name": name, "runs": name == isa(), "reason": reason} for name, reason in isas()]
+
+
+def _variants_line(variants: list[dict[str, Any]]) -> str:
+    if not variants:
+        return "none: no native kernels"
+    notes = {row["name"]: "runs" if row["runs"] else row["reason"] for row in variants}
+    return ", ".join(f"{name} ({note})" if note else name for name, note in notes.items())
 
 
 def _sixteen_bits() -> str:
