@@ -3,8 +3,14 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 // The instruction sets of this build, best first: HEADRACE_VARIANT(name, what it needs). A name is that of a headrace_variant() in
-// CMakeLists.txt. HEADRACE_NEEDS(feature) takes the names of __builtin_cpu_supports, which also asks the operating system.
+// CMakeLists.txt. HEADRACE_NEEDS(feature) takes the names of __builtin_cpu_supports, which also asks the operating system, and on ARM
+// those of /proc/cpuinfo.
 #if defined(__x86_64__)
 #define HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("sse4.2") HEADRACE_NEEDS("avx2") HEADRACE_NEEDS("fma") HEADRACE_NEEDS("f16c")
 #define HEADRACE_NEEDS_AVX512                                                                                       \
@@ -18,6 +24,17 @@
   HEADRACE_VARIANT(baseline, HEADRACE_NEEDS("sse4.2"))
 #define HEADRACE_NEEDS(feature) \
   if (!__builtin_cpu_supports(feature)) missing += (missing.empty() ? "" : ", ") + std::string(feature);
+#elif defined(__aarch64__)
+#define HEADRACE_HAS_atomics (getauxval(AT_HWCAP) & HWCAP_ATOMICS)
+#define HEADRACE_HAS_asimddp (getauxval(AT_HWCAP) & HWCAP_ASIMDDP)
+#define HEADRACE_HAS_i8mm (getauxval(AT_HWCAP2) & HWCAP2_I8MM)
+#define HEADRACE_NEEDS_DOTPROD HEADRACE_NEEDS(atomics) HEADRACE_NEEDS(asimddp)
+#define HEADRACE_VARIANTS                                                 \
+  HEADRACE_VARIANT(neon_i8mm, HEADRACE_NEEDS_DOTPROD HEADRACE_NEEDS(i8mm)) \
+  HEADRACE_VARIANT(neon_dotprod, HEADRACE_NEEDS_DOTPROD)                  \
+  HEADRACE_VARIANT(neon, )
+#define HEADRACE_NEEDS(feature) \
+  if (HEADRACE_HAS_##feature == 0) missing += (missing.empty() ? "" : ", ") + std::string(#feature);
 #else
 #define HEADRACE_VARIANTS HEADRACE_VARIANT(baseline, )
 #endif
@@ -58,7 +75,7 @@ const KernelTable* best() {
   for (const Variant& variant : kVariants) {
     if (variant.missing().empty()) return &variant.table();
   }
-  throw std::runtime_error(why_not_isa("baseline"));
+  throw std::runtime_error(why_not_isa(compiled_isas().back()));
 }
 
 std::atomic<const KernelTable*> g_selected{nullptr};

@@ -13,7 +13,7 @@ namespace headrace {
 namespace HEADRACE_ISA {
 namespace {
 
-constexpr int kUnits = kLanes == 16 ? 4 : 2;  // of a wide tile
+constexpr int kUnits = kTile == 6 ? 4 : 2;  // of a wide tile
 constexpr int64_t kStepBytes = kPackedColumns * 4;  // a step: four bytes of a row, and of each column of a block
 
 // Where unit c of a tile prefetches while it computes: its own codes + offset + step for each step of the loop.

@@ -18,6 +18,8 @@ HEADRACE_INLINE vf swapped(vf x) {
 #elif defined(__AVX2__)
   if constexpr (h <= 2) return _mm256_permute_ps(x, h == 1 ? 0xb1 : 0x4e);
   else return _mm256_permute2f128_ps(x, x, 1);
+#elif defined(__aarch64__)
+  return h == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
 #else
   float from[kLanes], to[kLanes];
   store(from, x);

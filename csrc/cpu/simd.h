@@ -2,7 +2,8 @@
 // made of one or more `vf`.
 //
 // Code whose lanes are independent uses vf. Code that reduces over lanes uses f32x16, so that the order of a sum is the same for
-// every instruction set. avx2 and avx512 give equal bits; baseline has no fused multiply-add and differs in the last place.
+// every instruction set. Those with a fused multiply-add (AVX2, AVX-512, NEON) give equal bits; baseline has none and differs in the
+// last place.
 // Everything here has internal linkage or lives in the namespace of its instruction set: a function compiled for AVX-512 must
 // never be the one that the linker keeps for all.
 #pragma once
@@ -11,6 +12,8 @@
 
 #if defined(__SSE4_2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define HEADRACE_INLINE static inline __attribute__((always_inline))
@@ -183,6 +186,43 @@ HEADRACE_INLINE void load_interleaved(const bf16* p, vf& low, vf& high) {
   const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   low = _mm_castsi128_ps(_mm_slli_epi32(pairs, 16));
   high = _mm_castsi128_ps(_mm_and_si128(pairs, _mm_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+#elif defined(__aarch64__)
+
+using vf = float32x4_t;
+constexpr int kLanes = 4;
+constexpr int kTileRows = kFewTiles ? 4 : 12;
+
+HEADRACE_INLINE vf splat(float x) { return vdupq_n_f32(x); }
+HEADRACE_INLINE vf load(const float* p) { return vld1q_f32(p); }
+HEADRACE_INLINE void store(float* p, vf x) { vst1q_f32(p, x); }
+HEADRACE_INLINE vf add(vf a, vf b) { return vaddq_f32(a, b); }
+HEADRACE_INLINE vf sub(vf a, vf b) { return vsubq_f32(a, b); }
+HEADRACE_INLINE vf mul(vf a, vf b) { return vmulq_f32(a, b); }
+HEADRACE_INLINE vf div(vf a, vf b) { return vdivq_f32(a, b); }
+HEADRACE_INLINE vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
+// fmax and fmin of this processor give a NaN when either operand is one.
+HEADRACE_INLINE vf vmax(vf a, vf b) { return if_less(b, a, a, b); }
+HEADRACE_INLINE vf vmin(vf a, vf b) { return if_less(a, b, a, b); }
+HEADRACE_INLINE float reduce_add(vf a) { return vpadds_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a))); }
+HEADRACE_INLINE float reduce_max(vf a) {
+  a = vmax(a, vextq_f32(a, a, 2));
+  return vgetq_lane_f32(vmax(a, vdupq_laneq_f32(a, 1)), 0);
+}
+HEADRACE_INLINE vf round_nearest(vf a) { return vrndnq_f32(a); }
+HEADRACE_INLINE bool any_equal(vf a, vf b) { return vmaxvq_u32(vceqq_f32(a, b)) != 0; }
+HEADRACE_INLINE bool any_nan(vf a) { return vminvq_u32(vceqq_f32(a, a)) == 0; }
+HEADRACE_INLINE vf pow2(vf n) {
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23));
+}
+HEADRACE_INLINE vf times_pow2(vf a, vf n, vf x, vf lowest) { return if_less(x, lowest, splat(0.0f), mul(a, pow2(n))); }
+HEADRACE_INLINE vf load(const bf16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+HEADRACE_INLINE void load_interleaved(const bf16* p, vf& low, vf& high) {
+  const uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(p));
+  low = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
+  high = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u)));
 }
 
 #else  // any other CPU: four lanes of plain C++

@@ -64,7 +64,7 @@ static __attribute__((noinline)) vf fma_flushed_by_lane(vf a, vf b, vf sum) {
 }
 // a b + sum of numbers that are not denormal, with one rounding; where that gives a denormal, a 0.
 HEADRACE_INLINE vf fma_flushed(vf a, vf b, vf sum) {
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__aarch64__)
   const vf result = fma(a, b, sum), magnitude = vmax(sub(splat(-0.0f), result), result);
   const vf is_tiny = if_less(magnitude, splat(0x1.000002p-126f), splat(1.0f), splat(0.0f));
   return any_equal(if_less(splat(0.0f), magnitude, is_tiny, splat(0.0f)), splat(1.0f)) ? fma_flushed_by_lane(a, b, sum) : result;

@@ -209,6 +209,82 @@ HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
   dot_nibbles(sum, _mm_and_si128(codes, _mm_set1_epi8(static_cast<char>(0x80))), x);
 }
 
+#elif defined(__aarch64__)
+
+using vi = int32x4_t;
+
+HEADRACE_INLINE vi splat_int(int32_t x) { return vdupq_n_s32(x); }
+HEADRACE_INLINE vi load_bytes(const void* p) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
+HEADRACE_INLINE void store_bytes(void* p, vi a) { vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(a)); }
+HEADRACE_INLINE vi splat_bytes(const void* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return vdupq_n_s32(four);
+}
+HEADRACE_INLINE vi add_int(vi a, vi b) { return vaddq_s32(a, b); }
+HEADRACE_INLINE vi sub_int(vi a, vi b) { return vsubq_s32(a, b); }
+HEADRACE_INLINE vi and_bytes(vi a, uint8_t b) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(a), vdupq_n_u8(b))); }
+HEADRACE_INLINE vi low_nibbles(vi a) { return and_bytes(a, 15); }
+HEADRACE_INLINE vi high_nibbles(vi a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
+HEADRACE_INLINE vf to_float(vi a) { return vcvtq_f32_s32(a); }
+HEADRACE_INLINE vi to_int(vf a) { return vcvtnq_s32_f32(a); }
+HEADRACE_INLINE vi magnitude_bits(vf a) { return vandq_s32(vreinterpretq_s32_f32(a), vdupq_n_s32(0x7fffffff)); }
+HEADRACE_INLINE vi max_int(vi a, vi b) { return vmaxq_s32(a, b); }
+HEADRACE_INLINE int32_t reduce_max_int(vi a) { return vmaxvq_s32(a); }
+HEADRACE_INLINE int32_t reduce_add_int(vi a) { return vaddvq_s32(a); }
+HEADRACE_INLINE void store_as_bytes(int8_t* p, vi a) {
+  const int16x4_t words = vqmovn_s32(a);
+  const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vqmovn_s16(vcombine_s16(words, words))), 0);
+  memcpy(p, &four, 4);
+}
+HEADRACE_INLINE void store_as_bytes(uint8_t* p, vi a) {
+  const int16x4_t words = vqmovn_s32(a);
+  const int32_t four = vget_lane_s32(vreinterpret_s32_u8(vqmovun_s16(vcombine_s16(words, words))), 0);
+  memcpy(p, &four, 4);
+}
+HEADRACE_INLINE vf load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+
+// Signed by signed bytes.
+HEADRACE_INLINE void dot_signed(vi& sum, vi a, vi b) {
+  const int8x16_t x = vreinterpretq_s8_s32(a), y = vreinterpretq_s8_s32(b);
+#if defined(__ARM_FEATURE_DOTPROD)
+  sum = vdotq_s32(sum, x, y);
+#else
+  // |a| <= 128 and |b| <= 127, so a pair is at most 32,512: it does not overflow 16 bits.
+  const int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(y)), high = vmull_high_s8(x, y);
+  sum = vpadalq_s16(sum, vpaddq_s16(low, high));
+#endif
+}
+HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_signed(sum, weights, x); }
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
+  vi codes;
+};
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
+  sum = vusdotq_s32(sum, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x));
+}
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {load_bytes(p)}; }
+HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_unsigned(sum, w.codes, x); }
+
+#else
+
+struct Bytes {
+  vi weights;
+};
+HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return {vreinterpretq_s32_u8(veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80)))}; }
+HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_signed(sum, w.weights, x); }
+// Seven bits and the eighth apart: as a signed byte that is -128.
+HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
+  dot_signed(sum, and_bytes(codes, 0x7f), x);
+  dot_signed(sum, and_bytes(codes, 0x80), vreinterpretq_s32_s8(vnegq_s8(vreinterpretq_s8_s32(x))));
+}
+
+#endif
+
 #else  // any other CPU: four lanes of plain C++
 
 struct vi {

@@ -35,6 +35,14 @@ HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
 }
 HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm_add_epi32(sum, _mm_madd_epi16(a, b)); }
 
+#elif defined(__aarch64__)
+
+HEADRACE_INLINE void store_as_words(int16_t* p, vi a) { vst1_s16(p, vqmovn_s32(a)); }
+HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) {
+  const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+  sum = vaddq_s32(sum, vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
+}
+
 #else
 
 HEADRACE_INLINE int32_t pair_of_words(int low, int high) {
@@ -53,7 +61,7 @@ HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) {
 
 #endif
 
-#if defined(__SSE4_2__)
+#if defined(__SSE4_2__) || defined(__aarch64__)
 HEADRACE_INLINE vi load_words(const int16_t* p) { return load_bytes(p); }
 HEADRACE_INLINE vi splat_words(const int16_t* p) {
   int32_t two;

@@ -144,6 +144,7 @@ def on_isa(isa: str, **options: Any) -> tuple[str, str, str]:
         ("avx512bf16", ("none", "bfloat16", "bfloat16")),
         ("avx512vnni", ("int16", "float32", "int16")),
         ("avx512", ("none", "float32", "none")),
+        ("neon_i8mm", ("none", "float32", "none")),
     ],
 )
 def test_sixteen_bits_are_computed_in_the_fastest_way_of_the_processor_and_that_is_said(isa: str, want: tuple):

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 
 # As /proc/cpuinfo spells them, in the order in which a kernel prefers them last to first.
-ISA_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve")
+_X86_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+ISA_FLAGS = (*_X86_FLAGS, "asimd", "asimddp", "i8mm", "sve")
 _GIB = 1 << 30
 
 
