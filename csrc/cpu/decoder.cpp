@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -47,10 +48,11 @@ void check_range(const char* what, const int32_t* values, int64_t count, int64_t
   }
 }
 
-// The tiles of a step by window: layers that attend alike share them.
+// The tiles of a step by window: layers that attend alike share them. q_starts: of the rows that attend, the last ones of each sequence.
 class Plans {
  public:
-  Plans(const DecoderShape& shape, const DecoderStep& step) : shape_(shape), step_(step) {}
+  Plans(const DecoderShape& shape, const DecoderStep& step, const int32_t* q_starts)
+      : shape_(shape), step_(step), q_starts_(q_starts) {}
 
   AttentionPlan& of(const AttentionArgs& args) {
     for (auto& [window, plan] : plans_) {
@@ -59,7 +61,7 @@ class Plans {
         return plan;
       }
     }
-    plans_.emplace_back(args.window, plan_attention(args, step_.seq_lens, step_.q_starts, step_.num_seqs, step_.tokens,
+    plans_.emplace_back(args.window, plan_attention(args, step_.seq_lens, q_starts_, step_.num_seqs, q_starts_[step_.num_seqs],
                                                     step_.max_pages, shape_.num_pages));
     return plans_.back().second;
   }
@@ -67,8 +69,22 @@ class Plans {
  private:
   const DecoderShape& shape_;
   const DecoderStep& step_;
+  const int32_t* q_starts_;
   std::vector<std::pair<int64_t, AttentionPlan>> plans_;
 };
+
+// Moves the rows that are read to the front. rows: `width` floats each, `stride` apart.
+void keep_read(const DecoderStep& step, float* rows, int64_t stride, int64_t width) {
+  for (int64_t i = 0; i < step.num_seqs; ++i) {
+    const int64_t begin = step.read_starts[i], end = step.read_starts[i + 1];
+    const float* from = rows + (step.q_starts[i + 1] - (end - begin)) * stride;
+    float* to = rows + begin * stride;
+    if (from == to) continue;
+    for (int64_t row = begin; row < end; ++row, from += stride, to += stride) {
+      std::memcpy(to, from, static_cast<size_t>(width) * sizeof(float));
+    }
+  }
+}
 
 // Gives the time since the last lap to a phase. Some 25 ns a lap, eight or so laps a layer: too little to switch off.
 class LapClock {
@@ -128,6 +144,14 @@ void Decoder::check(const DecoderStep& step) const {
     if (layer.max_positions < shortest->max_positions) shortest = &layer;
   }
   check_range("position", step.positions, step.tokens, 0, shortest->max_positions);
+  if (step.read_starts[0] != 0) throw std::invalid_argument("decoder: read_starts must begin with 0");
+  for (int64_t i = 0; i < step.num_seqs; ++i) {
+    const int64_t rows = step.q_starts[i + 1] - step.q_starts[i], read = step.read_starts[i + 1] - step.read_starts[i];
+    if (read < 0 || read > rows) {
+      throw std::invalid_argument("decoder: " + std::to_string(read) + " of the " + std::to_string(rows) + " rows of sequence " +
+                                  std::to_string(i) + " are read");
+    }
+  }
 }
 
 void Decoder::forward(const DecoderStep& step) {
@@ -139,7 +163,11 @@ void Decoder::forward(const DecoderStep& step) {
   const int64_t tokens = step.tokens, q_size = s.num_q_heads * s.head_dim, kv_size = s.num_kv_heads * s.head_dim;
   const int64_t qkv_size = q_size + 2 * kv_size;
   const Buffers b = buffers(tokens);
-  Plans plans(s, step);
+  Plans plans(s, step, step.q_starts), read_plans(s, step, step.read_starts);
+  const bool narrows = step.num_read() < tokens;
+  auto plans_of = [&](const DecoderLayer& layer) -> Plans& {
+    return narrows && &layer == &layers_.back() ? read_plans : plans;
+  };
   auto attention_args = [&](const DecoderLayer& layer) {
     return AttentionArgs{b.qkv,
                          qkv_size,
@@ -152,10 +180,11 @@ void Decoder::forward(const DecoderStep& step) {
                          layer.window,
                          layer.softcap};
   };
-  for (const DecoderLayer& layer : layers_) plans.of(attention_args(layer));  // throws before anything is written
+  for (const DecoderLayer& layer : layers_) plans_of(layer).of(attention_args(layer));  // throws before anything is written
   const PoolSession session;
+  int64_t rows = tokens;
   auto norm = [&](const float* x, float* residual, const float* weight, float* out) {
-    k.rms_norm({x, s.hidden_size, residual, weight, out, tokens, s.hidden_size, s.eps});
+    k.rms_norm({x, s.hidden_size, residual, weight, out, rows, s.hidden_size, s.eps});
   };
   // Head norms, rotation and the KV write of some tokens.
   auto finish_heads = [&](const DecoderLayer& layer, int64_t begin, int64_t end) {
@@ -187,25 +216,31 @@ void Decoder::forward(const DecoderStep& step) {
     clock.lap(Phase::kQkv);
     parallel_for(tokens, heads_grain, [&](int64_t begin, int64_t end) { finish_heads(layer, begin, end); });
     clock.lap(Phase::kHeads);
+    if (narrows && &layer == &layers_.back()) {
+      rows = step.num_read();
+      if (rows == 0) return;
+      keep_read(step, b.qkv, qkv_size, q_size);
+      keep_read(step, step.hidden, s.hidden_size, s.hidden_size);
+    }
     const AttentionArgs args = attention_args(layer);
-    const AttentionPlan& plan = plans.of(args);
+    const AttentionPlan& plan = plans_of(layer).of(args);
     k.attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
     clock.lap(Phase::kAttention);
     expect(layer.gate_up);
-    linear(layer.out, b.attended, b.added, tokens);
+    linear(layer.out, b.attended, b.added, rows);
     clock.lap(Phase::kOut);
     if (layer.after_attention != nullptr) norm(b.added, nullptr, layer.after_attention, b.added);
     norm(b.added, step.hidden, layer.mlp_norm, b.normed);
     clock.lap(Phase::kNorm);
-    for (int64_t begin = 0; begin < tokens; begin += kMlpTokens) {
-      const int64_t count = tokens - begin < kMlpTokens ? tokens - begin : kMlpTokens;
+    for (int64_t begin = 0; begin < rows; begin += kMlpTokens) {
+      const int64_t count = rows - begin < kMlpTokens ? rows - begin : kMlpTokens;
       expect(layer.down);
       linear(layer.gate_up, b.normed + begin * s.hidden_size, b.gate_up, count);
       clock.lap(Phase::kGateUp);
       const GatedArgs gated = {b.gate_up, 2 * s.intermediate_size, b.activated, count, s.intermediate_size};
       s.gelu ? k.gelu_tanh_mul(gated) : k.silu_mul(gated);
       clock.lap(Phase::kActivation);
-      begin + count < tokens ? expect(layer.gate_up) : &layer != &layers_.back() ? expect((&layer + 1)->qkv) : expect_reads(nullptr, 0);
+      begin + count < rows ? expect(layer.gate_up) : &layer != &layers_.back() ? expect((&layer + 1)->qkv) : expect_reads(nullptr, 0);
       linear(layer.down, b.activated, b.added + begin * s.hidden_size, count);
       clock.lap(Phase::kDown);
     }

@@ -51,8 +51,10 @@ struct DecoderShape {
 enum class Phase : int { kNorm, kQkv, kHeads, kAttention, kOut, kGateUp, kActivation, kDown };
 constexpr int kNumPhases = 8;
 
-// hidden [tokens, hidden_size]: what the first layer takes; overwritten with the residual stream. out [tokens, hidden_size]: after
-// the final norm. The rest as in paged_attention and write_kv.
+// hidden [tokens, hidden_size]: what the first layer takes; overwritten with the residual stream. read_starts[num_seqs + 1]: of
+// sequence i the last read_starts[i + 1] - read_starts[i] rows are read, from 0 to all of them; the others end with their keys and
+// values in the last layer. out [read_starts[num_seqs], hidden_size]: the rows that are read, after the final norm. The rest as in
+// paged_attention and write_kv.
 struct DecoderStep {
   float* hidden;
   float* out;
@@ -63,7 +65,10 @@ struct DecoderStep {
   int64_t max_pages;
   const int32_t* seq_lens;
   const int32_t* q_starts;
+  const int32_t* read_starts;
   int64_t num_seqs;
+
+  int64_t num_read() const { return read_starts[num_seqs]; }
 };
 
 class Decoder {
@@ -71,7 +76,7 @@ class Decoder {
   Decoder(const DecoderShape& shape, const float* final_norm) : shape_(shape), final_norm_(final_norm) {}
   void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
 
-  // Throws std::invalid_argument, and then nothing is written, when a position, a slot, a length or a page does not fit.
+  // Throws std::invalid_argument, and then nothing is written, when a position, a slot, a length, a start or a page does not fit.
   // One call at a time; a second one waits.
   void forward(const DecoderStep& step);
 

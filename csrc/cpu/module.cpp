@@ -172,9 +172,9 @@ void decoder_add_layer(Decoder& decoder, Address attention_norm, const Weight& q
 }
 
 void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t tokens, Address positions, Address out_slots,
-                     Address page_table, int64_t max_pages, Address seq_lens, Address q_starts, int64_t num_seqs) {
+                     Address page_table, int64_t max_pages, Address seq_lens, Address q_starts, Address read_starts, int64_t num_seqs) {
   decoder.forward({at<float>(hidden), at<float>(out), tokens, at<int32_t>(positions), at<int32_t>(out_slots),
-                   at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), num_seqs});
+                   at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), at<int32_t>(read_starts), num_seqs});
 }
 
 // In the order of Phase.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from lora_harness import tiny_adapter
 from runner_harness import CONTEXT, Driver, ids_by_row, int32, make_driver, prompt, save_llama
 
 from headrace.errors import ExecutionError
@@ -138,6 +139,58 @@ def test_hidden_states_are_of_every_computed_position(sync, checkpoint):
     assert list(result.hidden_states) == [1]
     got = torch.frombuffer(bytearray(result.hidden_states[1]), dtype=torch.float32).view(40, -1)
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_rows_of_every_kind_in_one_step_get_what_they_get_alone(sync):
+    spec = LogprobSpec(prompt_start=5, top_num=3, token_ids=(2, 4))
+    tokens = sync.generate(0, A, 3)
+    with_states = sync.step([(1, 40, True)], (sync.new(1, A, return_hidden_states=True),))
+    with_logprobs = sync.step([(1, 40, True)], (sync.new(1, A, logprobs=spec),))
+    sync.step([(0, 40, True)], (sync.new(0, A),))
+
+    # A chunk that nobody reads, a token of a prompt that was read, a prompt with its states, and one with logprobs from its sixth token on.
+    new = sync.new(1, A), sync.new(2, A, return_hidden_states=True), sync.new(3, A, logprobs=spec)
+    got = sync.step([(1, 17, False), (0, 1, True), (2, 40, True), (3, 40, True)], new)
+    after = sync.step([(1, 23, True)])
+
+    assert ids_by_row(got) == [-1, tokens[1], tokens[0], tokens[0]]
+    assert got.hidden_states == {2: with_states.hidden_states[0]}
+    assert got.prompt_logprobs == {3: with_logprobs.prompt_logprobs[0]}
+    assert got.logprobs == {3: with_logprobs.logprobs[0]}
+    assert ids_by_row(after) == tokens[:1]
+
+
+def test_the_model_is_told_which_tokens_are_read(sync, monkeypatch):
+    model = sync.worker.runner.model
+    forward, told = model.forward, []
+
+    def record(hidden, positions, attention, reads=None, **options):
+        told.append(None if reads is None else reads.index.tolist())
+        return forward(hidden, positions, attention, reads, **options)
+
+    monkeypatch.setattr(model, "forward", record)
+    spec = LogprobSpec(prompt_start=5, top_num=0, token_ids=())
+    sync.step([(0, 40, True), (1, 3, False)], (sync.new(0, A), sync.new(1, A, logprobs=spec)))
+    sync.step([(1, 10, False), (2, 9, True)], (sync.new(2, B, return_hidden_states=True),))
+    sync.step([(1, 20, False), (3, 11, False)], (sync.new(3, C),))
+    sync.step([(3, 5, False)])
+    sync.step([(0, 1, True), (2, 1, True)])
+
+    # Position 4, the second of its chunk, predicts the first token with a logprob.
+    assert told == [[39], list(range(1, 19)), list(range(20)), [], None]
+
+
+def test_an_adapter_sees_its_rows_in_a_step_of_which_few_are_read(sync, checkpoint, tmp_path):
+    sync.worker.loras.load(1, tiny_adapter(checkpoint[1]).save(tmp_path), "")
+    base, want = sync.generate(0, A, 3), sync.generate(1, A, 3, lora_id=1)
+
+    new = sync.new(0, A), sync.new(1, A, lora_id=1)
+    sync.step([(0, 11, False), (1, 7, False)], new)
+    got = [ids_by_row(sync.step([(0, 29, True), (1, 33, True)]))]
+    got += [ids_by_row(sync.step([(0, 1, True), (1, 1, True)])) for _ in range(2)]
+
+    assert [list(tokens) for tokens in zip(*got, strict=True)] == [base, want]
+    assert want != base
 
 
 def test_input_embeddings_stand_in_for_the_prompt_only(sync, checkpoint):

@@ -2,13 +2,14 @@
 
 import copy
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from headrace.attention.base import AttentionBackend, StepRows
+from headrace.attention.base import AttentionBackend, KvPool, ReadTokens, StepRows
 from headrace.attention.select import make_backend
 from headrace.checkpoint.source import open_checkpoint
 from headrace.execution.load_weights import load_model
@@ -111,6 +112,7 @@ class Runner:
 
     model: CausalLM
     attention: AttentionBackend
+    pool: KvPool
     pages_each: int
 
     def slots(self, sequence: int) -> list[int]:
@@ -122,12 +124,17 @@ class Runner:
     @torch.inference_mode()
     def step(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
         """rows: (sequence, start, tokens). Returns logits [count, vocab_size] of each row."""
+        return list(self.model.logits(self.hidden(rows)).split([len(tokens) for _, _, tokens in rows]))
+
+    @torch.inference_mode()
+    def hidden(self, rows: list[tuple[int, int, list[int]]], num_read: list[int] | None = None) -> torch.Tensor:
+        """Hidden states of the last num_read[r] tokens of each row r, one row after the other; None = of all."""
         longest = max(start + len(tokens) for _, start, tokens in rows)
         starts, counts = [start for _, start, _ in rows], [len(tokens) for _, _, tokens in rows]
         positions = [start + i for _, start, tokens in rows for i in range(len(tokens))]
         out_slots = [self.slots(sequence)[start + i] for sequence, start, tokens in rows for i in range(len(tokens))]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        row_starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        row_starts = [0, *accumulate(counts)]
 
         def int32(values: list[Any]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32)
@@ -143,8 +150,11 @@ class Runner:
         )
         self.attention.prepare(step)
         tokens = torch.tensor([token for _, _, tokens in rows for token in tokens])
-        hidden = self.model.forward(self.model.embed(tokens), step.positions, self.attention)
-        return list(self.model.logits(hidden).split(counts))
+        reads = None
+        if num_read is not None:
+            index = [row_starts[row + 1] - n + i for row, n in enumerate(num_read) for i in range(n)]
+            reads = ReadTokens(torch.tensor(index, dtype=torch.int64), [0, *accumulate(num_read)])
+        return self.model.forward(self.model.embed(tokens), step.positions, self.attention, reads)
 
     def chunks(self, sequence: int, tokens: list[int], sizes: list[int]) -> torch.Tensor:
         """Logits of all positions, computed in chunks of these sizes (the last as large as it must be)."""
@@ -164,6 +174,7 @@ def open_runner(
     impl: Any = "auto",
     quantization: Any = "none",
     kv_dtype: torch.dtype | None = None,
+    page_size: int = 16,
 ) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
@@ -172,8 +183,8 @@ def open_runner(
     )
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
-    attention.make_kv_pool(kv_shape(checkpoint.config, kv_dtype or dtype), 4 * MAX_POSITIONS, 16, CPU)
-    return Runner(model, attention, pages_each)
+    pool = attention.make_kv_pool(kv_shape(checkpoint.config, kv_dtype or dtype), 4 * MAX_POSITIONS, page_size, CPU)
+    return Runner(model, attention, pool, pages_each)
 
 
 def random_tokens(count: int, seed: int, vocab_size: int = 199) -> list[int]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headrace import kernels
-from headrace.attention.base import StepRows
+from headrace.attention.base import ReadTokens, StepRows
 from headrace.attention.select import BACKENDS
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.model_config import parse_hf_config
@@ -38,8 +38,10 @@ def build(model_type: str, **changes) -> tuple[DecoderLM, TorchNativeAttention]:
     return model, attention
 
 
-def hidden_states(model: DecoderLM, attention: TorchNativeAttention, start: int, count: int) -> torch.Tensor:
-    """Of positions start .. start + count - 1 of one sequence."""
+def hidden_states(
+    model: DecoderLM, attention: TorchNativeAttention, start: int, count: int, reads: ReadTokens | None = None
+) -> torch.Tensor:
+    """Of positions start .. start + count - 1 of one sequence, or of those that are read."""
     positions = torch.arange(start, start + count, dtype=torch.int32)
     rows = StepRows(
         [start], [count], positions, torch.tensor([start + count]), torch.tensor([0, count]), positions,
@@ -47,7 +49,7 @@ def hidden_states(model: DecoderLM, attention: TorchNativeAttention, start: int,
     )  # fmt: skip
     attention.prepare(rows)
     with torch.inference_mode():
-        return model.forward(model.embed(positions % 90), positions, attention)
+        return model.forward(model.embed(positions % 90), positions, attention, reads)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma3_text"])
@@ -62,6 +64,8 @@ def test_compiled_pieces_give_the_hidden_states_of_the_layers(model_type):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=TOLERANCE, rtol=TOLERANCE)
             assert not torch.equal(a, torch.zeros_like(a))
+        last = hidden_states(model, attention, 0, 20, ReadTokens(torch.tensor([18, 19]), [0, 2]))
+        torch.testing.assert_close(last, want[0][18:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_weights_that_were_replaced_are_the_ones_that_compute():

@@ -61,8 +61,8 @@ def generate(dtype: torch.dtype) -> list[list[int]]:
     config = checkpoint().config
     model = load_model(checkpoint(), model_class_for(config), Placement(CPU, dtype, 64))
     attention = make_backend("cpu")
-    attention.make_kv_pool(kv_shape(config, dtype), 64 * len(PROMPTS), 16, CPU)
-    runner = Runner(model, attention, 4)
+    pool = attention.make_kv_pool(kv_shape(config, dtype), 64 * len(PROMPTS), 16, CPU)
+    runner = Runner(model, attention, pool, 4)
     tokens = [list(prompt) for prompt in PROMPTS]
     for step in range(NUM_NEW):
         rows = [(i, 0 if step == 0 else len(t) - 1, t if step == 0 else t[-1:]) for i, t in enumerate(tokens)]

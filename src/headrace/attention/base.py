@@ -1,7 +1,7 @@
 """The interface between models and attention: layers, steps, and what a backend must implement.
 
-Owns `AttentionLayerSpec`, `StepRows`, `KvPool` and the bases `StepAttention`, `AttentionBackend` and `RotatingBackend`. Does not own any
-kernel, and does not choose between backends (`config.resolve` does, by their facts). Used by the thread that runs the model.
+Owns `AttentionLayerSpec`, `StepRows`, `ReadTokens`, `KvPool` and the bases `StepAttention`, `AttentionBackend` and `RotatingBackend`. Does
+not own any kernel, and does not choose between backends (`config.resolve` does, by their facts). Used by the thread that runs the model.
 """
 
 import contextlib
@@ -98,6 +98,19 @@ class StepRows:
     pages: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadTokens:
+    """The tokens of a step whose hidden states are read: of each row the last ones, from none to all. In the last layer,
+    only keys and values of the others are needed.
+
+    index: int64[num_read] on the model's device, ascending, among the step's tokens. starts: host integers [num_rows + 1]; row r has
+    index[starts[r] : starts[r + 1]].
+    """
+
+    index: torch.Tensor
+    starts: list[int]
+
+
 @dataclass(slots=True)
 class PagedKv:
     """A pool in the layout of `headrace.kernels.kv_cache_shapes`, and the step's place in it, for a call that runs all layers.
@@ -127,6 +140,12 @@ class StepAttention(ABC):
         q [num_tokens, num_q_heads, head_dim]; k, v [num_tokens, num_kv_heads, head_dim]; may be slices of wider rows.
         Returns [num_tokens, num_q_heads * head_dim].
         """
+
+    def forward_read(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec, reads: ReadTokens
+    ) -> torch.Tensor:
+        """The rows of `forward` that are read, [num_read, num_q_heads * head_dim]. A backend may compute only these."""
+        return self.forward(q, k, v, layer)[reads.index]
 
 
 class AttentionBackend(StepAttention):

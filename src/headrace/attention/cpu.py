@@ -14,6 +14,7 @@ from headrace.attention.base import (
     KvPool,
     KvShape,
     PagedKv,
+    ReadTokens,
     StepRows,
     zero_filled,
 )
@@ -84,6 +85,18 @@ class CpuAttention(AttentionBackend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
+        return self._forward(q, k, v, layer, self._kv.rows.row_starts)
+
+    def forward_read(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec, reads: ReadTokens
+    ) -> torch.Tensor:
+        """See `StepAttention.forward_read`."""
+        return self._forward(q[reads.index], k, v, layer, torch.tensor(reads.starts, dtype=torch.int32))
+
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayerSpec, q_starts: torch.Tensor
+    ) -> torch.Tensor:
+        """q_starts: int32[num_rows + 1], where the queries of each row begin: its last positions."""
         rows = self._kv.rows
         k_cache, v_cache = self._kv.pool.k[layer.layer_id], self._kv.pool.v[layer.layer_id]
         kernels.write_kv(k, v, k_cache, v_cache, rows.out_slots)
@@ -97,13 +110,13 @@ class CpuAttention(AttentionBackend):
             v_cache,
             page_table,
             rows.seq_lens,
-            rows.row_starts,
+            q_starts,
             layer.scale,
             window=layer.sliding_window,
             softcap=layer.soft_cap,
             rounded=self._kv.rounded,
         )
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)
 
 
 def _no_rows() -> StepRows:

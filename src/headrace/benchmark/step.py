@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headrace.attention.base import StepAttention
+from headrace.attention.base import ReadTokens, StepAttention
 from headrace.benchmark.results import write_json
 from headrace.benchmark.timing import Timing, timing, timing_document
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
@@ -350,11 +350,17 @@ class _TimedModel:
         return out
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None = None,
+        *,
+        by_layer: bool = False,
     ) -> torch.Tensor:
         """The model's, timed."""
         begin = time.perf_counter()
-        out = self._inner.forward(hidden, positions, attention, by_layer=by_layer)
+        out = self._inner.forward(hidden, positions, attention, reads, by_layer=by_layer)
         self.seconds += time.perf_counter() - begin
         return out
 
@@ -369,7 +375,8 @@ class _TimedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a step cannot avoid. Of a mixture of experts all experts count, so its limit is too long.
+    """What a step cannot avoid. Of a mixture of experts all experts count, so its limit is too long; so does the whole last layer of a
+    prefill, by up to 1 / number of layers.
 
     products, attention: what is multiplied in the linear layers and in attention, "float", "byte" or "word".
     """

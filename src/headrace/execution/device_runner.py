@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.attention.base import ReadTokens
 from headrace.execution.device import Device, Download, upload_parts
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.graphs import GraphPool
@@ -106,17 +107,20 @@ class DeviceRunner:
         """int64[len(rows)], the ids of the rows that sample."""
         runner = self.runner
         batch = ForwardBatch.from_plan(plan, runner.table)
-        hidden = runner.hidden_states(batch)
         if not len(rows):
+            nothing = torch.empty(0, dtype=torch.int64, device=batch.token_ids.device)
+            runner.hidden_states(batch, ReadTokens(nothing, [0] * (len(plan.seqs) + 1)))
             # Wait anyway, or the scheduler would plan all chunks of a long prompt ahead.
-            return torch.empty(0, dtype=torch.int64, device=hidden.device)
+            return nothing
         ends = np.cumsum(plan.counts, dtype=np.int64)[rows]
         seqs, positions = plan.seqs[rows], (plan.starts + plan.counts)[rows]
         last, at_rows, at_positions = upload_parts(
             self._device, [ends - 1, seqs.astype(np.int64), positions.astype(np.int64)]
         )
-        if len(rows) < len(hidden):
-            hidden = hidden.index_select(0, last)
+        reads = None
+        if len(rows) < plan.num_tokens:
+            reads = ReadTokens(last, [0, *np.cumsum(plan.num_logits).tolist()])
+        hidden = runner.hidden_states(batch, reads)
         ids = runner.sampler.pick(runner.model.logits(hidden), seqs, positions)
         runner.table.tokens.index_put_((at_rows, at_positions), ids.clamp(min=0))
         return ids

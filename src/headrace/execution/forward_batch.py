@@ -1,7 +1,8 @@
 """One step as tensors: the plan, with the tokens and slots from the runner's tables.
 
-Owns `ForwardBatch`. Made and used by the thread that runs the steps. On the CPU it is made with numpy and as few calls as possible:
-between two steps the CPU caches are full of weights, so that each call costs several times as much as in a tight loop.
+Owns `ForwardBatch`, and the choice of the tokens that are read (`last_tokens`). Made and used by the thread that runs the steps. On the CPU
+it is made with numpy and as few calls as possible: between two steps the CPU caches are full of weights, so that each call costs several
+times as much as in a tight loop.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from headrace.attention.base import StepRows
+from headrace.attention.base import ReadTokens, StepRows
 from headrace.execution.device import upload_parts
 from headrace.execution.sequence_table import HostTables, SequenceTable
 from headrace.messages.step import Int32Array, ModelWorkerBatch
@@ -78,6 +79,17 @@ class ForwardBatch:
             pages=pages,
         )
         return cls(token_ids, row_starts_on_host, rows)
+
+
+def last_tokens(plan: ModelWorkerBatch, num_read: Int32Array, device: torch.device) -> ReadTokens | None:
+    """The last num_read[r] tokens of each row r; None if that is every token of the step."""
+    if num_read.sum() == plan.num_tokens:
+        return None
+    starts = np.zeros(len(num_read) + 1, dtype=np.int64)
+    np.cumsum(num_read, out=starts[1:])
+    ends = np.cumsum(plan.counts, dtype=np.int64)
+    index = np.arange(starts[-1]) + np.repeat(ends - starts[1:], num_read)
+    return ReadTokens(torch.from_numpy(index).to(device), starts.tolist())
 
 
 def _slots_and_pages(

@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from headrace.attention.base import AttentionBackend
+from headrace.attention.base import AttentionBackend, ReadTokens
 from headrace.errors import ExecutionError
-from headrace.execution.forward_batch import ForwardBatch
+from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.sequence_table import SequenceTable
 from headrace.log import get_logger
 from headrace.messages.control import FaultReq
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, one_id_a_row
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
@@ -94,11 +93,11 @@ class ModelRunner:
         values = torch.frombuffer(bytearray(new.content.embeds), dtype=torch.float32)
         return values.view(new.num_prompt_tokens, -1).to(self.table.tokens.device)
 
-    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """[num_tokens, hidden_size] after the final norm, of rows without input embeddings."""
+    def hidden_states(self, batch: ForwardBatch, reads: ReadTokens | None) -> torch.Tensor:
+        """[num_read, hidden_size] after the final norm, of rows without input embeddings."""
         inputs = self.model.embed(batch.token_ids)
         self.attention.prepare(batch.rows)
-        return self.model.forward(inputs, batch.rows.positions, self.attention)
+        return self.model.forward(inputs, batch.rows.positions, self.attention, reads)
 
     def compute(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
         """Like `run`, for a plan whose new sequences have been added."""
@@ -108,19 +107,23 @@ class ModelRunner:
         seqs = plan.seqs.tolist()
         special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
         batch = ForwardBatch.from_plan(plan, self.table)
-        hidden = self._forward(seqs, special, batch, on_layers)
+        reads = self._reads(plan, seqs, special)
+        hidden = self._forward(seqs, special, batch, reads, on_layers)
+        starts = batch.row_starts if reads is None else reads.starts
         outcome = _Outcome([-1] * len(seqs))
         for row in special:
             new = self.table.specs[seqs[row]].new
             if new.task.return_hidden_states:
-                part = hidden[batch.row_starts[row] : batch.row_starts[row + 1]]
+                part = hidden[starts[row] : starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
-            logprobs = new.task.logprobs
-            if logprobs is not None and batch.rows.starts[row] + 1 < new.num_prompt_tokens:
-                self._prompt_logprobs(outcome, row, seqs[row], batch, hidden, logprobs, new.num_prompt_tokens)
+            positions = _logprob_positions(new, batch.rows.starts[row], batch.rows.counts[row])
+            if positions:
+                begin = starts[row + 1] - (batch.rows.starts[row] + batch.rows.counts[row] - positions.start)
+                part = hidden[begin : begin + len(positions)]
+                outcome.prompt_logprobs[row] = self._prompt_logprobs(new, seqs[row], positions, part)
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
-            self._sample(plan, seqs, batch, hidden, sampled, outcome)
+            self._sample(plan, seqs, batch, hidden, starts, sampled, outcome)
         ids, id_starts = one_id_a_row(outcome.token_ids)
         return StepResult(
             step=plan.step,
@@ -133,10 +136,30 @@ class ModelRunner:
             forward_s=time.perf_counter() - begin,
         )
 
+    def _reads(self, plan: ModelWorkerBatch, seqs: list[int], special: list[int]) -> ReadTokens | None:
+        """The tokens that are sampled from, or whose hidden states or logprobs were asked for; None = all."""
+        num_read = plan.num_logits
+        if special:
+            num_read = num_read.copy()
+            for row in special:
+                new = self.table.specs[seqs[row]].new
+                start, count = int(plan.starts[row]), int(plan.counts[row])
+                positions = _logprob_positions(new, start, count)
+                if new.task.return_hidden_states:
+                    num_read[row] = count
+                elif positions:
+                    num_read[row] = start + count - positions.start
+        return last_tokens(plan, num_read, self.table.tokens.device)
+
     def _forward(
-        self, seqs: list[int], special: list[int], batch: ForwardBatch, on_layers: Callable[[], None]
+        self,
+        seqs: list[int],
+        special: list[int],
+        batch: ForwardBatch,
+        reads: ReadTokens | None,
+        on_layers: Callable[[], None],
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after the final norm."""
+        """Hidden states [num_read, hidden_size] after the final norm."""
         inputs = self.model.embed(batch.token_ids)
         for row in special:
             embeds = self.table.specs[seqs[row]].input_embeds
@@ -151,38 +174,26 @@ class ModelRunner:
             loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
         self.loras.step.rows = loras
         on_layers()
-        return self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=loras is not None)
+        if loras is None:
+            return self.model.forward(inputs, batch.rows.positions, self.attention, reads)
+        # An adapter finds its rows by their place in the whole step.
+        hidden = self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=True)
+        return hidden if reads is None else hidden[reads.index]
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, vocab_size] of hidden [rows, hidden_size]; on the CPU only until the next call."""
         return self.model.logits(hidden, None if self._logits is None else self._logits[: hidden.shape[0]])
 
-    def _prompt_logprobs(
-        self,
-        outcome: _Outcome,
-        row: int,
-        seq: int,
-        batch: ForwardBatch,
-        hidden: torch.Tensor,
-        spec: LogprobSpec,
-        num_prompt_tokens: int,
-    ) -> None:
-        """Logprobs of the prompt tokens predicted by this chunk's positions."""
-        start, count = batch.rows.starts[row], batch.rows.counts[row]
-        first = max(start, spec.prompt_start - 1)
-        end = min(start + count, num_prompt_tokens - 1)
-        if first >= end:
-            return
+    def _prompt_logprobs(self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor) -> LogprobBlock:
+        """Logprobs of the prompt tokens after `positions`. hidden: [len(positions), hidden_size]."""
+        assert new.task.logprobs is not None, new.rid
         blocks = []
-        for low in range(first, end, PROMPT_LOGIT_ROWS):
-            high = min(low + PROMPT_LOGIT_ROWS, end)
-            offset = batch.row_starts[row] - start
-            logits = self._logits_of(hidden[offset + low : offset + high])
-            next_ids = self.table.tokens[seq, low + 1 : high + 1]
-            blocks.append(prompt_logprobs(logits, next_ids.cpu().numpy(), spec))
+        for part, low in zip(hidden.split(PROMPT_LOGIT_ROWS), positions[::PROMPT_LOGIT_ROWS], strict=True):
+            next_ids = self.table.tokens[seq, low + 1 : low + 1 + len(part)]
+            blocks.append(prompt_logprobs(self._logits_of(part), next_ids.cpu().numpy(), new.task.logprobs))
         joined = LogprobBlock.joined(blocks)
-        assert joined is not None, (first, end)
-        outcome.prompt_logprobs[row] = joined
+        assert joined is not None, positions
+        return joined
 
     def _sample(
         self,
@@ -190,12 +201,13 @@ class ModelRunner:
         all_seqs: list[int],
         batch: ForwardBatch,
         hidden: torch.Tensor,
+        hidden_starts: list[int],
         sampled: list[int],
         outcome: _Outcome,
     ) -> None:
-        """Sample the last position of the rows `sampled` and write the tokens to the token buffer."""
+        """Sample the last position of the rows `sampled` and write the tokens to the token buffer. hidden_starts: see `ReadTokens`."""
         if len(sampled) < hidden.shape[0]:
-            last = [batch.row_starts[row + 1] - 1 for row in sampled]
+            last = [hidden_starts[row + 1] - 1 for row in sampled]
             hidden = hidden[torch.tensor(last, device=hidden.device)]
         logits = self._logits_of(hidden)
         seqs = [all_seqs[row] for row in sampled]
@@ -238,6 +250,14 @@ class ModelRunner:
                 num_outputs = int(plan.starts[row] + plan.counts[row]) - new.num_prompt_tokens
                 if new.rid == fault.rid and num_outputs == fault.at_token:
                     _do_fault(fault)
+
+
+def _logprob_positions(new: NewSequence, start: int, count: int) -> range:
+    """Of the positions start .. start + count - 1, those that predict a prompt token whose logprob was asked for."""
+    spec = new.task.logprobs
+    if spec is None:
+        return range(0)
+    return range(max(start, spec.prompt_start - 1), min(start + count, new.num_prompt_tokens - 1))
 
 
 def _sampling_faults(

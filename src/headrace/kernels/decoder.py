@@ -142,12 +142,14 @@ class FusedDecoder:
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         q_starts: torch.Tensor,
+        read_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run all layers and the final norm.
 
         hidden: float32[tokens, hidden_size], what the first layer takes; overwritten. positions, out_slots: int32[tokens].
-        page_table, seq_lens, q_starts: see `ops.paged_attention`. Returns float32[tokens, hidden_size]. ValueError when a size,
-        position, slot or page does not fit; then no KV is written.
+        page_table, seq_lens, q_starts: see `ops.paged_attention`. read_starts: int32[num_seqs + 1]; of sequence i the last
+        read_starts[i + 1] - read_starts[i] rows are read, None: all. Returns float32[rows that are read, hidden_size]. ValueError when a
+        size, position, slot, start or page does not fit; then no KV is written.
         """
         tokens = hidden.shape[0]
         _contiguous("hidden", hidden, torch.float32, (tokens, self._spec.hidden_size))
@@ -157,7 +159,13 @@ class FusedDecoder:
         _contiguous("page_table", page_table, torch.int32, (num_seqs, max_pages))
         _contiguous("seq_lens", seq_lens, torch.int32, (num_seqs,))
         _contiguous("q_starts", q_starts, torch.int32, (num_seqs + 1,))
-        out = torch.empty_like(hidden)
+        num_read = tokens
+        if read_starts is None:
+            read_starts = q_starts
+        else:
+            _contiguous("read_starts", read_starts, torch.int32, (num_seqs + 1,))
+            num_read = int(read_starts[-1])
+        out = torch.empty(num_read, self._spec.hidden_size)
         self._decoder.forward(
             hidden.data_ptr(),
             out.data_ptr(),
@@ -168,6 +176,7 @@ class FusedDecoder:
             max_pages,
             seq_lens.data_ptr(),
             q_starts.data_ptr(),
+            read_starts.data_ptr(),
             num_seqs,
         )
         return out

@@ -34,6 +34,11 @@ class ExpertCounts:
         taken, self._kept = self._kept, [0] * self._num_experts
         return taken
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it counts."""
+        return self._counts is not None
+
     def add(self, chosen: torch.Tensor) -> None:
         """chosen: int64[rows, experts of a row]."""
         if self._counts is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, PagedKv, RotatingBackend, StepAttention
+from headrace.attention.base import AttentionLayerSpec, PagedKv, ReadTokens, RotatingBackend, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.rope_config import RopeConfig
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
@@ -85,8 +85,10 @@ class Attention:
             )
             self.head_norms = (q_norm, k_norm)
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same shape."""
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, attention: StepAttention, reads: ReadTokens | None
+    ) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens."""
         spec = self.spec
         qkv = self.qkv(x)
         q, k, v = qkv.split((self._q_size, self._kv_size, self._kv_size), dim=1)
@@ -96,9 +98,12 @@ class Attention:
         if self.head_norms is not None:
             q, k = self.head_norms[0].heads(q), self.head_norms[1].heads(k)
         if isinstance(attention, RotatingBackend):
-            return self.out(attention.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec))
+            attended = attention.forward_rotating(q, k, v, self.rotary.cos, self.rotary.sin, spec)
+            return self.out(attended if reads is None else attended[reads.index])
         self.rotary(q, k, positions)
-        return self.out(attention.forward(q, k, v, spec))
+        if reads is None:
+            return self.out(attention.forward(q, k, v, spec))
+        return self.out(attention.forward_read(q, k, v, spec, reads))
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.q_proj`, `.k_proj`, `.v_proj`, `.o_proj`, and `.q_norm`, `.k_norm` where there are."""
@@ -126,15 +131,23 @@ class Block:
         self._after: tuple[RMSNorm, RMSNorm] | None = (norm(), norm()) if options.sandwich_norms else None
 
     def __call__(
-        self, added: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, attention: StepAttention
-    ) -> torch.Tensor:
-        """added: the previous layer's output, to be added to `residual` [num_tokens, hidden_size] (None at the first). Returns this layer's."""
+        self,
+        added: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """added: the previous layer's output, to be added to `residual` [num_tokens, hidden_size] (None at the first). reads: in the last
+        layer, the tokens that go beyond attention. Returns this layer's output, and the residual stream to add it to."""
         x = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
-        x = self._attention(x, positions, attention)
+        x = self._attention(x, positions, attention, reads)
+        if reads is not None:
+            residual = residual[reads.index]
         if self._after is not None:
             x = self._after[0](x)
         x = self._mlp(self._mlp_norm(x, residual))
-        return x if self._after is None else self._after[1](x)
+        return (x if self._after is None else self._after[1](x)), residual
 
     @property
     def attention_spec(self) -> AttentionLayerSpec:
@@ -150,6 +163,11 @@ class Block:
     def expert_counts(self) -> ExpertCounts | None:
         """The counts of its mixture; None if its feed-forward layer is dense."""
         return self._mlp.counts if isinstance(self._mlp, SparseMoe) else None
+
+    @property
+    def counts_experts(self) -> bool:
+        """Whether its mixture counts the choices of every token now."""
+        return isinstance(self._mlp, SparseMoe) and self._mlp.counts.is_on
 
     def fused(self) -> DecoderLayerSpec | None:
         """The layer for a native call that runs all of them; None when its feed-forward layer is sparse."""
@@ -238,19 +256,33 @@ class DecoderLM:
         return self._embedding(token_ids)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None = None,
+        *,
+        by_layer: bool = False,
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         if self._fused is not None and not by_layer and attention.paged_kv() is self._fused[1]:
             decoder, kv = self._fused
             rows = kv.rows
-            return decoder(hidden, positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)
+            read_starts = None if reads is None else torch.tensor(reads.starts, dtype=torch.int32)
+            return decoder(
+                hidden, positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts, read_starts
+            )
         if self._pieces is not None and not by_layer:
-            return self._pieces(hidden, positions, attention, [block.attention_spec for block in self._blocks])
+            out = self._pieces(hidden, positions, attention, [block.attention_spec for block in self._blocks])
+            return out if reads is None else out[reads.index]
+        *blocks, last = self._blocks
         residual, added = hidden, None
-        for block in self._blocks:
-            added = block(added, residual, positions, attention)
-        assert added is not None
+        for block in blocks:
+            added, residual = block(added, residual, positions, attention)
+        if reads is not None and last.counts_experts:
+            added, residual = last(added, residual, positions, attention)
+            return self._norm(added, residual)[reads.index]
+        added, residual = last(added, residual, positions, attention, reads)
         return self._norm(added, residual)
 
     def fuse(self, attention: StepAttention) -> str:

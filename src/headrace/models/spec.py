@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from headrace.attention.base import KvShape, StepAttention
+from headrace.attention.base import KvShape, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Placement, Weight
@@ -28,12 +28,19 @@ class CausalLM(Protocol):
         """token_ids int[num_tokens] -> what the first layer takes, [num_tokens, hidden_size], a fresh tensor."""
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None = None,
+        *,
+        by_layer: bool = False,
     ) -> torch.Tensor:
         """Run all layers over `hidden` [num_tokens, hidden_size], which it may overwrite.
 
-        positions: int32[num_tokens]. attention: prepared for this step. by_layer: call each linear layer, even where `fuse` found a quicker
-        way, with the same bits: adapters add to their outputs. Returns the hidden states after the final norm, same shape.
+        positions: int32[num_tokens]. attention: prepared for this step. reads: None = all tokens. by_layer: call each linear layer, even
+        where `fuse` found a quicker way, with the same bits: adapters add to their outputs. Returns the hidden states after the final norm
+        of the tokens that are read, [num_read, hidden_size]; keys and values are written of all tokens.
         """
 
     def fuse(self, attention: StepAttention) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from headrace.attention.base import AttentionLayerSpec, StepAttention
+from headrace.attention.base import AttentionLayerSpec, ReadTokens, StepAttention
 from headrace.checkpoint.foreign_config import transformers_config
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
@@ -178,7 +178,13 @@ class TransformersLM:
         return embedded
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: StepAttention, *, by_layer: bool = False
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None = None,
+        *,
+        by_layer: bool = False,
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         self._step.attention = attention
@@ -187,7 +193,7 @@ class TransformersLM:
             inputs_embeds=hidden.unsqueeze(0), position_ids=positions.long().unsqueeze(0), use_cache=False
         )
         states: torch.Tensor = out.last_hidden_state.squeeze(0)
-        return states
+        return states if reads is None else states[reads.index]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`. Its code says where they go."""

@@ -197,6 +197,7 @@ class Decoder:
         max_pages: int,
         seq_lens: int,
         q_starts: int,
+        read_starts: int,
         num_seqs: int,
     ) -> None: ...
     def phase_seconds(self) -> list[float]: ...
