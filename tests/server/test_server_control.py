@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from headrace.frontend.tokenizer_manager import TokenizerManager
 from headrace.frontend.weight_control import WeightControl
 from headrace.messages.control import FlushCacheReply
 from headrace.messages.outputs import FinishReason
+from headrace.server import listener
 from headrace.server.address import bind
 from headrace.server.listener import Server
 from headrace.server.request_frontend import PARTS, RequestFrontend
@@ -236,6 +238,22 @@ def test_warmups_run_before_the_server_is_ready():
     server.run(on_started=server.shutdown)
     assert [obj.text for obj in Recording.kept] == ["Hello", None]
     assert all(obj.sampling_params.max_new_tokens == 1 for obj in Recording.kept)
+
+
+def test_a_server_leaves_when_another_thread_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener, "TICK_S", 1e6)
+    with running_server() as running:
+        assert httpx.get(f"{running.url}/ping").status_code == 200
+    # The end of the block told it to leave, and waited for its thread.
+
+
+def test_replies_carry_the_current_date(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener, "TICK_S", 0.01)
+    with running_server() as running:
+        first = httpx.get(f"{running.url}/ping").headers["date"]
+        deadline_s = time.monotonic() + 20
+        while httpx.get(f"{running.url}/ping").headers["date"] == first:
+            assert time.monotonic() < deadline_s
 
 
 def test_an_application_that_cannot_start_says_why():

@@ -4,12 +4,13 @@ The caller handles signals: uvicorn's own handlers are off. Runs in the thread t
 be called from any thread.
 """
 
+import asyncio
 import logging
 import socket
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,10 +34,14 @@ beside a thread that decodes or tokenizes a large one.
 """
 
 
+TICK_S = 1.0
+"""How often uvicorn renews the date that replies carry."""
+
+
 class Server:
     """Serves one application on one socket. The port is bound when this is made, so `port` is the real one.
 
-    should_exit: polled about ten times a second; True stops the server. started: set once requests are accepted.
+    started: set once requests are accepted.
     listening: the socket from `bind`, if the port was bound before the model was loaded; clients then wait instead of being refused.
     """
 
@@ -44,7 +49,6 @@ class Server:
         self,
         app: FastAPI,
         args: ServerArgs,
-        should_exit: Callable[[], bool] = lambda: False,
         listening: socket.socket | None = None,
     ) -> None:
         """Bind. Raises ConfigError when the address cannot be used."""
@@ -67,7 +71,7 @@ class Server:
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
             backlog=2048,
         )
-        self._uvicorn = _Uvicorn(config, self._on_started, should_exit)
+        self._uvicorn = _Uvicorn(config, self._on_started)
         self._on_started_callback: Callable[[], None] = lambda: None
 
     @property
@@ -93,7 +97,7 @@ class Server:
     def shutdown(self, force: bool = False) -> None:
         """Stop: refuse new connections, close idle ones, give replies in progress `CLOSE_TIMEOUT_S`; with `force`, do not wait."""
         self._uvicorn.force_exit = self._uvicorn.force_exit or force
-        self._uvicorn.should_exit = True
+        self._uvicorn.leave()
 
     def _on_started(self) -> None:
         self.started.set()
@@ -114,18 +118,26 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers, with a callback at the start and `should_exit` polled at every tick."""
+    """uvicorn without signal handlers, with a callback at the start. It is told to leave; uvicorn's own loop asks ten times a second."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None], ask_exit: Callable[[], bool]) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started = on_started
-        self._ask_exit = ask_exit
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        """Stop serving. From any thread; idempotent."""
+        self.should_exit = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._leaving.set)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_started()
@@ -136,8 +148,10 @@ class _Uvicorn(uvicorn.Server):
             # uvicorn does not do this, and the application's task would then end with a traceback.
             await self.lifespan.shutdown()
 
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._ask_exit()
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # uvicorn renews the date at tick 0
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), TICK_S)
 
 
 class _Forward(logging.Handler):
