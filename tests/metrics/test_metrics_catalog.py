@@ -160,7 +160,7 @@ def test_token_counters_and_token_histograms_stay_apart():
     for length in (3, 5):
         metrics.prompt_tokens.inc(length)
         metrics.prompt_length.observe(length)
-    metrics.generation_tokens.inc(7)
+    metrics.generation_tokens.value += 7
     metrics.generation_length.observe(7)
 
     got = values(metrics)

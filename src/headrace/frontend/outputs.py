@@ -57,7 +57,7 @@ class Outputs:
                 logger.exception("could not process an output of rid %s", sample.rid)
                 self._link.send(AbortReq((sample.rid,), message="internal error"))
                 self._endings.end(sample, FinishReason("abort", message="internal error", status_code=500))
-        self._metrics.generation_tokens.inc(new_tokens)
+        self._metrics.generation_tokens.value += new_tokens
 
     def _apply(self, sample: ReqState, text: str, row: TokenIDOut, now_s: float) -> int:
         """Apply one output. Returns its number of tokens."""

@@ -129,7 +129,8 @@ class Tenant:
 
     def use_tokens(self, count: int) -> None:
         """Count computed prompt or output tokens."""
-        self._tokens.take(count)
+        if self._tokens.per_minute is not None:
+            self._tokens.take(count)
 
     def leave(self, duration_s: float) -> None:
         """A request has ended after `duration_s` seconds."""

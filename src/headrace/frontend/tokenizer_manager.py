@@ -233,9 +233,10 @@ class TokenizerManager:
             left = len(state.samples)
             while left:
                 sample = await self._next(state, is_disconnected)
-                if not state.is_list and sample.failed is not None and not sample.output_ids:
-                    raise sample.failed
-                left -= sample.finish is not None
+                if sample.finish is not None:
+                    left -= 1
+                    if not state.is_list and sample.failed is not None and not sample.output_ids:
+                        raise sample.failed
                 yield sample.update()
         finally:
             self._release(state)

@@ -20,9 +20,10 @@ def pack_float32(values: Iterable[float]) -> bytes:
 
 def unpack_int32(data: bytes) -> list[int]:
     """Bytes of an int32[n]. Raises ValueError when the length is not a multiple of 4."""
-    values = array("i")
-    values.frombytes(data)
-    return _little(values).tolist()
+    values = array("i", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
 
 
 def unpack_float32(data: bytes) -> list[float]:

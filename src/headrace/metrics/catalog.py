@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace.messages.control import InternalState
@@ -18,6 +18,20 @@ from headrace.messages.control import InternalState
 _SECONDS_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _SECONDS_LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class Count(Collector):
+    """A counter for what every step adds to: without a lock. Used and scraped in one event loop."""
+
+    def __init__(self, name: str, text: str, model_name: str) -> None:
+        self.value = 0
+        self._name, self._text, self._model_name = name, text, model_name
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Called by the registry."""
+        family = CounterMetricFamily(self._name, self._text, labels=["model_name"])
+        family.add_metric([self._model_name], self.value)
+        yield family
 
 
 class Tally(Collector):
@@ -52,7 +66,8 @@ class Metrics:
         self._last_states: dict[int, InternalState] = {}
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, once per prompt.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.generation_tokens = Count("headrace:generation_tokens", "Tokens generated.", model_name)
+        self.registry.register(self.generation_tokens)
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens whose KV came from the prefix cache.")
         self.prefix_query_tokens = self._counter("prefix_query_tokens", "Tokens looked up in the prefix cache.")
         self.aborted_requests = self._counter("aborted_requests", "Samples that ended by an abort.")

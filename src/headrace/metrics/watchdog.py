@@ -48,7 +48,8 @@ class Watchdog:
 
     def begin(self) -> None:
         """After `end`: the loop has work again."""
-        self.feed()
+        self._fed_s = self._clock()
+        self._reported = False
         self._watching = True
 
     def check(self) -> bool:

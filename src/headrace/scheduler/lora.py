@@ -98,7 +98,8 @@ class LoraLoader:
 
         A request that has ended stays in `running` while a step in flight uses it.
         """
-        self._give_up(now_s)
+        if self._lane.task is not None:
+            self._give_up(now_s)
         if not self._leaving:
             return
         used = {req.asked.lora_id for req in [*state.running, *state.waiting]}

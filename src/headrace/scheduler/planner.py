@@ -29,7 +29,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
         return None
     state.now_s = now_s
     batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
-    making_way = _making_way(state)
+    making_way = _making_way(state) if state.waiting else None
     victims = making_way.victims if making_way is not None else ()
     catching_up, pool_is_full = _add_decode_rows(state, batch, victims)
     if catching_up or making_way is not None or state.waiting:

@@ -113,7 +113,8 @@ class Scheduler:
         while len(state.in_flight) < self.config.max_steps_in_flight:
             begin_s = self._clock()
             batch = planner.plan(state, begin_s)
-            self._send(self._end_planned())
+            if state.ended:
+                self._send(self._end_planned())
             if batch is None:
                 break
             worker_batch = batch.worker_batch()
@@ -121,10 +122,13 @@ class Scheduler:
             self.worker.submit(worker_batch)
             state.in_flight.append(batch)
         if state.in_flight:
-            self._leave_idle()
+            if self._idle:
+                self._leave_idle()
             self._commit_oldest()
-        self._loras.advance(state, self._clock())
-        self._report()
+        now = self._clock()
+        self._loras.advance(state, now)
+        if now >= self._next_stats_s and not self._idle:
+            self._report(now)
 
     def _commit_oldest(self) -> None:
         state = self.state
@@ -157,7 +161,7 @@ class Scheduler:
         idle = not (state.in_flight or state.running or state.waiting)
         if idle and not self._idle:
             self._become_idle()
-        if idle or (state.gate.holds and not state.in_flight):
+        if idle or (not state.in_flight and state.gate.holds):
             message = self._receiver.recv(JOB_WAIT_S if self._weights.has_job else IDLE_WAIT_S)
         else:
             message = self._receiver.recv_nowait()
@@ -168,7 +172,8 @@ class Scheduler:
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
             self._send(control.expire(state, now))
-        self._send(self._weights.advance(now))
+        if ended := self._weights.advance(now):
+            self._send(ended)
 
     def _handle(self, message: object) -> None:
         state = self.state
@@ -297,16 +302,12 @@ class Scheduler:
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
 
     def _leave_idle(self) -> None:
-        if self._idle:
-            self._idle = False
-            now = self._clock()
-            self._throughput_mark = (now, self.state.counters.generation_tokens)
-            self._next_stats_s = now + STATS_INTERVAL_S
-
-    def _report(self) -> None:
+        self._idle = False
         now = self._clock()
-        if now < self._next_stats_s or self._idle:
-            return
+        self._throughput_mark = (now, self.state.counters.generation_tokens)
+        self._next_stats_s = now + STATS_INTERVAL_S
+
+    def _report(self, now: float) -> None:
         self._next_stats_s = now + STATS_INTERVAL_S
         since, made = self._throughput_mark
         total = self.state.counters.generation_tokens
