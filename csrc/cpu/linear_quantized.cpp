@@ -32,7 +32,13 @@ template <QuantScheme kScheme>
 constexpr int64_t kRecordBytes = kCodeBytes<kScheme> + kColumns * (kScheme == QuantScheme::kInt4Min ? 4 : 2);
 
 constexpr int64_t kUnpackedGroup = kGroup * kColumns;  // bytes of a group of 4-bit codes that were unpacked, one a byte
-constexpr int64_t kUnpackTiles = 3;                    // from so many tiles of rows on unpacking once pays
+// From so many tiles of rows on unpacking once pays. Never where there are vector units beside those of the dot products (Zen 4, Zen 5):
+// they unpack for each tile anew meanwhile.
+#if defined(__AVX512BF16__)
+constexpr int64_t kUnpackTiles = kRowBlock;
+#else
+constexpr int64_t kUnpackTiles = 3;
+#endif
 
 // The weights of a block, and where many rows share them also unpacked: its 4-bit codes in the order of 8-bit ones, and its scales and
 // minimums as floats, [groups][2][32].
