@@ -17,6 +17,7 @@ from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
+from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
@@ -106,7 +107,7 @@ def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
     if args.single_process:
         return ThreadParts(args)
     resolve_model(args.model_path)  # once, before the children do: it may have to join the files of a model
-    return ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir())))
+    return ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir()), args.detokenize_in))
 
 
 def _import_front_end() -> None:
@@ -126,21 +127,29 @@ def _tokenizer_manager(
     """The front end, connected to every part."""
     from headrace.frontend.tokenizer_manager import TokenizerManager
     from headrace.metrics.catalog import Metrics
+    from headrace.text.detokenizer_manager import DetokenizerManager
 
-    first, *others = [parts.channels.sender("to_scheduler", replica) for replica in range(args.dp_size)]
-    return TokenizerManager(
+    schedulers = [parts.channels.sender("to_scheduler", replica) for replica in range(args.dp_size)]
+    to_detokenizer = parts.channels.sender("to_detokenizer")
+    manager = TokenizerManager(
         args,
         ready,
         tokenizer,
-        first,
+        schedulers[0],
         from_engine,
         defaults=_generation_defaults(args, model),
         metrics=Metrics(args.served_name),
-        to_detokenizer=parts.channels.sender("to_detokenizer"),
-        more_schedulers=others,
+        to_detokenizer=to_detokenizer,
+        more_schedulers=schedulers[1:],
         watchdog=Watchdog("tokenizer manager", args.soft_watchdog_timeout_s),
         spans=spans,
     )
+    if args.detokenize_in == "main":
+        faults = args.enable_fault_injection
+        manager.detokenize_with(
+            DetokenizerManager(tokenizer, to_detokenizer, FanOutSender(schedulers), enable_faults=faults)
+        )
+    return manager
 
 
 def _generation_defaults(args: ServerArgs, model: "ModelConfig") -> "GenerationDefaults":

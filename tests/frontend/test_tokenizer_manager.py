@@ -11,8 +11,8 @@ import pytest
 from frontend_fakes import EOS, READY, STATE, FakeEngine, request, turns
 
 from headrace.errors import CapacityError, ExecutionError, LateError, NotFoundError, RequestError
-from headrace.messages.control import Heartbeat, SchedulerStats
-from headrace.messages.outputs import FinishReason
+from headrace.messages.control import Heartbeat, SchedulerStats, SourceGone
+from headrace.messages.outputs import BatchTokenIDOut, FinishReason
 from headrace.metrics.export import render
 
 STOP = FinishReason("stop", matched=EOS)
@@ -34,6 +34,35 @@ async def test_one_prompt_gives_one_dict(make_frontend):
     assert meta["weight_version"] == "default"
     assert meta["queue_time"] == 0.25
     assert 0 <= meta["ttft"] <= meta["e2e_latency"]
+
+
+async def test_token_ids_become_text_here_if_there_is_no_detokenizer_process(make_frontend):
+    frontend = make_frontend()
+    engine = frontend.engine
+    frontend.manager.detokenize_with(engine.detokenizer)
+    engine.send = lambda *rows: engine.outbox.send(BatchTokenIDOut(rows, engine.source))
+
+    [answer] = await frontend.call("hello é", sampling_params={"stop": ["x"]})
+
+    assert answer["text"] == "hello é"
+    assert engine.detokenizer.num_samples == 0
+
+
+async def test_what_a_dead_scheduler_still_says_is_not_decoded_here(make_frontend):
+    frontend = make_frontend()
+    engine = frontend.engine
+    frontend.manager.detokenize_with(engine.detokenizer)
+    task = frontend.start("ab", rid="r")
+    await engine.until(lambda: engine.requests)
+    engine.outbox.send(BatchTokenIDOut((engine.row("r", "a"),), 0))
+    engine.outbox.send(SourceGone(0))
+    engine.outbox.send(BatchTokenIDOut((engine.row("r", "x"),), 0))
+    engine.num_tokens["r"] = -1  # the next scheduler begins with the options again
+    engine.outbox.send(BatchTokenIDOut((engine.row("r", "b", STOP),), 1))
+
+    [answer] = await task
+
+    assert answer["output_ids"] == list(b"ab")
 
 
 async def test_a_list_gives_a_list_in_order_whatever_ends_first(make_frontend):

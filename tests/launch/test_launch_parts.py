@@ -124,3 +124,13 @@ def test_a_thread_that_cannot_start_says_why_without_waiting_for_the_other(parts
     monkeypatch.setattr(threads, "run_detokenizer", detokenizer)
     with pytest.raises(ExecutionError, match="no tokenizer"):
         launch.launch_engine(ServerArgs(single_process=True))
+
+
+def test_text_that_the_main_process_makes_needs_no_detokenizer(parts):
+    engine = launch.launch_engine(ServerArgs(single_process=True, detokenize_in="main"))
+    try:
+        assert "detokenizer" not in [thread.name for thread in threading.enumerate()]
+        channels = engine.parts.channels
+        assert channels.sender("to_detokenizer") is channels.receiver("to_tokenizer")
+    finally:
+        engine.shutdown()

@@ -197,6 +197,21 @@ def test_answers_are_the_same_when_the_detokenizer_dies(tiny_model: Path):
         check_the_end_of_a_loop(server, choir)
 
 
+def test_answers_are_the_same_when_the_main_process_makes_the_text(choir: Choir, tiny_model: Path):
+    with Server(tiny_model, ("--detokenize-in", "main")) as server:
+        alone = Choir(server.wait_started())
+        assert alone.want == choir.want
+        assert alone.child("detokenizer") is None
+
+        alone.begin()
+        alone.kill("scheduler")
+        alone.check_answers()
+
+        alone.wait_healthy()
+        assert alone.counters()["num_replayed"] == 8
+        alone.client.close()
+
+
 def check_the_end_of_a_loop(server: Server, choir: Choir) -> None:
     """One restart was allowed: the next death is the end, for every waiter and the process."""
     choir.begin()

@@ -133,6 +133,12 @@ class ServerArgs:
     )
     skip_server_warmup: bool = _opt(False, _S, "Do not run the one-token warm-up request at start.")
     single_process: bool = _opt(False, _S, "Run the scheduler and the detokenizer as threads of the main process.")
+    detokenize_in: Literal["process", "main"] = _opt(
+        "process",
+        _S,
+        "Where token ids become text: in a process of its own, or in the main process, which costs less with few streams and leaves the "
+        "HTTP server less time with many.",
+    )
     tokenizer_worker_num: int = _opt(
         1,
         _S,

@@ -46,10 +46,10 @@ from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimi
 from headrace.frontend.weight_control import WeightControl
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver, Sender
-from headrace.messages.control import AbortReq, Heartbeat, ReadyInfo, SchedulerStats
+from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
-from headrace.messages.outputs import BatchStrOut, FinishReason
+from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason
 from headrace.messages.requests import GenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply
 from headrace.metrics.catalog import Metrics
@@ -58,6 +58,7 @@ from headrace.metrics.timeline import Timelines
 from headrace.metrics.watchdog import Watchdog
 from headrace.sampling.params import GenerationDefaults
 from headrace.text.batch_tokenizer import TextTokenizer
+from headrace.text.detokenizer_manager import DetokenizerManager
 
 logger = get_logger(__name__)
 
@@ -189,6 +190,13 @@ class TokenizerManager:
         handlers.register(ExpertCountsReply, self.experts.replies.handle)
         handlers.register(LoraReply, self.adapters.handle)
         handlers.register(WeightOpReply, self.weights.handle)
+
+    def detokenize_with(self, detokenizer: DetokenizerManager) -> None:
+        """Take the outputs of schedulers as token ids: `detokenizer` makes text of them here. Before `start`."""
+        handlers = self.engine_loop.handlers
+        handlers.register(BatchTokenIDOut, lambda batch: self.outputs.handle(detokenizer.handle(batch)))
+        handlers.register(SourceGone, lambda message: detokenizer.forget(message.source))
+        handlers.register(FaultReq, detokenizer.add_fault)
 
     def start(self) -> None:
         """Start receiving outputs in the running event loop. Later calls do nothing."""

@@ -147,14 +147,20 @@ class Ports(msgspec.Struct, frozen=True):
     to_worker: str
 
     @classmethod
-    def in_directory(cls, directory: Path) -> Self:
-        """Socket files of `directory`. Raises ConfigError when its path is too long for a Unix socket."""
+    def in_directory(cls, directory: Path, detokenize_in: Literal["process", "main"] = "process") -> Self:
+        """Socket files of `directory`. detokenize_in main: what is for the detokenizer goes to the tokenizer manager.
+
+        Raises ConfigError when the path is too long for a Unix socket.
+        """
         longest = directory / "to_scheduler.999"
         if len(os.fsencode(longest)) > _IPC_PATH_LIMIT:
             raise ConfigError(
                 "the temporary directory's path is too long for a Unix socket; set TMPDIR to a shorter one"
             )
-        return cls(*(str(directory / name) for name in cls.__struct_fields__))
+        ports = cls(*(str(directory / name) for name in cls.__struct_fields__))
+        return (
+            ports if detokenize_in == "process" else msgspec.structs.replace(ports, to_detokenizer=ports.to_tokenizer)
+        )
 
 
 class MessageCodec:
@@ -236,9 +242,12 @@ class LocalQueue:
 
 
 class LocalChannels:
-    """The channels within one process. Share one object between the parts. There is one scheduler: index 0."""
+    """The channels within one process. Share one object between the parts. There is one scheduler: index 0.
 
-    def __init__(self) -> None:
+    detokenize_in: see `Ports.in_directory`.
+    """
+
+    def __init__(self, detokenize_in: Literal["process", "main"] = "process") -> None:
         self._queues: dict[ChannelName, LocalQueue] = {
             "to_scheduler": LocalQueue(),
             "to_detokenizer": LocalQueue(),
@@ -246,6 +255,8 @@ class LocalChannels:
             "to_front": LocalQueue(),
             "to_worker": LocalQueue(),
         }
+        if detokenize_in == "main":
+            self._queues["to_detokenizer"] = self._queues["to_tokenizer"]
 
     def sender(self, name: ChannelName, index: int = 0) -> LocalQueue:
         """See `Channels`."""

@@ -30,7 +30,7 @@ class ChildParts(Parts):
         # The schedulers import torch and load the weights: they go first.
         self.children = [
             *(spawn("scheduler", args, ports, replica, source=replica) for replica in range(args.dp_size)),
-            spawn("detokenizer", args, ports),
+            *([spawn("detokenizer", args, ports)] if args.detokenize_in == "process" else []),
         ]
         self._restarts: Restarts | None = None
         self._stopped = False

@@ -22,12 +22,14 @@ logger = log.get_logger(__name__)
 
 START_POLL_S = 0.2
 
+_Body = Callable[[ServerArgs, Channels, OnReady, OnProgress], None]
+
 
 class ThreadParts(Parts):
-    """One scheduler and the detokenizer, each in a thread. They are not restarted."""
+    """One scheduler and the detokenizer, if it is not in the main process, each in a thread. They are not restarted."""
 
     def __init__(self, args: ServerArgs) -> None:
-        super().__init__(LocalChannels())
+        super().__init__(LocalChannels(args.detokenize_in))
         self._args = args
         self._threads: list[threading.Thread] = []
         self._stopped = False
@@ -37,9 +39,12 @@ class ThreadParts(Parts):
         self._on_death: Callable[[str], None] = lambda message: None
 
     def wait_ready(self, on_progress: OnProgress, should_stop: Callable[[], bool]) -> ReadyInfo:
-        """Start both threads and wait until they can serve. Raises the error of the one that cannot."""
+        """Start the threads and wait until they can serve. Raises the error of the one that cannot."""
         scheduler = functools.partial(run_scheduler, on_stall=self._stalled)
-        for name, run in (("scheduler", scheduler), ("detokenizer", run_detokenizer)):
+        bodies: list[tuple[str, _Body]] = [("scheduler", scheduler)]
+        if self._args.detokenize_in == "process":
+            bodies.append(("detokenizer", run_detokenizer))
+        for name, run in bodies:
             thread = threading.Thread(target=self._guard, args=(name, run, on_progress), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -52,9 +57,7 @@ class ThreadParts(Parts):
         assert self._ready is not None
         return self._ready
 
-    def _guard(
-        self, name: str, run: Callable[[ServerArgs, Channels, OnReady, OnProgress], None], on_progress: OnProgress
-    ) -> None:
+    def _guard(self, name: str, run: _Body, on_progress: OnProgress) -> None:
         """The body of a thread: reports its start, its failure to start, and its death."""
         started = False
 
