@@ -14,6 +14,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 constexpr int kUnits = kTile == 6 ? 4 : 2;  // of a wide tile
+constexpr int64_t kFloatDepth = 2048;  // elements of K whose weights stay in the second-level cache while all rows use them
 constexpr int64_t kStepBytes = kPackedColumns * 4;  // a step: four bytes of a row, and of each column of a block
 
 // Where unit c of a tile prefetches while it computes: its own codes + offset + step for each step of the loop.
@@ -107,23 +108,23 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
   }
 }
 
-// C units from unit `unit` of the blocks at `weight`, for all rows, in tiles of at most kRows. Rows of bfloat16 that are one tile run
-// through all of K at once: their chains stay in registers.
+// C units from unit `unit` of the blocks at `weight`, for all rows, in tiles of at most kRows. Rows of bfloat16 run through much of K at once,
+// and all of it if they are one tile: their chains stay in registers.
 template <QuantScheme kScheme, int C, int kRows>
 void units(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_t* weight, int64_t unit, int64_t column) {
   alignas(64) float partial[kRowBlock * C * kLanes];
-  const int64_t depth = row_format(kScheme).floats && rows <= kRows ? a.k_padded : kWideGroup;
+  const int64_t depth = !row_format(kScheme).floats ? kWideGroup : rows <= kRows ? a.k_padded : min_of(a.k_padded, kFloatDepth);
   const int64_t num_groups = ceil_div(a.k_padded, depth), block_bytes = packed_block_bytes(kScheme, a.k_padded);
-  constexpr int64_t kGroupBytes = kWideGroup * row_format(kScheme).value_bytes * kPackedColumns;
+  const int64_t group_bytes = depth * row_format(kScheme).value_bytes * kPackedColumns;
   for (int64_t g = 0; g < num_groups; ++g) {
     const uint8_t* codes[C];
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-      codes[c] = weight + (unit + c) / kUnitsOfBlock * block_bytes + g * kGroupBytes + (unit + c) % kUnitsOfBlock * kLanes * 4;
+      codes[c] = weight + (unit + c) / kUnitsOfBlock * block_bytes + g * group_bytes + (unit + c) % kUnitsOfBlock * kLanes * 4;
     }
     // Several tiles over the same weights ask for the next ones, each for its share, so that memory works all the time.
-    const int64_t next = g + 1 < num_groups ? kGroupBytes : ceil_div(C, kUnitsOfBlock) * block_bytes - g * kGroupBytes;
+    const int64_t next = g + 1 < num_groups ? group_bytes : ceil_div(C, kUnitsOfBlock) * block_bytes - g * group_bytes;
     for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t t, int64_t num_tiles) {
-      const Ahead ahead = num_tiles == 1 ? Ahead{kAheadBytes, kStepBytes} : Ahead{next + kGroupBytes * t / num_tiles, kStepBytes / num_tiles};
+      const Ahead ahead = num_tiles == 1 ? Ahead{kAheadBytes, kStepBytes} : Ahead{next + group_bytes * t / num_tiles, kStepBytes / num_tiles};
       const Place place = {first, column, g, num_groups, depth};
       float* const sums = partial + (first - row) * C * kLanes;
 #define HEADRACE_TILE(R)                                                                  \

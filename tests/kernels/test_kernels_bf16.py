@@ -124,9 +124,10 @@ def test_matches_float64_for_every_number_of_rows(implementation, shape):
         assert ((y - (seen @ weight.double().T + bias.double())).abs() <= 2 * k**0.5 * unit).all()
 
 
-def test_a_row_alone_equals_the_row_in_any_batch(implementation):
-    packed = kernels.pack_linear(torch.randn(70, 513), torch.randn(70), rounded=True)
-    x = torch.randn(257, 513)
+@pytest.mark.parametrize("k", [513, 4200])  # 4,200: several parts of K
+def test_a_row_alone_equals_the_row_in_any_batch(implementation, k):
+    packed = kernels.pack_linear(torch.randn(70, k), torch.randn(70), rounded=True)
+    x = torch.randn(257, k)
     whole = kernels.linear(x, packed)
     for rows in ROWS:
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
