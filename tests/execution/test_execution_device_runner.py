@@ -89,7 +89,8 @@ def test_the_triton_backend_can_be_captured(folder, expected):
         attention = TritonAttention(deterministic=False)
         driver, _, _ = device_driver(folder, sizes=(1, 4), device=device, attention=attention)
         new = driver.new(0, A), driver.new(1, B, sampling=DRAWN)
-        steps = [driver.step([(0, 40, True), (1, 9, True)], new)]
+        driver.step([(0, 7, False)], new[:1])
+        steps = [driver.step([(0, 33, True), (1, 9, True)], new[1:])]
         steps += [driver.step([(0, 1, True), (1, 1, True)]) for _ in range(4)]
 
     assert device.num_replays == 4
