@@ -86,7 +86,7 @@ class Attention:
             self.head_norms = (q_norm, k_norm)
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, attention: StepAttention, reads: ReadTokens | None
+        self, x: torch.Tensor, positions: torch.Tensor, attention: StepAttention, reads: ReadTokens | None = None
     ) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens."""
         spec = self.spec
