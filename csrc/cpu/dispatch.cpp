@@ -3,14 +3,18 @@
 #include <atomic>
 #include <stdexcept>
 
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
 
 // The instruction sets of this build, best first: HEADRACE_VARIANT(name, what it needs). A name is that of a headrace_variant() in
 // CMakeLists.txt. HEADRACE_NEEDS(feature) takes the names of __builtin_cpu_supports, which also asks the operating system, and on ARM
-// those of /proc/cpuinfo.
+// those of /proc/cpuinfo. amx stands behind avx512bf16, since no processor has run it yet: it must be asked for.
 #if defined(__x86_64__)
 #define HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("sse4.2") HEADRACE_NEEDS("avx2") HEADRACE_NEEDS("fma") HEADRACE_NEEDS("f16c")
 #define HEADRACE_NEEDS_AVX512                                                                                       \
@@ -18,12 +22,14 @@
 #define HEADRACE_NEEDS_VNNI HEADRACE_NEEDS_AVX512 HEADRACE_NEEDS("avx512vnni")
 #define HEADRACE_VARIANTS                                                     \
   HEADRACE_VARIANT(avx512bf16, HEADRACE_NEEDS_VNNI HEADRACE_NEEDS("avx512bf16")) \
+  HEADRACE_VARIANT(amx, HEADRACE_NEEDS_VNNI HEADRACE_NEEDS("avx512bf16") HEADRACE_NEEDS_TILES) \
   HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_VNNI)                           \
   HEADRACE_VARIANT(avx512, HEADRACE_NEEDS_AVX512)                             \
   HEADRACE_VARIANT(avx2, HEADRACE_NEEDS_AVX2)                                 \
   HEADRACE_VARIANT(baseline, HEADRACE_NEEDS("sse4.2"))
 #define HEADRACE_NEEDS(feature) \
-  if (!__builtin_cpu_supports(feature)) missing += (missing.empty() ? "" : ", ") + std::string(feature);
+  if (!__builtin_cpu_supports(feature)) add(missing, feature);
+#define HEADRACE_NEEDS_TILES add(missing, missing_for_tiles());
 #elif defined(__aarch64__)
 #define HEADRACE_HAS_atomics (getauxval(AT_HWCAP) & HWCAP_ATOMICS)
 #define HEADRACE_HAS_asimddp (getauxval(AT_HWCAP) & HWCAP_ASIMDDP)
@@ -34,7 +40,7 @@
   HEADRACE_VARIANT(neon_dotprod, HEADRACE_NEEDS_DOTPROD)                  \
   HEADRACE_VARIANT(neon, )
 #define HEADRACE_NEEDS(feature) \
-  if (HEADRACE_HAS_##feature == 0) missing += (missing.empty() ? "" : ", ") + std::string(#feature);
+  if (HEADRACE_HAS_##feature == 0) add(missing, #feature);
 #else
 #define HEADRACE_VARIANTS HEADRACE_VARIANT(baseline, )
 #endif
@@ -49,6 +55,26 @@ HEADRACE_VARIANTS
 #undef HEADRACE_VARIANT
 
 namespace {
+
+// To a list of what this machine lacks; "": nothing.
+[[maybe_unused]] void add(std::string& missing, const std::string& what) {
+  if (!what.empty()) missing += (missing.empty() ? "" : ", ") + what;
+}
+
+#if defined(__x86_64__)
+// Tiles of bytes and of bfloat16 (CPUID leaf 7), and Linux's permission for this process to use their registers.
+std::string missing_for_tiles() {
+#if defined(HEADRACE_AMX_MODEL)
+  return "";
+#else
+  constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;   // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kTiles) != kTiles) return "amx";
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? "" : "the operating system's permission for tile registers";
+#endif
+}
+#endif
 
 struct Variant {
   const char* name;

@@ -4,6 +4,29 @@
 #define HEADRACE_NAME(name) HEADRACE_NAME_(name)
 
 namespace headrace {
+#if defined(HEADRACE_AMX)
+
+namespace avx512bf16 {
+const KernelTable& table();
+}
+
+namespace HEADRACE_ISA {
+
+// Tiles multiply in linear layers alone.
+const KernelTable& table() {
+  static const KernelTable kTable = [] {
+    KernelTable table = avx512bf16::table();
+    table.isa = HEADRACE_NAME(HEADRACE_ISA);
+    table.linear_quantized = linear_quantized;
+    return table;
+  }();
+  return kTable;
+}
+
+}  // namespace HEADRACE_ISA
+
+#else
+
 namespace HEADRACE_ISA {
 
 const KernelTable& table() {
@@ -15,4 +38,6 @@ const KernelTable& table() {
 }
 
 }  // namespace HEADRACE_ISA
+
+#endif
 }  // namespace headrace

@@ -142,6 +142,7 @@ def on_isa(isa: str, **options: Any) -> tuple[str, str, str]:
     ("isa", "want"),
     [
         ("avx512bf16", ("none", "bfloat16", "bfloat16")),
+        ("amx", ("none", "bfloat16", "bfloat16")),
         ("avx512vnni", ("int16", "float32", "int16")),
         ("avx512", ("none", "float32", "none")),
         ("neon_i8mm", ("none", "float32", "none")),

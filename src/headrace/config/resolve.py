@@ -22,7 +22,7 @@ _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 MEM_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """--mem-fraction-static by device. A GPU is not shared, but activations and graphs need some memory."""
 
-_ISAS_WITH_BF16 = ("avx512bf16",)
+_ISAS_WITH_BF16 = ("amx", "avx512bf16")
 _ISAS_WITH_WORDS = ("avx512vnni",)
 """Instruction sets of the native kernels that multiply bfloat16, and 16-bit integers, faster than floats."""
 
