@@ -143,6 +143,13 @@ void units(const QuantizedLinearArgs& a, int64_t row, int64_t rows, const uint8_
   }
 }
 
+// Up to so many rows, more than a tile, go in tiles of twice the height and two units: these read the weights once, or half as often.
+template <QuantScheme kScheme>
+constexpr int64_t kHighRows = row_format(kScheme).floats          ? 4 * kTile
+                              : kUnits == 2                       ? 0
+                              : kScheme == QuantScheme::kInt8Fast ? 2 * kTile
+                                                                  : kTile + 2;
+
 template <QuantScheme kScheme>
 void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
 #if defined(HEADRACE_AMX)
@@ -154,10 +161,9 @@ void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t beg
   const uint8_t* const weight = a.weight + begin * packed_block_bytes(kScheme, a.k_padded);
   const int64_t num_units = (end - begin) * kUnitsOfBlock, column = begin * kPackedColumns;
   int64_t unit = 0;
-  if constexpr (row_format(kScheme).floats) {
-    // A higher tile of fewer columns reads the weights once.
-    const bool is_one_high_tile = rows > kTile && rows <= 2 * kTile;
-    for (; is_one_high_tile && unit < num_units; unit += 2) units<kScheme, 2, 2 * kTile>(a, row, rows, weight, unit, column + unit * kLanes);
+  if constexpr (kHighRows<kScheme> > 0) {
+    const bool is_high = rows > kTile && rows <= kHighRows<kScheme>;
+    for (; is_high && unit < num_units; unit += 2) units<kScheme, 2, 2 * kTile>(a, row, rows, weight, unit, column + unit * kLanes);
   }
   for (; unit + kUnits <= num_units; unit += kUnits) units<kScheme, kUnits, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
   for (; unit < num_units; unit += 2) units<kScheme, 2, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
