@@ -88,3 +88,14 @@ def test_an_interrupted_setup_is_done_again(checkout):
 def test_help_sets_up_nothing(checkout):
     assert checkout("scripts/serve", "--help") == []
     assert checkout("scripts/test", "--help") == []
+
+
+def test_emulation_is_skipped_with_a_clear_line_where_its_tools_are_missing(tmp_path):
+    for name in ("bash", "dirname", "readlink"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    done = subprocess.run(
+        [ROOT / "scripts/emulate"], env={"PATH": str(tmp_path)}, check=True, capture_output=True, text=True
+    )
+
+    assert "skipped" in done.stdout
+    assert "apt-get install g++-aarch64-linux-gnu qemu-user-static" in done.stdout
