@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "seat.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -20,6 +22,8 @@ namespace headrace {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(50);
+// How long a caller that sleeps waits for a worker before it lends it its core: others want a core for less than this, or for a whole slice.
+constexpr auto kPatience = std::chrono::microseconds(500);
 
 // True on a thread that runs a body: what it starts there it computes alone.
 thread_local bool t_in_body = false;
@@ -48,7 +52,10 @@ bool spin_until(Ready ready, Idle idle) {
 
 class Pool {
  public:
-  explicit Pool(int num_threads) : size_(num_threads), shares_(new Share[static_cast<size_t>(num_threads)]) {
+  explicit Pool(int num_threads)
+      : size_(num_threads),
+        shares_(new Share[static_cast<size_t>(num_threads)]),
+        seats_(new Seat[static_cast<size_t>(num_threads)]) {
     for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { worker_main(i); });
   }
 
@@ -141,6 +148,7 @@ class Pool {
 
   void worker_main(int index) {
     t_in_body = true;
+    seats_[index].take();
     uint32_t seen = 0;
     Fetcher fetcher(*this, index);
     auto has_news = [&] { return generation_.load(std::memory_order_seq_cst) != seen || stop_.load(); };
@@ -153,7 +161,9 @@ class Pool {
       }
       if (stop_.load()) return;
       seen = generation_.load(std::memory_order_seq_cst);
+      seats_[index].begin();
       work(seen, index);
+      seats_[index].end();
     }
   }
 
@@ -198,12 +208,17 @@ class Pool {
     if (spin_until(is_done, [&] { fetcher_.step(); })) return;
     std::unique_lock<std::mutex> lock(mutex_);
     caller_sleeps_.store(true, std::memory_order_seq_cst);
-    finished_.wait(lock, is_done);
+    if (!finished_.wait_for(lock, kPatience, is_done)) {
+      for (int i = 1; i < size_ && !seats_[i].lend_core(); ++i) {
+      }
+      finished_.wait(lock, is_done);
+    }
     caller_sleeps_.store(false, std::memory_order_seq_cst);
   }
 
   const int size_;  // workers and the caller
   const std::unique_ptr<Share[]> shares_;
+  const std::unique_ptr<Seat[]> seats_;  // of the workers; the caller has none
   Fetcher fetcher_{*this, 0};  // the caller's
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int64_t> done_{0};

@@ -5,6 +5,7 @@
 // against torch. AMX runs as a model (amx.h). The last line has a digest of all results, to compare with that of another processor.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -426,11 +427,72 @@ void pool() {
   expect(total == 3 * 200 * 50 * 2, "jobs of several callers, with jobs inside");
 }
 
+#if defined(__linux__)
+// The only core on which the calling thread may run, or -1.
+int only_core() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  sched_getaffinity(0, sizeof cores, &cores);
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &cores)) return CPU_COUNT(&cores) == 1 ? core : -1;
+  }
+  return -1;
+}
+
+bool stay_on(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(core, &cores);
+  return sched_setaffinity(0, sizeof cores, &cores) == 0;
+}
+
+// A worker that is off its core in the middle of a block (it sleeps) gets the caller's core, and is back on its own in the next job.
+void lent_cores() {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  sched_getaffinity(0, sizeof all, &all);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &all)) cores.push_back(core);
+  }
+  if (cores.size() < 2 || !stay_on(cores[0])) return;
+  set_num_threads(2);
+  const std::thread::id caller = std::this_thread::get_id();
+  // Runs a job of two blocks, one by the caller, in the other of which the worker calls look().
+  auto run = [&](const std::function<void()>& look) {
+    std::atomic<bool> is_there{false};
+    parallel_for(2, 1, [&](int64_t, int64_t) {
+      if (std::this_thread::get_id() != caller) is_there = true;
+      while (!is_there) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (std::this_thread::get_id() != caller) look();
+    });
+  };
+  run([&] { stay_on(cores[1]); });
+  bool is_lent = false, is_back = false;
+  for (int job = 0; job < 100 && !is_lent; ++job) {
+    run([&] {
+      for (int i = 0; i < 50 && !is_lent; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        is_lent = only_core() == cores[0];
+      }
+    });
+  }
+  run([&] { is_back = only_core() == cores[1]; });
+  expect(is_lent, "a worker that is off its core gets the caller's");
+  expect(is_back, "and goes back to its own");
+  set_num_threads(1);  // the worker ends with its core
+  sched_setaffinity(0, sizeof all, &all);
+}
+#else
+void lent_cores() {}
+#endif
+
 // names: instruction sets, `best` for the first that runs here; none: all.
 int run(const std::vector<std::string>& names) {
   auto is_named = [&](const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); };
   const std::string best = kernels().isa;
   pool();
+  lent_cores();
   for (const std::string& isa : compiled_isas()) {
     if (!names.empty() && !is_named(isa) && !(isa == best && is_named("best"))) continue;
     const std::string reason = why_not_isa(isa);
