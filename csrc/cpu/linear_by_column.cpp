@@ -152,21 +152,21 @@ constexpr int64_t kHighRows = row_format(kScheme).floats          ? 4 * kTile
 
 template <QuantScheme kScheme>
 void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-#if defined(HEADRACE_AMX)
-  // All rows of bfloat16, whose bits are those of tiles; of bytes those that are too many for one tile of registers.
-  if constexpr (kScheme != QuantScheme::kInt16) {
-    if (row_format(kScheme).floats || rows > kTile) return blocks_of_squares<kScheme>(a, row, rows, begin, end);
-  }
-#endif
   const uint8_t* const weight = a.weight + begin * packed_block_bytes(kScheme, a.k_padded);
   const int64_t num_units = (end - begin) * kUnitsOfBlock, column = begin * kPackedColumns;
+  const bool is_high = rows > kTile && rows <= kHighRows<kScheme>;
   int64_t unit = 0;
-  if constexpr (kHighRows<kScheme> > 0) {
-    const bool is_high = rows > kTile && rows <= kHighRows<kScheme>;
-    for (; is_high && unit < num_units; unit += 2) units<kScheme, 2, 2 * kTile>(a, row, rows, weight, unit, column + unit * kLanes);
+  for (; !is_high && unit + kUnits <= num_units; unit += kUnits) units<kScheme, kUnits, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
+  for (; unit < num_units; unit += 2) {
+    if constexpr (kHighRows<kScheme> > 0) {
+      // A last block of bfloat16 does so with any number of rows: 6 x 2 chains are too few.
+      if (is_high || (row_format(kScheme).floats && rows > kTile)) {
+        units<kScheme, 2, 2 * kTile>(a, row, rows, weight, unit, column + unit * kLanes);
+        continue;
+      }
+    }
+    units<kScheme, 2, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
   }
-  for (; unit + kUnits <= num_units; unit += kUnits) units<kScheme, kUnits, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
-  for (; unit < num_units; unit += 2) units<kScheme, 2, kTile>(a, row, rows, weight, unit, column + unit * kLanes);
 }
 
 }  // namespace
