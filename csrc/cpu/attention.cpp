@@ -7,7 +7,7 @@
 // and V; a key that a row does not see gets weight exactly 0. Hence a row's bits do not depend on what shares its tile, on
 // chunking, or on which thread took which split: decode equals extend.
 #include "attention_bf16.h"
-#include "attention_int8.h"
+#include "attention_int.h"
 #include "attention_products.h"
 #include "kernels.h"
 #include "simd.h"
@@ -306,7 +306,10 @@ void attention(const AttentionArgs& a, const AttentionTile* tiles, int64_t num_t
           attend_tile<Bf16Products>(a, tiles[i], next);
           break;
         case KvType::kInt8:
-          attend_tile<Int8Products>(a, tiles[i], next);
+          attend_tile<IntProducts<ByteCache>>(a, tiles[i], next);
+          break;
+        case KvType::kInt16:
+          attend_tile<IntProducts<WordCache>>(a, tiles[i], next);
           break;
       }
     }

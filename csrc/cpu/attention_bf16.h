@@ -64,7 +64,7 @@ class Bf16Products {
       HEADRACE_UNROLL for (int p = 0; p < kParts; ++p) {
         const float* const scores = row.scores + j + p * 2 * kLanes;
         bf16* const rounded = to + j + p * 2 * kLanes;
-        store_rounded(rounded, vexp2_to_8_bits(sub(load(scores), tops)), vexp2_to_8_bits(sub(load(scores + kLanes), tops)));
+        store_rounded(rounded, vexp2_to_13_bits(sub(load(scores), tops)), vexp2_to_13_bits(sub(load(scores + kLanes), tops)));
         dot_pairs(sum.part[p], load_pairs(rounded), ones);
       }
     }

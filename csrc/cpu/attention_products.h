@@ -1,6 +1,6 @@
 // The two products of attention over one block of keys: scores = q . K and values += weights . V, for the query rows of a tile, and
 // between them the weights 2^score in the form that the second takes. A class for each way to multiply; this one multiplies floats, one
-// chain of fused multiply-adds per result. attention_bf16.h and attention_int8.h have the others.
+// chain of fused multiply-adds per result. attention_bf16.h and attention_int.h have the others.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -89,8 +89,8 @@ struct RowScores {
   }
 };
 
-// 2^x with a relative error of up to 7.5e-5, for weights that are rounded to 8 bits or so afterwards; exactly 0 below -126, NaN for NaN.
-HEADRACE_INLINE vf vexp2_to_8_bits(vf x) {
+// 2^x with a relative error of up to 7.5e-5, for weights that are rounded to 8 or 12 bits afterwards; exactly 0 below -126, NaN for NaN.
+HEADRACE_INLINE vf vexp2_to_13_bits(vf x) {
   const vf n = round_nearest(x);
   const vf r = sub(x, n);
   vf p = splat(5.517167e-2f);

@@ -9,10 +9,10 @@ constexpr int64_t kPageSize = 16;    // tokens in a page of the KV cache
 constexpr int64_t kKeyBlock = 256;   // keys of one step of the online softmax, aligned at position 0
 constexpr int64_t kKeySplit = 1024;  // keys of one partial result, aligned at position 0: the same cut for every row
 constexpr int64_t kPackedColumns = 32;
-constexpr int64_t kMaxInt8HeadDim = 512;  // of an int8 KV cache
+constexpr int64_t kMaxIntHeadDim = 512;  // of an int8 or int16 KV cache
 constexpr int64_t kQuantGroup = 32;  // elements that share a scale
 constexpr int64_t kWideGroup = 128;  // elements of a row of activations that do, where weights have one scale a column
-constexpr int32_t kMaxWord = 8191;   // of an activation as a word
+constexpr int32_t kMaxWord = 8191;   // of an activation or an element of the KV cache as a word
 constexpr int32_t kMaxWordsNorm = 23170;  // of kWideGroup weights as words, sqrt(sum of squares)
 
 // y[rows, n] = x[rows, k] @ weight^T (+ bias), weight packed as [n / 32][k][32] float or [n / 32][k][16][2] bf16, where pair j of
@@ -114,7 +114,8 @@ struct QuantizedLinearArgs {
 // kBf16Products: as kBf16; attention rounds queries and weights to bfloat16, too, and multiplies that (simd_bf16.h).
 // kInt8: [page][kv_head] records of bytes and then 16 float scales, one a token: K [head_dim / 4][16][4], four elements side by side,
 // value = (byte - 128) * scale of its token; V [4][head_dim][4], four tokens side by side, signed bytes, value = byte * scale.
-enum class KvType : int { kFloat = 0, kBf16 = 1, kInt8 = 2, kBf16Products = 3 };
+// kInt16: the same records of signed words, where kBf16 has its elements; value = word * scale, and scales of V are powers of 2.
+enum class KvType : int { kFloat = 0, kBf16 = 1, kInt8 = 2, kBf16Products = 3, kInt16 = 4 };
 
 struct KvCache {
   void* k;
@@ -123,9 +124,9 @@ struct KvCache {
   int64_t num_kv_heads, head_dim;
 };
 
-// Elements of K, or of V, of one head in one page; of an int8 cache bytes, scales included.
+// Elements of K, or of V, of one head in one page, scales included.
 constexpr int64_t kv_page_elements(KvType type, int64_t head_dim) {
-  return kPageSize * (type == KvType::kInt8 ? head_dim + 4 : head_dim);
+  return kPageSize * (head_dim + (type == KvType::kInt8 ? 4 : type == KvType::kInt16 ? 2 : 0));
 }
 
 struct AttentionArgs {

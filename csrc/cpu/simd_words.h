@@ -8,11 +8,15 @@ namespace headrace {
 namespace HEADRACE_ISA {
 
 // load_words: 2 * kLanes words. splat_words: one pair of words in every lane. store_as_words: the lanes, which must fit, as kLanes words.
+// scale_words: 2 * kLanes words times factor / 2^15, rounded half up.
 
 #if defined(__AVX512F__)
 
 HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(a));
+}
+HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
+  _mm512_storeu_si512(p, _mm512_mulhrs_epi16(_mm512_loadu_si512(p), _mm512_set1_epi16(static_cast<int16_t>(factor))));
 }
 #if defined(__AVX512VNNI__)
 // Inline assembly: GCC 12 spills the accumulators around the intrinsic.
@@ -27,6 +31,9 @@ HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
 }
 HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
+  store_bytes(p, _mm256_mulhrs_epi16(load_bytes(p), _mm256_set1_epi16(static_cast<int16_t>(factor))));
+}
 
 #elif defined(__SSE4_2__)
 
@@ -34,10 +41,16 @@ HEADRACE_INLINE void store_as_words(int16_t* p, vi a) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(a, a));
 }
 HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) { sum = _mm_add_epi32(sum, _mm_madd_epi16(a, b)); }
+HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
+  store_bytes(p, _mm_mulhrs_epi16(load_bytes(p), _mm_set1_epi16(static_cast<int16_t>(factor))));
+}
 
 #elif defined(__aarch64__)
 
 HEADRACE_INLINE void store_as_words(int16_t* p, vi a) { vst1_s16(p, vqmovn_s32(a)); }
+HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
+  vst1q_s16(p, vqrdmulhq_n_s16(vld1q_s16(p), static_cast<int16_t>(factor)));
+}
 HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) {
   const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
   sum = vaddq_s32(sum, vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
@@ -57,6 +70,9 @@ HEADRACE_INLINE void dot_words(vi& sum, vi a, vi b) {
     const int32_t high = (a.lane[i] >> 16) * (b.lane[i] >> 16);
     sum.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(sum.lane[i]) + static_cast<uint32_t>(low) + static_cast<uint32_t>(high));
   }
+}
+HEADRACE_INLINE void scale_words(int16_t* p, int32_t factor) {
+  for (int i = 0; i < 8; ++i) p[i] = static_cast<int16_t>((p[i] * factor + (1 << 14)) >> 15);
 }
 
 #endif

@@ -160,6 +160,19 @@ def in_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 @over_serving
+def test_an_int16_cache_is_closer_to_float64_than_bfloat16(backend: Backend):
+    shape, errors = GRID[1], {}
+    for dtype in (torch.bfloat16, torch.int16):
+        skip_unless_it_serves(backend, shape[2], dtype)
+        cache, qkv = Cache(backend, shape, dtype), random_qkv(300, shape)
+        got = cache.step([(0, 0, qkv)])[0]
+        errors[dtype] = (got - exact(qkv, cache.layer)).square().mean().sqrt()
+
+    assert errors[torch.int16] < errors[torch.bfloat16] / 2
+    assert errors[torch.int16] < 4e-4
+
+
+@over_serving
 @pytest.mark.parametrize("shape", GRID, ids=str)
 def test_an_int8_cache_gives_what_float64_gives_over_its_values(
     backend: Backend, shape: tuple[int, int, int, int, float]
@@ -198,7 +211,7 @@ def test_bits_depend_on_neither_chunks_nor_neighbours(
 
 
 @over_verified
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int16])
 @pytest.mark.parametrize("shape", GRID, ids=str)
 def test_bits_do_not_depend_on_the_page_size(
     backend: Backend, dtype: torch.dtype, shape: tuple[int, int, int, int, float]
@@ -229,7 +242,7 @@ def test_the_path_of_other_devices_gives_the_same(shape: tuple[int, int, int, in
 
 
 @over_serving
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.int16])
 def test_what_others_left_in_a_page_does_not_leak(backend: Backend, dtype: torch.dtype):
     shape = (4, 2, 32, 0, 0.0)
     skip_unless_it_serves(backend, 32, dtype)
@@ -237,13 +250,13 @@ def test_what_others_left_in_a_page_does_not_leak(backend: Backend, dtype: torch
     clean = Cache(backend, shape, dtype).step([(0, 0, qkv)])[0]
     dirty = Cache(backend, shape, dtype)
     for tensor in (*dirty.pool.k, *dirty.pool.v):
-        tensor.fill_(-1 if dtype == torch.int8 else torch.nan)  # bytes of -1 are scales of NaN
+        tensor.fill_(torch.nan if dtype.is_floating_point else -1)  # integers of -1 are scales of NaN
 
     assert torch.equal(dirty.step([(0, 0, qkv)])[0], clean)
 
 
 @over_serving
-@pytest.mark.parametrize(("dtype", "head_bytes"), [(torch.bfloat16, 64), (torch.int8, 36)])
+@pytest.mark.parametrize(("dtype", "head_bytes"), [(torch.bfloat16, 64), (torch.int8, 36), (torch.int16, 68)])
 def test_a_pool_starts_as_zeros_and_counts_its_bytes(backend: Backend, dtype: torch.dtype, head_bytes: int):
     shape = KvShape(2, 3, 32, dtype)
 
@@ -284,6 +297,7 @@ LAPTOP = replace(NEEDS, native_kernels=True)
         ("triton", LAPTOP, "for tests"),
         ("triton", replace(GPU, head_dim=264), "head_dim"),
         ("triton", replace(GPU, kv_cache_dtype="int8"), "int8"),
+        ("triton", replace(GPU, kv_cache_dtype="int16"), "int16"),
         ("flashinfer", LAPTOP, "CUDA only"),
         ("flashinfer", replace(GPU, head_dim=80), "head_dim"),
         ("flashinfer", replace(GPU, kv_cache_dtype="float32"), "float32"),

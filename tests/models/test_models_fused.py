@@ -93,9 +93,11 @@ def test_another_attention_backend_runs_op_by_op_and_says_why():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("family", DENSE)
-def test_over_an_int8_cache_fused_layers_give_the_bits_of_the_ops(family: str, isa: str, as_before: None):
-    plain, fused = (open_runner(checkpoint(family)[0], "cpu", kv_dtype=torch.int8) for _ in range(2))
+@pytest.mark.parametrize(("family", "dtype"), [*((family, torch.int8) for family in DENSE), (DENSE[0], torch.int16)])
+def test_over_a_cache_of_integers_fused_layers_give_the_bits_of_the_ops(
+    family: str, dtype: torch.dtype, isa: str, as_before: None
+):
+    plain, fused = (open_runner(checkpoint(family)[0], "cpu", kv_dtype=dtype) for _ in range(2))
     assert fused.model.fuse(fused.attention) == ""
     cpu.select_isa(isa)
 

@@ -362,6 +362,8 @@ void attention() {
   attention_of(80, 2, 4, KvType::kBf16Products, 100, 30.0f);
   attention_of(64, 1, 3, KvType::kInt8, 0, 0.0f);
   attention_of(80, 2, 4, KvType::kInt8, 100, 30.0f);
+  attention_of(64, 1, 3, KvType::kInt16, 0, 0.0f);
+  attention_of(80, 2, 4, KvType::kInt16, 100, 30.0f);
 }
 
 void lookups() {

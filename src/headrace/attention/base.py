@@ -44,8 +44,8 @@ class KvShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers; an int8 head also has a float32 scale."""
-        head_bytes = self.head_dim * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
+        """Bytes of K and V of one token over all layers; a head in integers also has a float32 scale."""
+        head_bytes = self.head_dim * self.dtype.itemsize + (0 if self.dtype.is_floating_point else 4)
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
 

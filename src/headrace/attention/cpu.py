@@ -21,7 +21,7 @@ from headrace.attention.base import (
 from headrace.attention.cpu_slots import CollectedPages
 from headrace.config.resolve import AttentionNeeds
 from headrace.kernels.cpu import why_not
-from headrace.kernels.packing import MAX_INT8_HEAD_DIM
+from headrace.kernels.packing import MAX_INT_HEAD_DIM
 
 
 class CpuAttention(AttentionBackend):
@@ -39,12 +39,14 @@ class CpuAttention(AttentionBackend):
             reasons.append(f"it runs on CPU only, not on {needs.device}")
         elif not needs.native_kernels:
             reasons.append(why_not() or "native kernels are disabled")
-        if needs.kv_cache_dtype not in ("bfloat16", "float32", "int8"):
-            reasons.append(f"its KV cache is bfloat16, float32 or int8, not {needs.kv_cache_dtype}")
+        if needs.kv_cache_dtype not in ("bfloat16", "float32", "int16", "int8"):
+            reasons.append(f"its KV cache is bfloat16, float32, int16 or int8, not {needs.kv_cache_dtype}")
         if needs.head_dim % 16:
             reasons.append(f"head_dim must be a multiple of 16, not {needs.head_dim}")
-        if needs.kv_cache_dtype == "int8" and needs.head_dim > MAX_INT8_HEAD_DIM:
-            reasons.append(f"head_dim must be at most {MAX_INT8_HEAD_DIM} for an int8 KV cache, not {needs.head_dim}")
+        if needs.kv_cache_dtype in ("int16", "int8") and needs.head_dim > MAX_INT_HEAD_DIM:
+            reasons.append(
+                f"head_dim must be at most {MAX_INT_HEAD_DIM} for a KV cache in {needs.kv_cache_dtype}, not {needs.head_dim}"
+            )
         return reasons
 
     def __init__(self, *, deterministic: bool = False, rounded: bool = False) -> None:

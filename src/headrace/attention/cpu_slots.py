@@ -8,7 +8,7 @@ import torch
 
 from headrace import kernels
 from headrace.attention.base import KvShape, StepRows
-from headrace.kernels.packing import int8_parts
+from headrace.kernels.packing import int_parts
 
 
 class CollectedPages:
@@ -42,10 +42,10 @@ class CollectedPages:
     def collect(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Fill `k` and `v` from the caches of a layer, which already contain the step's own tokens."""
         kernels.write_kv(*kernels.gather_kv(k_cache, v_cache, self._taken), self.k, self.v, self._put)
-        if self._shape.dtype == torch.int8:
+        if not self._shape.dtype.is_floating_point:
             # Copy the bytes: a recomputed scale could differ in its last bit.
             taken, put = _scale_places(self._taken), _scale_places(self._put)
-            stored, collected = int8_parts(k_cache, v_cache), int8_parts(self.k, self.v)
+            stored, collected = int_parts(k_cache, v_cache), int_parts(self.k, self.v)
             collected.k_scales[put] = stored.k_scales[taken]
             collected.v_scales[put] = stored.v_scales[taken]
 
@@ -55,7 +55,6 @@ class CollectedPages:
         return torch.zeros(k_size, dtype=shape.dtype), torch.zeros(v_size, dtype=shape.dtype)
 
 
-def _scale_places(slots: torch.Tensor) -> tuple[torch.Tensor, slice, torch.Tensor, torch.Tensor]:
-    """Index of the slots' scales in the views of `int8_parts`."""
-    pages, offsets = slots.long() // kernels.PAGE_SIZE, slots.long() % kernels.PAGE_SIZE
-    return pages, slice(None), offsets // 4, offsets % 4
+def _scale_places(slots: torch.Tensor) -> tuple[torch.Tensor, slice, torch.Tensor]:
+    """Index of the slots' scales in the views of `int_parts`."""
+    return slots.long() // kernels.PAGE_SIZE, slice(None), slots.long() % kernels.PAGE_SIZE

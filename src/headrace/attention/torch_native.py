@@ -1,7 +1,7 @@
 """The reference attention backend: plain torch, any device, any page size, any head size.
 
 Owns a slot-addressed pool [num_slots, num_kv_heads, head_dim] per layer, with 4 more bytes for a head's float32 scale if it is
-int8; then keys are rotated (`kernels.packing.rotate_heads`). Runs in the thread that runs the model.
+int8 or int16; keys in int8 are rotated (`kernels.packing.rotate_heads`). Runs in the thread that runs the model.
 
 On CPU every matrix product has one fixed shape: 16 queries, aligned by their absolute position, against 128 keys, aligned at
 position 0, with the softmax carried from block to block (M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
@@ -9,6 +9,7 @@ position 0, with the softmax carried from block to block (M. Milakov and N. Gime
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -21,7 +22,7 @@ QUERY_TILE = 16
 KEY_BLOCK = 128
 assert KEY_BLOCK % QUERY_TILE == 0, "a tile must end in the block in which it begins, or chunks would see other blocks"
 
-_SCALE_BYTES = 4  # a float32 after the bytes of a head in an int8 cache
+_SCALE_BYTES = 4  # a float32 after the integers of a head
 
 # Finite, so that a block without a visible key leaves exp(-inf - m) == 0 and not NaN.
 _LOWEST = -1e30
@@ -37,8 +38,10 @@ class TorchNativeAttention(AttentionBackend):
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
         """See `AttentionBackend.reasons_against`."""
         reasons = []
-        if needs.kv_cache_dtype == "int8" and needs.head_dim % 4:
-            reasons.append(f"head_dim must be a multiple of 4 for an int8 KV cache, not {needs.head_dim}")
+        if needs.kv_cache_dtype in ("int8", "int16") and needs.head_dim % 4:
+            reasons.append(
+                f"head_dim must be a multiple of 4 for an {needs.kv_cache_dtype} KV cache, not {needs.head_dim}"
+            )
         if needs.kv_cache_dtype == "float8_e4m3fn":
             reasons.append("it has no fp8 KV cache")
         if needs.deterministic and needs.device != "cpu":
@@ -51,8 +54,9 @@ class TorchNativeAttention(AttentionBackend):
         self._rows: StepRows
 
     def make_kv_pool(self, shape: KvShape, num_slots: int, page_size: int, device: torch.device) -> KvPool:
-        """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer; int8: head_dim + 4."""
-        size = (num_slots, shape.num_kv_heads, shape.head_dim + (_SCALE_BYTES if shape.dtype == torch.int8 else 0))
+        """Zero-filled [num_slots, num_kv_heads, head_dim] for K and for V of each layer; int8: head_dim + 4, int16: head_dim + 2."""
+        more = 0 if shape.dtype.is_floating_point else _SCALE_BYTES // shape.dtype.itemsize
+        size = (num_slots, shape.num_kv_heads, shape.head_dim + more)
         self._pool = KvPool(
             k=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
             v=[zero_filled(size, shape.dtype, device) for _ in range(shape.num_layers)],
@@ -174,21 +178,22 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor, block: int) -> torch.Tenso
 
 def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
     """Store x [tokens, num_kv_heads, head_dim] at slots, rounded to the dtype of the cache."""
-    if cache.dtype != torch.int8:
+    if cache.dtype.is_floating_point:
         cache[slots] = x.to(cache.dtype)
         return
     head_dim = x.shape[-1]
-    values, scales = kernels.quantize_rows(x.float().reshape(-1, head_dim), group=head_dim)
+    bits: Literal[8, 16] = 8 if cache.dtype == torch.int8 else 16
+    values, scales = kernels.quantize_rows(x.float().reshape(-1, head_dim), group=head_dim, bits=bits)
     cache[slots, :, :head_dim] = values.view(x.shape)
-    cache.view(torch.float32)[slots, :, head_dim // _SCALE_BYTES] = scales.view(x.shape[:-1])
+    cache.view(torch.float32)[slots, :, -1] = scales.view(x.shape[:-1])
 
 
 def _read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The values stored at slots, [len(slots), num_kv_heads, head_dim]: float32 for an int8 cache, else the cache's dtype."""
+    """The values stored at slots, [len(slots), num_kv_heads, head_dim]: float32 for a cache of integers, else the cache's dtype."""
     stored = cache[slots]
-    if cache.dtype != torch.int8:
+    if cache.dtype.is_floating_point:
         return stored
-    return stored[..., :-_SCALE_BYTES] * stored.view(torch.float32)[..., -1:]
+    return stored[..., : -_SCALE_BYTES // cache.itemsize] * stored.view(torch.float32)[..., -1:]
 
 
 def _hidden_keys(tile_start: int, block_start: int, window: int, device: torch.device) -> torch.Tensor:

@@ -42,8 +42,8 @@ class TritonAttention(RotatingBackend):
         least, most = _HEAD_DIMS
         if not least <= needs.head_dim <= most or needs.head_dim % 8:
             reasons.append(f"head_dim must be a multiple of 8 from {least} to {most}, not {needs.head_dim}")
-        if needs.kv_cache_dtype == "int8":
-            reasons.append("it has no int8 KV cache; use fp8_e4m3, which is as small")
+        if needs.kv_cache_dtype in ("int16", "int8"):
+            reasons.append(f"it has no {needs.kv_cache_dtype} KV cache; fp8_e4m3 is as small as int8")
         if needs.kv_cache_dtype == "float8_e4m3fn":
             reasons += reasons_against_fp8(needs.device)
         if needs.device == "cpu" and needs.kv_cache_dtype == "bfloat16":

@@ -118,8 +118,9 @@ def write_kv(
 ) -> None:
     """Store k, v [tokens, num_kv_heads, head_dim] in the caches of one layer (`packing.kv_cache_shapes`), rounded to their dtype.
 
-    int8: each head of a token by its own scale, as `quantize_rows` without groups; a NaN or infinity makes that scale non-finite. Keys
-    are rounded as `packing.rotate_heads` gives them.
+    int8, int16: each head of a token by its own scale, as `quantize_rows` without groups, a NaN or infinity makes that scale
+    non-finite. Keys in int8 are rounded as `packing.rotate_heads` gives them, scales of
+    values in int16 are rounded up to powers of 2.
 
     slots: int32[tokens], page * 16 + offset; a negative slot is skipped. A slot must not occur twice. ValueError for a slot
     beyond the cache (on CPU); then nothing is written.

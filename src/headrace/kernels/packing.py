@@ -67,12 +67,12 @@ ROUNDINGS: dict[Layout, Rounding] = {
 }
 """How torch rounds the input of a linear layer, by layout."""
 
-KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 4}
 """KvType of csrc/cpu/ops.h, by dtype of the KV cache."""
 _BF16_PRODUCTS = 3
 
-MAX_INT8_HEAD_DIM = 512
-"""Of an int8 KV cache: sums of its products fit 32 bits."""
+MAX_INT_HEAD_DIM = 512
+"""Of a KV cache of integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +165,22 @@ def kv_cache_shapes(
 
     float32: K [num_pages, num_kv_heads, head_dim, 16], V [num_pages, num_kv_heads, 16, head_dim]. bfloat16: K [num_pages, num_kv_heads,
     head_dim / 2, 16, 2], two elements of a token side by side, V [num_pages, num_kv_heads, 8, head_dim, 2], those of two tokens.
-    int8: both [num_pages, num_kv_heads, head_dim + 4, 16], the bytes and behind them 16 float32 scales, see `int8_parts`. The owner fills
-    both with zeros before first use.
-    ValueError for another dtype or a head_dim that is not a multiple of 16, or beyond 512 for int8.
+    int8: both [num_pages, num_kv_heads, head_dim + 4, 16], the bytes and behind them 16 float32 scales; int16: the same with head_dim + 2;
+    see `int_parts`. The owner fills both with zeros before first use.
+    ValueError for another dtype or a head_dim that is not a multiple of 16, or beyond 512 for integers.
     """
     if head_dim <= 0 or head_dim % 16:
         raise ValueError(f"head_dim must be a multiple of 16, got {head_dim}")
-    if dtype == torch.int8:
-        if head_dim > MAX_INT8_HEAD_DIM:
-            raise ValueError(f"an int8 KV cache takes head_dim up to {MAX_INT8_HEAD_DIM}, got {head_dim}")
-        return ((num_pages, num_kv_heads, head_dim + 4, PAGE_SIZE),) * 2
+    if dtype in (torch.int8, torch.int16):
+        if head_dim > MAX_INT_HEAD_DIM:
+            raise ValueError(f"a KV cache of integers takes head_dim up to {MAX_INT_HEAD_DIM}, got {head_dim}")
+        return ((num_pages, num_kv_heads, head_dim + 4 // dtype.itemsize, PAGE_SIZE),) * 2
     if dtype == torch.bfloat16:
         page = num_pages, num_kv_heads
         return (*page, head_dim // 2, PAGE_SIZE, 2), (*page, PAGE_SIZE // 2, head_dim, 2)
     if dtype == torch.float32:
         return (num_pages, num_kv_heads, head_dim, PAGE_SIZE), (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
-    raise ValueError(f"the KV cache is bfloat16, float32 or int8, got {dtype}")
+    raise ValueError(f"the KV cache is bfloat16, float32, int16 or int8, got {dtype}")
 
 
 def rotation_size(head_dim: int) -> int:
@@ -204,30 +204,33 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Parts:
-    """Views into a pair of int8 caches, token o of a page at [..., o, ...].
+class IntParts:
+    """Views into a pair of int8 or int16 caches, token o of a page at [..., o, ...]. width: 4 or 2 elements, which fill 32 bits.
 
-    k: uint8[num_pages, num_kv_heads, head_dim / 4, 16, 4], 128 more than the rounded element of what `rotate_heads` gives.
-    v: int8[num_pages, num_kv_heads, 4, head_dim, 4], token o at [o // 4, :, o % 4].
-    k_scales, v_scales: float32[num_pages, num_kv_heads, 4, 4], token o at [o // 4, o % 4].
+    k: [num_pages, num_kv_heads, head_dim / width, 16, width], int16, or uint8: 128 more than the rounded element of what `rotate_heads`
+    gives. v: int8 or int16[num_pages, num_kv_heads, 16 / width, head_dim, width], token o at [o // width, :, o % width].
+    k_scales, v_scales: float32[num_pages, num_kv_heads, 16].
     """
 
+    width: int
     k: torch.Tensor
     v: torch.Tensor
     k_scales: torch.Tensor
     v_scales: torch.Tensor
 
 
-def int8_parts(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Int8Parts:
-    """What lies where in a pair of int8 caches."""
+def int_parts(k_cache: torch.Tensor, v_cache: torch.Tensor) -> IntParts:
+    """What lies where in a pair of int8 or int16 caches."""
     pages, heads, rows, _ = k_cache.shape
-    head_dim = rows - 4
-    k_bytes, v_bytes = k_cache[:, :, :head_dim], v_cache[:, :, :head_dim]
-    return Int8Parts(
-        k_bytes.view(torch.uint8).view(pages, heads, head_dim // 4, PAGE_SIZE, 4),
-        v_bytes.view(pages, heads, PAGE_SIZE // 4, head_dim, 4),
-        k_cache.view(torch.float32)[:, :, head_dim:],
-        v_cache.view(torch.float32)[:, :, head_dim:],
+    width = 4 // k_cache.itemsize
+    head_dim = rows - width
+    keys, values = k_cache[:, :, :head_dim], v_cache[:, :, :head_dim]
+    return IntParts(
+        width,
+        (keys.view(torch.uint8) if width == 4 else keys).view(pages, heads, head_dim // width, PAGE_SIZE, width),
+        values.view(pages, heads, PAGE_SIZE // width, head_dim, width),
+        k_cache.view(torch.float32)[:, :, head_dim:].view(pages, heads, PAGE_SIZE),
+        v_cache.view(torch.float32)[:, :, head_dim:].view(pages, heads, PAGE_SIZE),
     )
 
 
@@ -236,7 +239,7 @@ def kv_cache_geometry(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> 
     is_paired = v_cache.dtype == torch.bfloat16
     if v_cache.dim() == 4 + is_paired and k_cache.dtype == v_cache.dtype and k_cache.dtype in KV_TYPES:
         num_pages, num_kv_heads, rows, size = v_cache.shape[:4]
-        head_dim = rows - 4 if v_cache.dtype == torch.int8 else size
+        head_dim = size if v_cache.dtype.is_floating_point else rows - 4 // v_cache.itemsize
         if (
             head_dim > 0
             and head_dim % 16 == 0
@@ -247,6 +250,6 @@ def kv_cache_geometry(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> 
         ):
             return num_pages, num_kv_heads, head_dim
     raise ValueError(
-        f"{op}: caches must be contiguous, bfloat16, float32 or int8, laid out by kv_cache_shapes, "
+        f"{op}: caches must be contiguous, bfloat16, float32, int16 or int8, laid out by kv_cache_shapes, "
         f"got K {k_cache.dtype} {tuple(k_cache.shape)}, V {v_cache.dtype} {tuple(v_cache.shape)}"
     )

@@ -19,7 +19,7 @@ from headrace.kernels.packing import (
     ROUNDINGS,
     PackedLinear,
     check_linear,
-    int8_parts,
+    int_parts,
     kv_type,
     pack_torch,
     rotate_heads,
@@ -197,13 +197,16 @@ def write_kv(
         k, v, slots = k[written], v[written], slots[written]
     _check_slots("write_kv", slots, v_cache)
     pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
-    if k_cache.dtype == torch.int8:
-        parts = int8_parts(k_cache, v_cache)
-        k_bytes, k_scales = quantize_heads(rotate_heads(k.float()))
-        parts.k_scales[pages, :, offsets // 4, offsets % 4] = k_scales / rotation_size(k.shape[-1])
-        v_bytes, parts.v_scales[pages, :, offsets // 4, offsets % 4] = quantize_heads(v)
-        parts.k[pages, :, :, offsets] = (k_bytes.view(torch.uint8) ^ 128).unflatten(-1, (-1, 4))
-        parts.v[pages, :, offsets // 4, :, offsets % 4] = v_bytes
+    if not k_cache.dtype.is_floating_point:
+        parts = int_parts(k_cache, v_cache)
+        rotates = k_cache.dtype == torch.int8
+        keys, k_scales = quantize_heads(rotate_heads(k.float()) if rotates else k, k_cache.dtype)
+        parts.k_scales[pages, :, offsets] = k_scales / rotation_size(k.shape[-1]) if rotates else k_scales
+        values, parts.v_scales[pages, :, offsets] = quantize_values(v, v_cache.dtype)
+        parts.k[pages, :, :, offsets] = (keys.view(torch.uint8) ^ 128 if rotates else keys).unflatten(
+            -1, (-1, parts.width)
+        )
+        parts.v[pages, :, offsets // parts.width, :, offsets % parts.width] = values
         return
     if k_cache.dtype == torch.bfloat16:
         k_cache[pages, :, :, offsets] = k.bfloat16().unflatten(-1, (-1, 2))
@@ -217,13 +220,15 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
     """See `headrace.kernels.ops.gather_kv`."""
     _check_slots("gather_kv", slots, v_cache)
     pages, offsets = slots.long() // PAGE_SIZE, slots.long() % PAGE_SIZE
-    if k_cache.dtype == torch.int8:
-        parts = int8_parts(k_cache, v_cache)
-        k_scales = parts.k_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
-        v_scales = parts.v_scales[pages, :, offsets // 4, offsets % 4].unsqueeze(-1)
+    if not k_cache.dtype.is_floating_point:
+        parts = int_parts(k_cache, v_cache)
+        keys = parts.k[pages, :, :, offsets].flatten(-2)
+        if k_cache.dtype == torch.int8:
+            keys = rotate_heads((keys ^ 128).view(torch.int8).float())
+        values = parts.v[pages, :, offsets // parts.width, :, offsets % parts.width]
         return (
-            rotate_heads((parts.k[pages, :, :, offsets].flatten(-2) ^ 128).view(torch.int8).float()) * k_scales,
-            parts.v[pages, :, offsets // 4, :, offsets % 4] * v_scales,
+            keys * parts.k_scales[pages, :, offsets].unsqueeze(-1),
+            values * parts.v_scales[pages, :, offsets].unsqueeze(-1),
         )
     if k_cache.dtype == torch.bfloat16:
         k, v = k_cache[pages, :, :, offsets].flatten(-2), v_cache[pages, :, offsets // 2, :, offsets % 2]
@@ -231,10 +236,21 @@ def gather_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor)
     return k_cache[pages, :, :, offsets].float(), v_cache[pages, :, offsets].float()
 
 
-def quantize_heads(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [tokens, heads, head_dim] as int8 and float32 scales [tokens, heads]: what an int8 KV cache holds of it."""
-    values, scales = quantize_rows(x.reshape(-1, x.shape[-1]).float(), x.shape[-1], 8)
+def quantize_heads(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [tokens, heads, head_dim] as integers and float32 scales [tokens, heads]: what a KV cache of that dtype holds of it."""
+    values, scales = quantize_rows(x.reshape(-1, x.shape[-1]).float(), x.shape[-1], 8 * dtype.itemsize)
     return values.view(x.shape), scales.view(x.shape[:-1])
+
+
+def quantize_values(v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_heads` of values, whose scales are the next powers of 2 in an int16 cache; of NaN and infinity only the scale tells."""
+    if dtype == torch.int8:
+        return quantize_heads(v, dtype)
+    largest = v.float().abs().amax(-1)
+    bits = (largest / QUANT_LIMITS[16]).view(torch.int32)
+    scales = torch.where(largest.isfinite(), ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32), torch.nan)
+    inverse = torch.where(largest > 1e-30, 1.0 / scales, 0.0).nan_to_num(0.0)
+    return (v.float() * inverse.unsqueeze(-1)).round().nan_to_num(0.0).to(dtype), scales
 
 
 def paged_attention(
