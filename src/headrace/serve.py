@@ -209,7 +209,7 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
         *(("because", choice) for choice in ready.decisions if choice.startswith(_PRECISION)),
         ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),
         ("context", f"{ready.context_length} tokens, up to {ready.max_running_requests} requests at once"),
-        ("attention", ready.attention_backend),
+        ("attention", ready.attention),
         ("sampling", sampling_defaults(engine.args, engine.model).summary()),
         ("URL", url),
     )

@@ -274,7 +274,7 @@ def test_torch_kernels_are_as_deterministic_as_the_native_ones(tiny_model: str, 
         assert together(engine, FEW_CASES) == want
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int16"])
 def test_the_kv_cache_type_changes_nothing_of_the_promise(tiny_model: str, dtype: str) -> None:
     with running_engine(tiny_model, **PLAIN, kv_cache_dtype=dtype) as engine:
         want = one_by_one(engine, CASES)

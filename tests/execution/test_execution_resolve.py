@@ -179,9 +179,9 @@ def test_activations_that_cannot_be_had_are_refused(facts: DeviceFacts, options:
 
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
-    [("int8", "int8"), ("int8-fast", "int8"), ("int4", "int8"), ("int16", "bfloat16"), ("none", "bfloat16")],
+    [("int8", "int8"), ("int8-fast", "int8"), ("int4", "int8"), ("int16", "int16"), ("none", "bfloat16")],
 )
-def test_on_cpu_integers_of_8_bits_or_fewer_get_a_kv_cache_of_8_bits(quantization: str, dtype: str):
+def test_on_cpu_integers_get_a_kv_cache_of_integers(quantization: str, dtype: str):
     got = config(quantization=quantization)
 
     assert got.kv_cache_dtype == dtype
@@ -209,6 +209,7 @@ def test_wide_heads_keep_a_kv_cache_of_16_bits_unless_8_are_asked_for():
     assert "kv_cache_dtype bfloat16: heads of 256 elements lose too much in int8" in got.decisions
     asked = ServerArgs(quantization="int8", kv_cache_dtype="int8")
     assert resolve(asked, wide, LAPTOP, BACKENDS).kv_cache_dtype == "int8"
+    assert resolve(ServerArgs(quantization="int16"), wide, LAPTOP, BACKENDS).kv_cache_dtype == "int16"
 
 
 def test_a_gpu_keeps_the_kv_cache_in_the_dtype_of_the_model():

@@ -5,6 +5,7 @@ import logging
 import threading
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from headrace import launch
@@ -34,6 +35,20 @@ MODEL = SimpleNamespace(
     eos_token_ids=(0,),
     sampling_defaults=SamplingDefaults(),
 )
+
+
+@pytest.mark.parametrize(
+    ("facts", "want"),
+    [
+        ({"kv_cache_dtype": "int16"}, "cpu, multiplies 16-bit integers"),
+        ({"kv_cache_dtype": "int8"}, "cpu, multiplies 8-bit integers"),
+        ({"kv_cache_dtype": "bfloat16", "activations": "bfloat16"}, "cpu, multiplies bfloat16"),
+        ({"kv_cache_dtype": "bfloat16"}, "cpu, multiplies floats"),
+        ({"kv_cache_dtype": "int8", "attention_backend": "torch_native"}, "torch_native"),
+    ],
+)
+def test_the_summary_says_what_attention_multiplies(facts, want):
+    assert msgspec.structs.replace(READY, **{"attention_backend": "cpu"} | facts).attention == want
 
 
 @pytest.fixture

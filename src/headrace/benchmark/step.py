@@ -44,6 +44,7 @@ from headrace.sampling.params import ResolvedSamplingParams
 
 _GREEDY = SampleTask(ResolvedSamplingParams(max_new_tokens=1 << 30, seed=0, temperature=0.0))
 _WARM_UP = 2
+_KV_PRODUCTS = {"int8": "byte", "int16": "word"}  # what attention multiplies, by dtype of the KV cache
 _PAGE = 16
 
 
@@ -407,7 +408,7 @@ class _Work:
             layer_parameters=sum(math.prod(shape) for shape in matrices),
             head_parameters=math.prod(vocabulary),
             products=products,
-            attention="byte" if info.kv_cache_dtype == "int8" else "float",
+            attention=_KV_PRODUCTS.get(info.kv_cache_dtype, "float"),
             num_bytes=info.weight_bytes - lookup_bytes,
             kv_bytes_per_token=info.kv_bytes // info.max_total_tokens,
             attention_flops_per_key=4 * config.num_layers * config.num_q_heads * config.head_dim,

@@ -106,7 +106,7 @@ class FormatFacts:
     head: Scheme | None = None
     takes: tuple[Scheme, ...] = ()
     option: Literal["--quantization", "--activations"] = "--quantization"
-    kv_cache: Literal["int8"] | None = None
+    kv_cache: Literal["int16", "int8"] | None = None
     note: str = ""
 
     @property
@@ -156,6 +156,7 @@ _FORMATS: tuple[FormatFacts, ...] = (
         activations=Rounding(16, WIDE_GROUP),
         bytes_per_weight=2.0,
         error=0.0005,
+        kv_cache="int16",
         note="closer to the float weights than bfloat16",
     ),
     FormatFacts(

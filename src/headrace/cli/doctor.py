@@ -129,7 +129,10 @@ def _sixteen_bits() -> str:
 def _kv_cache() -> str:
     """What `--kv-cache-dtype auto` chooses on CPU."""
     small = [name for name, facts in FORMATS.items() if facts.kv_cache == "int8"]
-    return f"int8 on CPU with {', '.join(small[:-1])} or {small[-1]} weights if heads have at most 128 elements, else that of the weights"
+    return (
+        f"on CPU int16 with int16 weights, int8 with {', '.join(small[:-1])} or {small[-1]} if heads have at most 128 elements, "
+        "else that of the weights"
+    )
 
 
 def _attention_backends() -> list[dict[str, Any]]:

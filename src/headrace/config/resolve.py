@@ -291,9 +291,15 @@ def _activations(
 def fastest_in_16_bits(isa: str) -> tuple[Literal["bfloat16", "int16", "float32"], str]:
     """What linear layers of 16-bit weights multiply fastest with these native kernels, and why."""
     if isa in _ISAS_WITH_BF16:
-        return "bfloat16", f"its products are the fastest in 16 bits here ({isa}); --activations float32 rounds nothing"
+        return (
+            "bfloat16",
+            f"in linear layers and attention, the fastest in 16 bits here ({isa}); --activations float32 rounds nothing",
+        )
     if isa in _ISAS_WITH_WORDS:
-        return "int16", f"its products are the fastest in 16 bits here ({isa}); --activations float32 keeps floats"
+        return (
+            "int16",
+            f"in linear layers and attention, the fastest in 16 bits here ({isa}); --activations float32 keeps floats",
+        )
     return "float32", f"nothing in 16 bits is faster here ({isa or 'no native kernels'})"
 
 
@@ -322,7 +328,7 @@ def _kv_cache_dtype(args: ServerArgs, device: str, dtype: str) -> str:
 def _automatic_kv_cache_dtype(
     needs: AttentionNeeds, quantization: Scheme, backend: AttentionFacts, decisions: list[str]
 ) -> str:
-    """8 bits beside weights of 8 bits or fewer on CPU, if heads are not wide and the backend has such a cache.
+    """Integers beside weights of integers on CPU, if the backend has such a cache: 8 bits, if heads are not wide, or 16.
 
     needs: with the dtype of the weights.
     """
@@ -330,16 +336,17 @@ def _automatic_kv_cache_dtype(
     if needs.device != "cpu" or wanted is None:
         decisions.append(f"kv_cache_dtype {floats}: that of the weights")
         return floats
-    if needs.head_dim > _WIDEST_HEAD_IN_BYTES:
+    if wanted == "int8" and needs.head_dim > _WIDEST_HEAD_IN_BYTES:
         decisions.append(f"kv_cache_dtype {floats}: heads of {needs.head_dim} elements lose too much in {wanted}")
         return floats
     if reasons := backend.reasons_against(replace(needs, kv_cache_dtype=wanted)):
         decisions.append(f"kv_cache_dtype {floats}: {backend.name} cannot have {wanted}: {'; '.join(reasons)}")
         return floats
-    decisions.append(
-        f"kv_cache_dtype {wanted}: goes with {quantization} weights, at half the bytes of bfloat16; "
-        "--kv-cache-dtype bfloat16 is the exact one"
-    )
+    why = {
+        "int8": "at half the bytes of bfloat16; --kv-cache-dtype bfloat16 is the exact one",
+        "int16": "attention multiplies 16-bit integers, too; closer to floats than bfloat16",
+    }
+    decisions.append(f"kv_cache_dtype {wanted}: goes with {quantization} weights, {why[wanted]}")
     return wanted
 
 

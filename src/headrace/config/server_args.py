@@ -270,10 +270,10 @@ class ServerArgs:
         _Q,
         "Tokens per page of the KV cache, 1 or 16; default: what the attention backend prefers. On CPU, 1 is much slower.",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int8", "fp8_e4m3"] = _opt(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"] = _opt(
         "auto",
         _Q,
-        "Element type of the KV cache; auto: int8 with --quantization int8, int8-fast or int4 on a CPU "
+        "Element type of the KV cache; auto: on a CPU int16 with --quantization int16, and int8 with int8, int8-fast or int4 "
         "if heads have at most 128 elements, else that of the weights. "
         "int8, and fp8_e4m3 on a GPU, take half the bytes of bfloat16.",
     )

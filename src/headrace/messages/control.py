@@ -235,6 +235,15 @@ class ReadyInfo(msgspec.Struct, frozen=True):
     lora_fingerprints: tuple[str, ...] = ()
 
     @property
+    def attention(self) -> str:
+        """The attention backend, and what the native kernels multiply, for people: "cpu, multiplies 16-bit integers"."""
+        if self.attention_backend != "cpu":
+            return self.attention_backend
+        floats = "bfloat16" if self.kv_cache_dtype == self.activations == "bfloat16" else "floats"
+        kind = {"int8": "8-bit integers", "int16": "16-bit integers"}.get(self.kv_cache_dtype, floats)
+        return f"cpu, multiplies {kind}"
+
+    @property
     def precision(self) -> str:
         """The precision of weights and of what they multiply, for people: "bfloat16 weights and activations", "int8 weights"."""
         if self.quantization != "none":
