@@ -32,9 +32,9 @@ template <QuantScheme kScheme>
 constexpr int64_t kRecordBytes = kCodeBytes<kScheme> + kColumns * (kScheme == QuantScheme::kInt4Min ? 4 : 2);
 
 constexpr int64_t kUnpackedGroup = kGroup * kColumns;  // bytes of a group of 4-bit codes that were unpacked, one a byte
-// From so many tiles of rows on unpacking once pays. Never where there are vector units beside those of the dot products (Zen 4, Zen 5):
+// From so many tiles of rows on unpacking once pays. Not where there are vector units beside those of the dot products (Zen 4, Zen 5):
 // they unpack for each tile anew meanwhile.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(HEADRACE_AMX)
 constexpr int64_t kUnpackTiles = kRowBlock;
 #else
 constexpr int64_t kUnpackTiles = 3;
