@@ -20,6 +20,7 @@ BLOCK = 256
 KV_LIMITS = {torch.int8: 127, torch.int16: 8191}
 QUERY_LIMITS = {torch.int8: 127, torch.int16: 4095}
 STEPS = {torch.int8: 1 / 254, torch.int16: 1 / 8191}
+MEAN_ERRORS = {torch.int8: 2e-4, torch.int16: 2e-5}  # what rounding to bytes costs is 10 times as much
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.int16]
 # A bfloat16 cache, and queries and weights rounded to bfloat16, too: the weights by up to 2^-9 of themselves.
 ROUNDED = "rounded"
@@ -116,7 +117,7 @@ def assert_close(out, q, keys, values, implementation, dtype, first_position, sc
         return
     error = (out - reference(q, keys, values, first_position, scale, window, softcap, integers=dtype)).abs()
     assert error.max() < 5 * STEPS[dtype]
-    assert error.mean() < 0.15 * STEPS[dtype]
+    assert error.mean() < MEAN_ERRORS[dtype]
     assert (out - want).square().mean().sqrt() < STEPS[dtype]
 
 
