@@ -217,6 +217,7 @@ void linear_quantized(const QuantizedLinearArgs& a) {
       if (rows > 0) {
         switch (a.scheme) {
           case QuantScheme::kInt8:
+          case QuantScheme::kInt8Rotated:
             group_blocks<QuantScheme::kInt8>(a, row, rows, block, block + count);
             break;
           case QuantScheme::kInt4:

@@ -52,12 +52,13 @@ void linear_quantized(Address x, int64_t x_stride, int scheme, Address weight, A
                        at<float>(bias), at<float>(y), y_stride, rows, n, k, accumulate);
 }
 
-void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, int64_t rows, int64_t k, int64_t group, int64_t value_bytes) {
+void quantize_rows(Address x, int64_t x_stride, Address values, Address scales, int64_t rows, int64_t k, int64_t group, int64_t value_bytes,
+                   bool rotated) {
   const size_t num_scales = static_cast<size_t>(rows * ((k + group - 1) / group));
   std::vector<int32_t> starts(num_scales);
   std::vector<float> scaled_sums(num_scales);
   kernels().quantize_rows({at<float>(x), x_stride, at<void>(values), at<float>(scales), starts.data(), scaled_sums.data(), rows, k,
-                           {value_bytes, group, 0}});
+                           {value_bytes, group, 0, false, rotated}});
 }
 
 void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, Address v_cache, int kv_type,

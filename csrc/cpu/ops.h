@@ -31,10 +31,17 @@ struct LinearArgs {
 
 // How rows of activations are quantised: signed bytes or words of value_bytes, and a scale for each `group` elements, a multiple of 32.
 // zero: the code of the weights that stands for 0. floats: values are bfloat16 instead, and nothing is written beside them.
+// rotated: a row is rotated first, as the weights were, in blocks of rotation_block(k) elements (rotation.h).
 struct RowFormat {
   int64_t value_bytes, group, zero;
-  bool floats = false;
+  bool floats = false, rotated = false;
 };
+
+// Elements of a row that are mixed: the largest power of two up to kWideGroup that divides k; 1, none, below kQuantGroup.
+constexpr int64_t rotation_block(int64_t k) {
+  const int64_t power = k & -k;
+  return power < kQuantGroup ? 1 : power < kWideGroup ? power : kWideGroup;
+}
 
 // x[rows, k] as values [rows][k rounded up to 32], and [rows][groups] of scales, starts (minus the sum of a group's values times zero: what
 // makes a sum over codes one over weights) and scaled_sums (minus the sum times the scale). For words scales alone are written.
@@ -51,18 +58,21 @@ struct QuantizeArgs {
 
 // How a quantised weight is packed, in blocks of 32 columns; k is rounded up to 32 and the codes beyond it are those of 0.
 // kInt8, kInt4, kInt4Min: [n / 32][k / 32] records of codes, 32 half scales and (kInt4Min) 32 half minimums. kInt8Fast, kInt16: codes alone.
+// kInt8Rotated: as kInt8. It and kInt8Fast have weights that were rotated and divided by rotation_block(k), so that their products with
+// rotated rows are those of both as they were.
 // kBf16: [k / 2][32][2] bfloat16, the weights themselves, and activations in bfloat16; see simd_bf16.h.
 // Codes of 16 bits: [k / 2][32][2] signed words, weight = scale * code. Those of a column have a norm of at most kMaxWordsNorm in each
 // kWideGroup of k, and activations one of at most kMaxWord * sqrt(kWideGroup), so that their product is below 2^31 (Cauchy and Schwarz).
 // Codes of 8 bits: [k / 4][32][4] bytes, weight = scale * (code - 128). Codes of 4 bits: [k / 8][32][4] bytes, k 8 i + j in the low
 // nibble of byte j and 8 i + 4 + j in the high one; weight = scale * (code - 8), or scale * code - minimum.
-enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3, kInt16 = 4, kBf16 = 5 };
+enum class QuantScheme : int { kInt8 = 0, kInt8Fast = 1, kInt4 = 2, kInt4Min = 3, kInt16 = 4, kBf16 = 5, kInt8Rotated = 6 };
 
 // Of the activations of a linear layer.
 constexpr RowFormat row_format(QuantScheme scheme) {
   return scheme == QuantScheme::kBf16       ? RowFormat{2, kWideGroup, 0, true}
          : scheme == QuantScheme::kInt16    ? RowFormat{2, kWideGroup, 0}
-         : scheme == QuantScheme::kInt8Fast ? RowFormat{1, kWideGroup, 128}
+         : scheme == QuantScheme::kInt8Fast ? RowFormat{1, kWideGroup, 128, false, true}
+         : scheme == QuantScheme::kInt8Rotated ? RowFormat{1, kQuantGroup, 128, false, true}
          : scheme == QuantScheme::kInt8     ? RowFormat{1, kQuantGroup, 128}
          : scheme == QuantScheme::kInt4     ? RowFormat{1, kQuantGroup, 8}
                                             : RowFormat{1, kQuantGroup, 0};
@@ -78,6 +88,7 @@ constexpr int64_t packed_block_bytes(QuantScheme scheme, int64_t k_padded) {
     case QuantScheme::kInt8Fast:
       return kPackedColumns * k_padded;
     case QuantScheme::kInt8:
+    case QuantScheme::kInt8Rotated:
       return kPackedColumns * (k_padded + scales);
     case QuantScheme::kInt4:
       return kPackedColumns * (k_padded / 2 + scales);

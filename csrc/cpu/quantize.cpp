@@ -1,8 +1,9 @@
 // Activations as signed bytes or words: a scale for each group of elements, and the sums that the linear layers need. Or as bfloat16.
 //
 // scale = largest magnitude / limit, value = x / scale rounded to nearest even, so values are -limit .. limit: 127 or kMaxWord. The bits
-// of a row depend on that row alone. A NaN or infinity makes the scale of its group non-finite, and with it every output of the row.
+// of a row depend on that row alone. A row may be rotated first, or a large element would coarsen the steps of its group. A NaN or infinity makes the scale of its group non-finite, and with it every output of the row.
 #include "kernels.h"
+#include "rotation.h"
 #include "simd_bf16.h"
 #include "simd_words.h"
 #include "threads.h"
@@ -46,41 +47,69 @@ HEADRACE_INLINE vi quantize_some(const float* x, float inverse, T* values) {
   return sum;
 }
 
-// Calls body(element, pointer to 32 floats) for elements begin, begin + 32, ... before end: zeros pad the last of a row.
+// Calls body(element, pointer to 32 floats) for elements 0, 32, ... of `size`: zeros pad the last.
 template <class Body>
-HEADRACE_INLINE void for_each_32(const float* x, int64_t begin, int64_t end, Body body) {
-  const int64_t whole = begin + (end - begin) / kGroup * kGroup;
-  for (int64_t i = begin; i < whole; i += kGroup) body(i, x + i);
-  if (whole < end) {
+HEADRACE_INLINE void for_each_32(const float* x, int64_t size, Body body) {
+  const int64_t whole = size / kGroup * kGroup;
+  for (int64_t i = 0; i < whole; i += kGroup) body(i, x + i);
+  if (whole < size) {
     float padded[kGroup] = {};
-    memcpy(padded, x + whole, static_cast<size_t>(end - whole) * 4);
+    memcpy(padded, x + whole, static_cast<size_t>(size - whole) * 4);
     body(whole, padded);
   }
 }
 
+// Part of a row, rotated into `to`; x itself where nothing is mixed. `size` is a multiple of `block`.
+HEADRACE_INLINE const float* rotated_part(const float* x, int64_t size, int64_t block, float* to) {
+  switch (block) {
+    case 32:
+      rotate_blocks<32>(x, size, to);
+      return to;
+    case 64:
+      rotate_blocks<64>(x, size, to);
+      return to;
+    case kWideGroup:
+      rotate_blocks<kWideGroup>(x, size, to);
+      return to;
+    default:
+      return x;
+  }
+}
+
+// One group: `place` is that of its scale.
+template <class T>
+HEADRACE_INLINE void quantize_group(const QuantizeArgs& q, const float* x, int64_t size, T* values, int64_t place) {
+  constexpr float kLimit = limit_of(T{});
+  vi most = splat_int(0), sum = splat_int(0);
+  for_each_32(x, size, [&](int64_t, const float* some) { most = max_int(most, largest(some)); });
+  const float magnitude = as_float(reduce_max_int(most)), inverse = magnitude > kSmallest ? kLimit / magnitude : 0.0f;
+  for_each_32(x, size, [&](int64_t i, const float* some) { sum = add_int(sum, quantize_some(some, inverse, values + i)); });
+  q.scales[place] = magnitude / kLimit;
+  if (sizeof(T) == 2) return;
+  const int32_t negative_sum = -reduce_add_int(sum);
+  q.starts[place] = negative_sum * static_cast<int32_t>(q.format.zero);
+  q.scaled_sums[place] = q.scales[place] * static_cast<float>(negative_sum);
+}
+
 template <class T>
 void quantize_row(const QuantizeArgs& q, int64_t row) {
-  constexpr float kLimit = limit_of(T{});
-  const int64_t groups = ceil_div(q.k, q.format.group);
+  const int64_t group = q.format.group, places = row * ceil_div(q.k, group);
   const float* const x = q.x + row * q.x_stride;
   T* const values = static_cast<T*>(q.values) + row * ceil_div(q.k, kGroup) * kGroup;
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t begin = g * q.format.group, end = min_of(begin + q.format.group, q.k), place = row * groups + g;
-    vi most = splat_int(0), sum = splat_int(0);
-    for_each_32(x, begin, end, [&](int64_t, const float* some) { most = max_int(most, largest(some)); });
-    const float magnitude = as_float(reduce_max_int(most)), inverse = magnitude > kSmallest ? kLimit / magnitude : 0.0f;
-    for_each_32(x, begin, end, [&](int64_t i, const float* some) { sum = add_int(sum, quantize_some(some, inverse, values + i)); });
-    q.scales[place] = magnitude / kLimit;
-    if (sizeof(T) == 2) continue;
-    const int32_t negative_sum = -reduce_add_int(sum);
-    q.starts[place] = negative_sum * static_cast<int32_t>(q.format.zero);
-    q.scaled_sums[place] = q.scales[place] * static_cast<float>(negative_sum);
+  const int64_t block = q.format.rotated ? rotation_block(q.k) : 1, part = block == 1 ? q.k : kWideGroup;
+  float rotated[kWideGroup];
+  for (int64_t first = 0; first < q.k; first += part) {
+    const int64_t end = min_of(first + part, q.k);
+    const float* const from = rotated_part(x + first, end - first, block, rotated);
+    for (int64_t begin = first; begin < end; begin += group) {
+      quantize_group(q, from + begin - first, min_of(group, end - begin), values + begin, places + begin / group);
+    }
   }
 }
 
 void round_row(const QuantizeArgs& q, int64_t row) {
   bf16* const values = static_cast<bf16*>(q.values) + row * ceil_div(q.k, kGroup) * kGroup;
-  for_each_32(q.x + row * q.x_stride, 0, q.k, [&](int64_t at, const float* some) {
+  for_each_32(q.x + row * q.x_stride, q.k, [&](int64_t at, const float* some) {
     HEADRACE_UNROLL for (int i = 0; i < kGroup; i += 2 * kLanes) store_rounded(values + at + i, load(some + i), load(some + i + kLanes));
   });
 }

@@ -1,6 +1,6 @@
-// The rotation of queries and keys over an int8 cache: a Walsh-Hadamard transform (S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit
-// Inference in Rotated LLMs", 2024). It leaves q . k as it is, and it spreads the few large channels of keys over all, so that one scale
-// serves them.
+// The rotation of queries and keys over an int8 cache, and of rows over weights of 8 bits: a Walsh-Hadamard transform (S. Ashkboos et al.,
+// "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024). It leaves q . k as it is, and it spreads the few large channels of keys
+// over all, so that one scale serves them.
 //
 // A stage of it adds and subtracts elements h apart, h = 1, 2, 4, ...: no rounding depends on the width of vectors.
 #pragma once
@@ -37,6 +37,31 @@ HEADRACE_INLINE vf rotate_lanes(vf x) {
     return rotate_lanes<2 * h>(fma(load(signs), x, swapped<h>(x)));
   } else {
     return x;
+  }
+}
+
+// The stages h, 2 h, ... between kCount vectors, h of them apart first.
+template <int h, int kCount>
+HEADRACE_INLINE void rotate_vectors(vf (&x)[kCount]) {
+  if constexpr (h < kCount) {
+    HEADRACE_UNROLL for (int i = 0; i < kCount; ++i) {
+      if ((i & h) != 0) continue;
+      const vf a = x[i], b = x[i + h];
+      x[i] = add(a, b);
+      x[i + h] = sub(a, b);
+    }
+    rotate_vectors<2 * h>(x);
+  }
+}
+
+// to = x in blocks of kSize elements, each times a matrix of 1 and -1, in registers; `size` is a multiple of kSize.
+template <int kSize>
+HEADRACE_INLINE void rotate_blocks(const float* x, int64_t size, float* to) {
+  for (int64_t begin = 0; begin < size; begin += kSize) {
+    vf block[kSize / kLanes];
+    HEADRACE_UNROLL for (int i = 0; i < kSize / kLanes; ++i) block[i] = rotate_lanes<1>(load(x + begin + i * kLanes));
+    rotate_vectors<1>(block);
+    HEADRACE_UNROLL for (int i = 0; i < kSize / kLanes; ++i) store(to + begin + i * kLanes, block[i]);
   }
 }
 

@@ -73,8 +73,9 @@ def test_a_stored_matrix_gives_what_quantising_at_load_gives(tmp_path, scheme):
     tokens = prompt(40, 0)
     _, at_load = logits(tmp_path / "float", scheme, tokens)
     _, stored = logits(tmp_path / "stored", scheme, tokens)
-    # Scales of the file are halves; those of the kernel are halves times a power of two.
-    assert (stored - at_load).norm() / at_load.norm() < 0.02
+    # Scales of the file are halves; those of the kernel are halves times a power of two. What int8 rounds at load is rotated, too.
+    tolerance = 0.02 if FORMATS[scheme].rounds_to is None else 2 * ERRORS[scheme]
+    assert (stored - at_load).norm() / at_load.norm() < tolerance
 
 
 def test_a_quantised_checkpoint_serves_without_being_asked(tmp_path):

@@ -11,8 +11,9 @@ from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS
 from headrace.layers.quantization import integer_format
 
 KINDS = ["float32", "bfloat16", "rounded to bfloat16", *names_on_cpu()]
-# (num_experts, top_k, hidden_size, intermediate_size): sizes that fill neither blocks of 32 columns nor groups of 32 elements.
-SHAPES = [(1, 1, 32, 32), (5, 3, 40, 24), (9, 2, 97, 70), (130, 8, 16, 8)]
+# (num_experts, top_k, hidden_size, intermediate_size): sizes that fill neither blocks of 32 columns nor groups of 32 elements, and some
+# whose rows are rotated in blocks of 128 and of 32.
+SHAPES = [(1, 1, 128, 96), (5, 3, 40, 24), (9, 2, 97, 70), (130, 8, 16, 8)]
 
 
 def packed(weight: torch.Tensor, kind: str) -> kernels.PackedLinear:
@@ -50,9 +51,10 @@ def through(x: torch.Tensor, linear: kernels.PackedLinear) -> torch.Tensor:
     quantized = QUANTIZED_LAYOUTS.get(linear.layout)
     rounding = ROUNDINGS.get(linear.layout) if quantized is None else FORMATS[quantized.scheme].activations
     if rounding is not None:
-        values, scales = kernels.quantize_rows(x, group=rounding.group, bits=rounding.bits)
+        values, scales = kernels.quantize_rows(x, group=rounding.group, bits=rounding.bits, rotated=rounding.rotated)
         seen = values.double() * scales.double().repeat_interleave(rounding.group, 1)[:, : x.shape[1]]
-    weight = kernels.unpack_linear(linear)
+    stored = kernels.packed_rows(linear, slice(0, linear.n))
+    weight = stored.values() if isinstance(stored, QuantizedMatrix) else linear.data if rounding else stored
     bias = 0.0 if linear.bias is None else linear.bias[: linear.n].double()
     return seen @ weight.double().T + bias
 

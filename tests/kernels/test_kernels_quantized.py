@@ -5,13 +5,20 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix, stack
+from headrace.checkpoint.rotation import rotated_rows, rotated_weights, rotation_block, unrotated_weights
 from headrace.checkpoint.weight_formats import FORMATS, KERNEL_GROUP, MAX_WORDS_NORM, WIDE_GROUP, codes_of
 from headrace.kernels import cpu
 from headrace.kernels.packing import QUANTIZED_LAYOUTS
-from headrace.kernels.quantized_packing import half_scales, pack_native_quantized, unpack_quantized
+from headrace.kernels.quantized_packing import (
+    half_scales,
+    pack_native_quantized,
+    quantized_matrix,
+    unpack_quantized,
+)
 from headrace.layers.quantization import integer_format
 
-SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030)]
+# Rotated rows have blocks of 128 elements, of 64 and of 32 (in groups of 128, the last one shorter), or none.
+SHAPES = [(1, 64), (31, 1), (32, 32), (33, 77), (96, 300), (257, 129), (100, 1030), (40, 384), (70, 576), (33, 288)]
 ROWS = [1, 2, 3, 5, 6, 7, 12, 13, 25, 61, 193, 257]
 KINDS = list(QUANTIZED_LAYOUTS)
 
@@ -37,15 +44,15 @@ def random_matrix(kind: str, n: int, k: int, seed: int = 0) -> QuantizedMatrix:
 
 
 def used_weights(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The weights in float64, scales rounded as they are packed."""
-    return unpack_quantized(pack_native_quantized(matrix, None)).double()
+    """What the codes stand for in float64, scales rounded as they are packed: rotated weights where rows are rotated."""
+    return quantized_matrix(pack_native_quantized(matrix, None)).values().double()
 
 
 def used_activations(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
-    """x in float64 as the kernel sees it."""
+    """x in float64 as the kernel sees it, rotated where weights are."""
     rounding = FORMATS[matrix.scheme].activations
     assert rounding is not None, matrix.scheme
-    values, scales = kernels.quantize_rows(x, group=rounding.group, bits=rounding.bits)
+    values, scales = kernels.quantize_rows(x, group=rounding.group, bits=rounding.bits, rotated=rounding.rotated)
     return values.double() * scales.double().repeat_interleave(rounding.group, 1)[:, : x.shape[1]]
 
 
@@ -129,7 +136,8 @@ def test_extreme_codes_and_activations_give_the_exact_integer_on_every_instructi
     x[1] = -127.0
     x[2, 1::2] = -127.0
 
-    y = kernels.linear(x, kernels.pack_linear(matrix))
+    # The rows whose rotation gives these.
+    y = kernels.linear(rotated_weights(x), kernels.pack_linear(matrix))
 
     assert y[:, 0].tolist() == [-127 * 256, 127 * 256, -127 * 255 * 256]
 
@@ -181,18 +189,42 @@ def test_rows_are_not_cut_into_groups_that_the_kernels_lack(implementation):
         kernels.quantize_rows(torch.randn(2, 77), group=40)
 
 
-def test_instruction_sets_quantise_to_equal_bits(native):
-    x = torch.randn(20, 333)
-    for group, bits in ((32, 8), (128, 8), (333, 8), (128, 16)):
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("k", [333, 384, 576, 288])
+def test_instruction_sets_quantise_to_equal_bits(native, k, rotated):
+    x = torch.randn(20, k)
+    for group, bits in ((32, 8), (128, 8)) if rotated else ((32, 8), (128, 8), (k, 8), (128, 16)):
         results = []
         for isa in [isa for isa, reason in cpu.isas() if not reason]:
             cpu.select_isa(isa)
-            results.append(kernels.quantize_rows(x, group=group, bits=bits))
+            results.append(kernels.quantize_rows(x, group=group, bits=bits, rotated=rotated))
         with kernels.prefer("torch"):
-            results.append(kernels.quantize_rows(x, group=group, bits=bits))
+            results.append(kernels.quantize_rows(x, group=group, bits=bits, rotated=rotated))
         for values, scales in results:
             assert torch.equal(values, results[0][0])
             assert torch.equal(scales, results[0][1])
+
+
+@pytest.mark.parametrize("k", [384, 576, 288, 77])
+def test_a_rotation_spreads_a_large_element_and_leaves_the_products(k):
+    weight, x = torch.randn(30, k, dtype=torch.float64), torch.randn(9, k, dtype=torch.float64)
+    x[:, 0] = 1000.0
+
+    rotated = rotated_rows(x)
+
+    assert torch.allclose(rotated @ rotated_weights(weight).T, x @ weight.T, rtol=1e-12, atol=1e-9)
+    assert torch.allclose(unrotated_weights(rotated_weights(weight)), weight, rtol=0.0, atol=1e-12)
+    block = rotation_block(k)
+    assert block == {384: 128, 576: 64, 288: 32, 77: 1}[k]
+    # All of a block are about 1000 now, and nothing else is.
+    assert torch.allclose(rotated[:, :block].abs(), torch.tensor(1000.0).double(), rtol=0.1)
+    assert rotated[:, block:].abs().max() < 100
+
+
+def test_rows_are_rotated_in_groups_that_divide_128(implementation):
+    with pytest.raises(ValueError, match="divide 128"):
+        kernels.quantize_rows(torch.randn(2, 256), group=256, rotated=True)
+    assert kernels.quantize_rows(torch.randn(0, 256), group=128, rotated=True)[0].shape == (0, 256)
 
 
 @pytest.mark.parametrize("kind", KINDS)

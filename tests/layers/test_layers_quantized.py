@@ -90,6 +90,21 @@ def test_parts_of_different_schemes_meet_in_eight_bits():
     assert torch.equal(whole.codes[8:16], eight.codes)
 
 
+def test_int8_rotates_what_it_rounds_and_nothing_that_is_stored():
+    int8, plain = integer_format("int8"), normal(8, 64)
+    stored = int8.quantize(normal(8, 64, seed=1))
+
+    rounded = int8.join([plain, plain])
+    assert rounded.scheme == "int8-rotated"
+    # A part that is replaced meets the other as it is kept, and is rounded as it was.
+    assert torch.equal(int8.join([rounded.rows(0, 8), plain]).codes, rounded.codes)
+
+    mixed = int8.join([stored, plain])
+    assert mixed.scheme == "int8"
+    assert torch.equal(mixed.codes[:8], stored.codes)
+    assert (mixed.dequantize()[8:] - plain).norm() / plain.norm() < ERRORS["int8"]
+
+
 def test_the_table_of_a_tied_embedding_is_not_quantised():
     table = normal(50, 64)
     head = Linear(64, {"lm_head": 50}, placement("int4").head)

@@ -81,7 +81,8 @@ def test_the_facts_of_a_format_fit_one_another(name):
     assert facts.on_cpu or facts.gpu is not None, "somebody serves it"
     assert facts.quantizes == (facts.error > 0)
     assert (facts.codes is None) == (facts.activations is None)
-    assert name in help_text() or not facts.quantizes or facts.option == "--activations"
+    assert name in help_text() or not facts.quantizes or facts.option != "--quantization"
+    assert facts.option != "" or any(other.rounds_to == name for other in FORMATS.values()), "somebody rounds to it"
     for taken in facts.takes:
         assert FORMATS[taken].codes is not None
         assert FORMATS[taken].error <= facts.error, "as fine as what was asked for"

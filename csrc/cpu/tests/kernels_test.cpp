@@ -148,7 +148,7 @@ void linears() {
     int64_t rows, n, k;
   };
   for (const Shape s : {Shape{1, 1, 1}, {1, 33, 31}, {2, 32, 32}, {3, 31, 65}, {7, 97, 33}, {8, 64, 160}, {13, 130, 95}, {65, 200, 129},
-                        {200, 40, 64}}) {
+                        {200, 40, 64}, {3, 40, 192}, {4, 33, 256}}) {
     const int64_t columns = round_up(s.n, kPackedColumns), k_padded = round_up(s.k, kQuantGroup), x_stride = s.k + 3, y_stride = s.n + 5;
     // The last row of a strided matrix ends with its last element.
     const Buffer<float> x = floats((s.rows - 1) * x_stride + s.k), bias = floats(columns), scales = floats(columns);
@@ -168,7 +168,8 @@ void linears() {
           });
         }
         for (const QuantScheme scheme :
-             {QuantScheme::kBf16, QuantScheme::kInt16, QuantScheme::kInt8, QuantScheme::kInt8Fast, QuantScheme::kInt4, QuantScheme::kInt4Min}) {
+             {QuantScheme::kBf16, QuantScheme::kInt16, QuantScheme::kInt8, QuantScheme::kInt8Fast, QuantScheme::kInt4, QuantScheme::kInt4Min,
+              QuantScheme::kInt8Rotated}) {
           const bool is_rounded = scheme == QuantScheme::kBf16;
           const Buffer<uint8_t> codes = packed_bytes(columns / kPackedColumns * packed_block_bytes(scheme, k_padded));
           const Buffer<uint16_t> numbers = bf16s(is_rounded ? columns * k_padded : 0);
@@ -183,7 +184,8 @@ void linears() {
         }
       }
     }
-    for (const RowFormat format : {RowFormat{1, 32, 128}, RowFormat{1, 128, 8}, RowFormat{1, s.k, 0}, RowFormat{2, 128, 0}, RowFormat{2, 128, 0, true}}) {
+    for (const RowFormat format : {RowFormat{1, 32, 128}, RowFormat{1, 128, 8}, RowFormat{1, s.k, 0}, RowFormat{2, 128, 0}, RowFormat{2, 128, 0, true}, RowFormat{1, 128, 128, false, true},
+                                   RowFormat{1, 32, 128, false, true}}) {
       same_for_any_threads("quantise rows" + shape({s.rows, s.k, format.value_bytes, format.group}), [&] {
         const int64_t num_scales = s.rows * ((s.k + format.group - 1) / format.group);
         const Buffer<uint8_t> values(s.rows * k_padded * format.value_bytes);

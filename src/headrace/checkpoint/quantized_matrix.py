@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.checkpoint.rotation import unrotated_weights
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme, codes_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ class QuantizedMatrix:
     """weight[i, j] = scales[i, j // group_size] * codes[i, j] - minimums[i, j // group_size].
 
     scheme: one that has codes (`weight_formats.Codes`). codes: [n, k], of the dtype that it has. scales, minimums: float32[n, ceil(k / group_size)].
-    minimums None: symmetric, scale * (code - zero). group_size: a multiple of 32, or k where a row has one scale.
+    minimums None: symmetric, scale * (code - zero). group_size: a multiple of 32, or k where a row has one scale. If the scheme's codes are
+    rotated, this is a weight that `checkpoint.rotation` has rotated.
     """
 
     scheme: Scheme
@@ -35,6 +37,11 @@ class QuantizedMatrix:
 
     def dequantize(self) -> "torch.Tensor":
         """The weights, float32[n, k]."""
+        values = self.values()
+        return unrotated_weights(values) if codes_of(self.scheme).rotated else values
+
+    def values(self) -> "torch.Tensor":
+        """What the codes stand for, float32[n, k]: the weights, or the rotated ones."""
         import torch
 
         k = self.codes.shape[1]

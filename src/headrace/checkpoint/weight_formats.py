@@ -11,7 +11,7 @@ from typing import Literal, get_args
 Quantization = Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
 """The name of a weight format that `--quantization` takes."""
 
-Scheme = Literal[Quantization, "bfloat16"]
+Scheme = Literal[Quantization, "bfloat16", "int8-rotated"]
 """The name of a weight format."""
 
 StoredScheme = Literal["int8", "int4"]
@@ -39,8 +39,8 @@ class Codes:
 
     bits: of a code. dtype: of a tensor that holds one code per element. zero: the code that stands for weight 0 when there are no minimums.
     scale_per_row: each row has one scale; otherwise each KERNEL_GROUP elements of a row (or a multiple of that) have one.
-    minimums: matrices of this format may have minimums. max_norm: the largest sqrt(sum of squares) that the codes in any WIDE_GROUP
-    elements of a row may have; None = no limit.
+    minimums: matrices of this format may have minimums. rotated: they stand for rotated weights (`checkpoint.rotation`).
+    max_norm: the largest sqrt(sum of squares) that the codes in any WIDE_GROUP elements of a row may have; None = no limit.
     """
 
     bits: int
@@ -48,15 +48,20 @@ class Codes:
     zero: int
     scale_per_row: bool = False
     minimums: bool = False
+    rotated: bool = False
     max_norm: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a linear layer rounds its input on CPU: to integers of `bits` bits, with one scale for each `group` elements of a row."""
+    """How a linear layer rounds its input on CPU: to integers of `bits` bits, with one scale for each `group` elements of a row.
+
+    rotated: the row is rotated first, as its weights were (`checkpoint.rotation`).
+    """
 
     bits: Literal[8, 16]
     group: int
+    rotated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,9 @@ class FormatFacts:
     error: upper bound of norm(rounded - weights) / norm(weights) for normally distributed weights.
     on_cpu: it runs on CPU. gpu: what it requires on a GPU; None = it does not run on GPUs.
     head: the format of the output projection on CPU; None = the same. On a GPU the output projection stays in float.
-    option: the command line option that chooses it.
+    option: the command line option that chooses it; "" = none, another format rounds to it.
     takes: stored matrices of these formats are used unchanged when this format is requested.
+    rounds_to: weights that are not used as they are stored are rounded to this format; None = this one.
     kv_cache: the element type of the KV cache that `--kv-cache-dtype auto` gives it on CPU; None = that of floats.
     note: shown in brackets behind the name in the help text.
     """
@@ -105,7 +111,8 @@ class FormatFacts:
     gpu: GpuKernel | None = None
     head: Scheme | None = None
     takes: tuple[Scheme, ...] = ()
-    option: Literal["--quantization", "--activations"] = "--quantization"
+    rounds_to: Scheme | None = None
+    option: Literal["--quantization", "--activations", ""] = "--quantization"
     kv_cache: Literal["int16", "int8"] | None = None
     note: str = ""
 
@@ -166,12 +173,21 @@ _FORMATS: tuple[FormatFacts, ...] = (
         bytes_per_weight=34 / 32,
         error=0.008,
         takes=("int8",),
+        rounds_to="int8-rotated",
         kv_cache="int8",
     ),
     FormatFacts(
+        "int8-rotated",
+        codes=Codes(8, "uint8", 128, rotated=True),
+        activations=Rounding(8, KERNEL_GROUP, rotated=True),
+        bytes_per_weight=34 / 32,
+        error=0.008,
+        option="",
+    ),
+    FormatFacts(
         "int8-fast",
-        codes=Codes(8, "uint8", 128, scale_per_row=True),
-        activations=Rounding(8, WIDE_GROUP),
+        codes=Codes(8, "uint8", 128, scale_per_row=True, rotated=True),
+        activations=Rounding(8, WIDE_GROUP, rotated=True),
         bytes_per_weight=1.0,
         error=0.012,
         kv_cache="int8",

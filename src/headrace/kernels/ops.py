@@ -14,7 +14,7 @@ from typing import Literal, cast
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import KERNEL_GROUP
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP
 from headrace.kernels.experts import PackedExperts
 from headrace.kernels.lora import LoraFactors, LoraRows
 from headrace.kernels.packing import PackedLinear
@@ -43,16 +43,21 @@ def linear(
     return cast(torch.Tensor, for_layout(packed.layout, "linear", x.device.type)(x, packed, out, accumulate))
 
 
-def quantize_rows(x: torch.Tensor, *, group: int, bits: Literal[8, 16] = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    x: torch.Tensor, *, group: int, bits: Literal[8, 16] = 8, rotated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, k] as (values int8 or int16 [rows, k], scales float32[rows, k / group rounded up]).
 
     group: elements that share a scale; a multiple of 32, or at least k for one scale a row (ValueError otherwise). scale = largest
     magnitude / limit, where limit is 127, or 8191 in 16 bits; values are x / scale to the nearest, -limit .. limit. NaN or infinity
-    makes the scale non-finite. `linear` does this first if its weight is quantised; it is an op of its own for tests and calibration.
+    makes the scale non-finite. rotated: x is rotated first (`checkpoint.rotation`); groups have 32 or 128 elements. `linear` does this first if
+    its weight is quantised; it is an op of its own for tests and calibration.
     """
     if group <= 0 or (group % KERNEL_GROUP and group < x.shape[1]):
         raise ValueError(f"quantize_rows: group must be a multiple of {KERNEL_GROUP} or a whole row, got {group}")
-    return cast(tuple[torch.Tensor, torch.Tensor], select("quantize_rows", x.device.type)(x, group, bits))
+    if rotated and WIDE_GROUP % group:
+        raise ValueError(f"quantize_rows: groups of rotated rows divide {WIDE_GROUP}, got {group}")
+    return cast(tuple[torch.Tensor, torch.Tensor], select("quantize_rows", x.device.type)(x, group, bits, rotated))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:

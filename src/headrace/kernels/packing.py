@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from headrace.checkpoint.rotation import walsh_hadamard
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP, Rounding, Scheme
 
 PAGE_SIZE = 16
@@ -24,12 +25,14 @@ Layout = Literal[
     "native_f32",
     "native_int16",
     "native_int8",
+    "native_int8_rotated",
     "native_int8_fast",
     "native_int4",
     "native_int4_min",
     "torch",
     "torch_bf16",
     "torch_int8",
+    "torch_int8_rotated",
     "torch_int8_fast",
     "torch_int16",
     "torch_fp8",
@@ -52,6 +55,7 @@ QUANTIZED_LAYOUTS: dict[Layout, QuantizedLayout] = {
     "native_int4": QuantizedLayout(2, "int4"),
     "native_int4_min": QuantizedLayout(3, "int4", minimums=True),
     "native_int16": QuantizedLayout(4, "int16"),
+    "native_int8_rotated": QuantizedLayout(6, "int8-rotated"),
 }
 
 QUANT_SCHEMES: dict[str, int] = {
@@ -62,7 +66,8 @@ QUANT_SCHEMES: dict[str, int] = {
 
 ROUNDINGS: dict[Layout, Rounding] = {
     "torch_int8": Rounding(8, KERNEL_GROUP),
-    "torch_int8_fast": Rounding(8, WIDE_GROUP),
+    "torch_int8_rotated": Rounding(8, KERNEL_GROUP, rotated=True),
+    "torch_int8_fast": Rounding(8, WIDE_GROUP, rotated=True),
     "torch_int16": Rounding(16, WIDE_GROUP),
 }
 """How torch rounds the input of a linear layer, by layout."""
@@ -82,8 +87,9 @@ class PackedLinear:
     data: native_bf16: bf16[ceil(n / 32), k, 16, 2], pair j holds columns j and j + 16; native_f32: float32[ceil(n / 32), k, 32];
         native_bf16_pairs: bf16[ceil(n / 32), ceil(k / 32) * 16, 32, 2], pairs of elements of a row; activations are rounded to bfloat16.
         torch: [n, k] as given (float32 on CPU). Columns and elements beyond n and k are 0. The native_int layouts: uint8,
-        `quantized_packing`; torch_int8, torch_int8_fast, torch_int16: float32[n, k], the weights; activations are rounded as ROUNDINGS
-        says; torch_bf16: the same, to bfloat16. torch_fp8, torch_int4: of a GPU, see `torch_quantized`.
+        `quantized_packing`; torch_int8, torch_int8_rotated, torch_int8_fast, torch_int16: float32[n, k], the weights, rotated where
+        activations are; these are rounded as ROUNDINGS says; torch_bf16: the same, to bfloat16. torch_fp8, torch_int4: of a GPU, see
+        `torch_quantized`.
     bias: the native layouts: float32, n rounded up to 32 elements; the others: [n]. column_scales: the native_int layouts: float32,
         n rounded up to 32 elements, a factor of each column.
     """
@@ -195,12 +201,7 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
     channels of keys are spread over all, so that one scale serves them. Twice is times the size, and so is the product of a rotated
     query with a rotated key. The sums are taken in the order of csrc/cpu/rotation.h: the bits are the same.
     """
-    half = 1
-    while half < rotation_size(x.shape[-1]):
-        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
-        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
-        half *= 2
-    return x
+    return walsh_hadamard(x, rotation_size(x.shape[-1]))
 
 
 @dataclass(frozen=True, slots=True)

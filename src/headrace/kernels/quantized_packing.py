@@ -54,9 +54,10 @@ def _largest_norm(codes: torch.Tensor) -> float:
 def pack_native_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
     """Pack for the native kernel; k is padded to a multiple of 32 (groups = k / 32), n to one of 32 (blocks = n / 32).
 
-    native_int8: uint8[blocks, groups, 1088], a record of [8][32][4] codes and 32 half scales; native_int4: [.., 576], [4][32][4] bytes
-    (element 8 i + j in the low, 8 i + 4 + j in the high nibble of byte j) and 32 half scales; native_int4_min: [.., 640], 32 half
-    minimums more; native_int8_fast: [blocks, k / 4, 32, 4] codes; native_int16: int16[blocks, k / 2, 32, 2]. See `half_scales` for the scales.
+    native_int8, native_int8_rotated: uint8[blocks, groups, 1088], a record of [8][32][4] codes and 32 half scales; native_int4:
+    [.., 576], [4][32][4] bytes (element 8 i + j in the low, 8 i + 4 + j in the high nibble of byte j) and 32 half scales;
+    native_int4_min: [.., 640], 32 half minimums more; native_int8_fast: [blocks, k / 4, 32, 4] codes; native_int16:
+    int16[blocks, k / 2, 32, 2]. See `half_scales` for the scales.
     """
     n, k = matrix.shape
     grid, more = codes_of(matrix.scheme), -n % PACKED_COLUMNS
@@ -99,7 +100,7 @@ def _records(codes: torch.Tensor, bits: int, matrix: QuantizedMatrix) -> tuple[t
 def pack_torch_quantized(matrix: QuantizedMatrix, bias: torch.Tensor | None) -> PackedLinear:
     """Keep the weights in float32, four to eight times the bytes: this is the reference, not the route to a small model."""
     n, k = matrix.shape
-    weights = unpack_quantized(pack_native_quantized(matrix, None))
+    weights = quantized_matrix(pack_native_quantized(matrix, None)).values().contiguous()
     bias = None if bias is None else bias.to(torch.float32)
     layout = next(name for name, rounding in ROUNDINGS.items() if rounding == FORMATS[matrix.scheme].activations)
     return PackedLinear(n, k, layout, weights, bias)

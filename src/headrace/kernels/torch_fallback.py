@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.checkpoint.rotation import rotated_rows
 from headrace.kernels.drawing import draw, exp_sums
 from headrace.kernels.experts import PackedExperts
 from headrace.kernels.lora import LoraFactors, LoraRows
@@ -82,7 +83,7 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
         x = x.to(torch.bfloat16).to(x.dtype)
     elif packed.layout != "torch":
         rounding = ROUNDINGS[packed.layout]
-        values, scales = quantize_rows(x, rounding.group, rounding.bits)
+        values, scales = quantize_rows(x, rounding.group, rounding.bits, rounding.rotated)
         x = values * scales.repeat_interleave(rounding.group, dim=1)[:, : packed.k]
     if x.device.type == "cpu":
         y = _in_row_tiles(x, packed.data)
@@ -96,9 +97,10 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
     return out.add_(y) if accumulate else out.copy_(y)
 
 
-def quantize_rows(x: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, group: int, bits: int, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """See `headrace.kernels.ops.quantize_rows`."""
     rows, k = x.shape
+    x = rotated_rows(x) if rotated else x
     groups, limit = -(-k // group), QUANT_LIMITS[bits]
     padded = F.pad(x, (0, groups * group - k)).reshape(rows, groups, group)
     largest = padded.abs().amax(dim=2, keepdim=True)

@@ -7,7 +7,8 @@ thread that loads, updates or exports a model.
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.kernels.packing import QUANTIZED_LAYOUTS, PackedLinear
+from headrace.checkpoint.rotation import unrotated_weights
+from headrace.kernels.packing import QUANTIZED_LAYOUTS, ROUNDINGS, PackedLinear
 from headrace.kernels.quantized_packing import quantized_matrix, unpack_quantized
 from headrace.kernels.torch_quantized import unpack_fp8, unpack_int4
 
@@ -26,6 +27,8 @@ def unpack_linear(packed: PackedLinear) -> torch.Tensor:
         return unpack_fp8(packed)
     if packed.layout == "torch_int4":
         return unpack_int4(packed)
+    if packed.layout in ROUNDINGS and ROUNDINGS[packed.layout].rotated:
+        return unrotated_weights(packed.data)
     return packed.data
 
 

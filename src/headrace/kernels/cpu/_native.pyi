@@ -31,7 +31,7 @@ def linear_quantized(
     accumulate: bool,
 ) -> None: ...
 def quantize_rows(
-    x: int, x_stride: int, values: int, scales: int, rows: int, k: int, group: int, value_bytes: int
+    x: int, x_stride: int, values: int, scales: int, rows: int, k: int, group: int, value_bytes: int, rotated: bool
 ) -> None: ...
 def paged_attention(
     q: int,

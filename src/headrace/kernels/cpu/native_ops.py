@@ -86,13 +86,15 @@ def linear(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor | None, accu
     return out
 
 
-def quantize_rows(x: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, group: int, bits: int, rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See `headrace.kernels.ops.quantize_rows`."""
     rows, x_stride = _rows("quantize_rows: x", x, x.shape[-1])
     k = x.shape[1]
     values = torch.empty(rows, -(-k // KERNEL_GROUP) * KERNEL_GROUP, dtype=torch.int8 if bits == 8 else torch.int16)
     scales = torch.empty(rows, -(-k // group))
-    _native.quantize_rows(x.data_ptr(), x_stride, values.data_ptr(), scales.data_ptr(), rows, k, group, bits // 8)
+    _native.quantize_rows(
+        x.data_ptr(), x_stride, values.data_ptr(), scales.data_ptr(), rows, k, group, bits // 8, rotated
+    )
     return values[:, :k], scales
 
 

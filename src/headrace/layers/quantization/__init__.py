@@ -2,11 +2,11 @@
 
 Read first: base.py (`WeightFormat`, the registry).
 
-- Formats: floats.py, bfloat16.py, fp8.py, int16.py, int8.py, int8_fast.py, int4.py
+- Formats: floats.py, bfloat16.py, fp8.py, int16.py, int8.py, int8_rotated.py, int8_fast.py, int4.py
 - Rounding to int4: int4_grid.py, gptq.py
 """
 
-from headrace.layers.quantization import bfloat16, floats, fp8, int4, int8, int8_fast, int16
+from headrace.layers.quantization import bfloat16, floats, fp8, int4, int8, int8_fast, int8_rotated, int16
 from headrace.layers.quantization.base import IntegerFormat, WeightFormat, integer_format, weight_format
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "int4",
     "int8",
     "int8_fast",
+    "int8_rotated",
     "int16",
     "integer_format",
     "weight_format",

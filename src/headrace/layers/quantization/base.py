@@ -67,9 +67,12 @@ class IntegerFormat(WeightFormat):
         return stack([self.nearest(rows.to(torch.float32)) for rows in weight.split(num_rows)])
 
     def join(self, parts: Sequence[torch.Tensor | QuantizedMatrix]) -> QuantizedMatrix:
-        """One matrix with the rows of all parts. Float parts are quantised first. Parts of different formats are all converted to
-        FINEST_STORED; otherwise stored parts stay unchanged."""
-        matrices = [part if isinstance(part, QuantizedMatrix) else self.quantize(part) for part in parts]
+        """One matrix with the rows of all parts. Float parts are quantised first: to `facts.rounds_to`, unless a part is stored in another
+        format. Parts of different formats are all converted to FINEST_STORED; otherwise stored parts stay unchanged."""
+        target = self.facts.rounds_to or self.name
+        stored = {part.scheme for part in parts if isinstance(part, QuantizedMatrix)}
+        rounding = integer_format(target) if stored <= {target} else self
+        matrices = [part if isinstance(part, QuantizedMatrix) else rounding.quantize(part) for part in parts]
         if len({matrix.scheme for matrix in matrices}) > 1:
             finest = integer_format(FINEST_STORED)
             matrices = [

@@ -1,9 +1,11 @@
 """int8: symmetric, 8 bits, one scale for 32 weights of a row; the grid of GGUF's Q8_0. Runs in the thread that loads the model."""
 
+from typing import ClassVar
+
 import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
-from headrace.checkpoint.weight_formats import KERNEL_GROUP
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme
 from headrace.layers.quantization.base import IntegerFormat, register
 
 
@@ -11,7 +13,7 @@ from headrace.layers.quantization.base import IntegerFormat, register
 class Int8(IntegerFormat):
     """See the module."""
 
-    name = "int8"
+    name: ClassVar[Scheme] = "int8"
 
     def nearest(self, weight: torch.Tensor) -> QuantizedMatrix:
         """See `IntegerFormat`. scale = largest magnitude of a group / 127."""
