@@ -8,6 +8,35 @@ namespace headrace {
 namespace HEADRACE_ISA {
 namespace {
 
+// split_floor: fraction = x - floor(x), in [0, 1]; returns what times_pow2_floor takes for x. times_pow2_floor: a 2^floor(x), rounded once
+// where that is a denormal, for a in [0.5, 4]; 0 for minus infinity, NaN for NaN.
+#if defined(__AVX512F__)
+HEADRACE_INLINE vf split_floor(vf x, vf& fraction) {
+  fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return x;
+}
+HEADRACE_INLINE vf times_pow2_floor(vf a, vf x) { return _mm512_scalef_ps(a, x); }
+#else
+HEADRACE_INLINE vf split_floor(vf x, vf& fraction) {
+  const vf bounded = vmax(splat(-186.0f), x), n = round_nearest(bounded), floor = if_less(bounded, n, sub(n, splat(1.0f)), n);
+  fraction = sub(bounded, floor);
+  return floor;
+}
+// In two steps: 2^n alone may be below the least normal.
+HEADRACE_INLINE vf times_pow2_floor(vf a, vf n) { return mul(mul(a, pow2(add(n, splat(64.0f)))), splat(0x1p-64f)); }
+#endif
+
+// 2^x with a relative error of up to 7.5e-5, for what is rounded to bfloat16; x is below 64. Of the polynomials of degree 3 this one has
+// the least relative error on [0, 1].
+HEADRACE_INLINE vf vexp2_for_bf16(vf x) {
+  vf fraction;
+  const vf n = split_floor(x, fraction);
+  vf p = splat(7.8024521e-2f);
+  p = fma(p, fraction, splat(2.2606716e-1f));
+  p = fma(p, fraction, splat(6.9583356e-1f));
+  return times_pow2_floor(fma(p, fraction, splat(0.9999252f)), n);
+}
+
 class Bf16Products {
  public:
   using Element = bf16;
@@ -54,21 +83,34 @@ class Bf16Products {
 
   float set_weights(int64_t i, const RowScores& row, float top) const {
     bf16* const to = weights_ + i * kStride;
-    memset(to + row.first, 0, static_cast<size_t>(row.last - row.first) * 2);
-    if (row.begin >= row.end) return 0.0f;
+    const int64_t first = row.seen_first<kUnit>(), last = row.seen_last<kUnit>();
+    if (row.begin >= row.end) {
+      memset(to + row.first, 0, static_cast<size_t>(row.last - row.first) * 2);
+      return 0.0f;
+    }
+    for (int64_t j = row.first; j < first; j += kPageSize) memset(to + j, 0, kPageSize * 2);
+    for (int64_t j = last; j < row.last; j += kPageSize) memset(to + j, 0, kPageSize * 2);
     const bf16 one[2] = {0x3f80, 0x3f80};
     const Pairs ones = splat_pair(one);
-    const vf tops = splat(top);
-    f32x16 sum = splat16(0.0f);
-    for (int64_t j = row.seen_first<kUnit>(); j < row.seen_last<kUnit>(); j += kUnit) {
+    // A subtraction as a multiply-add: exponentials keep the units that only add busier than those that multiply.
+    const vf one_each = splat(1.0f), minus_top = splat(-top);
+    const auto weight_of = [&](const float* scores) HEADRACE_LAMBDA { return vexp2_for_bf16(fma(load(scores), one_each, minus_top)); };
+    const auto weigh_unit = [&](int64_t j, f32x16& sum) HEADRACE_LAMBDA {
       HEADRACE_UNROLL for (int p = 0; p < kParts; ++p) {
         const float* const scores = row.scores + j + p * 2 * kLanes;
         bf16* const rounded = to + j + p * 2 * kLanes;
-        store_rounded(rounded, vexp2_to_13_bits(sub(load(scores), tops)), vexp2_to_13_bits(sub(load(scores + kLanes), tops)));
+        store_rounded(rounded, weight_of(scores), weight_of(scores + kLanes));
         dot_pairs(sum.part[p], load_pairs(rounded), ones);
       }
+    };
+    f32x16 even = splat16(0.0f), odd = even;  // one chain would be as long as the exponentials take
+    int64_t j = first;
+    for (; j + 2 * kUnit <= last; j += 2 * kUnit) {
+      weigh_unit(j, even);
+      weigh_unit(j + kUnit, odd);
     }
-    return sum_lanes(sum);
+    if (j < last) weigh_unit(j, even);
+    return sum_lanes(add(even, odd));
   }
 
   template <int R>
