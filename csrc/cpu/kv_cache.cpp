@@ -5,6 +5,7 @@
 // with. A NaN or an infinity makes the scale non-finite, so that it does not get lost.
 #include "kernels.h"
 #include "rotation.h"
+#include "simd_bf16.h"
 #include "simd_words.h"
 #include "threads.h"
 
@@ -12,8 +13,6 @@ namespace headrace {
 namespace HEADRACE_ISA {
 namespace {
 
-HEADRACE_INLINE void convert(float from, bf16& to) { to = float_to_bf16(from); }
-HEADRACE_INLINE void convert(float from, float& to) { to = from; }
 HEADRACE_INLINE float widen(bf16 x) { return bf16_to_float(x); }
 HEADRACE_INLINE float widen(float x) { return x; }
 
@@ -50,14 +49,39 @@ HEADRACE_INLINE void for_slots(const KvCache& cache, const int32_t* slots, int64
   });
 }
 
-template <class T>
-void write_as(const WriteKvArgs& w) {
+void write_floats(const WriteKvArgs& w) {
   const int64_t head_dim = w.cache.head_dim;
-  for_slots<T>(w.cache, w.slots, w.tokens, [&](T* k_page, T* v_page, int64_t token, int64_t head, int64_t offset) {
+  for_slots<float>(w.cache, w.slots, w.tokens, [&](float* k_page, float* v_page, int64_t token, int64_t head, int64_t offset) {
+    const float* const k = w.k + token * w.k_stride + head * head_dim;
+    for (int64_t d = 0; d < head_dim; ++d) k_page[key_index(k_page, d, offset)] = k[d];
+    memcpy(v_page + offset * head_dim, w.v + token * w.v_stride + head * head_dim, static_cast<size_t>(head_dim) * 4);
+  });
+}
+
+// 16 floats as bfloat16.
+HEADRACE_INLINE void round16(const float* x, bf16* to) {
+  const f32x16 from = load16(x);
+  if constexpr (kParts == 1) {
+    bf16 both[2 * kLanes];
+    store_rounded(both, from.part[0], from.part[0]);
+    memcpy(to, both, 32);
+  } else {
+    HEADRACE_UNROLL for (int p = 0; p + 1 < kParts; p += 2) store_rounded(to + p * kLanes, from.part[p], from.part[p + 1]);
+  }
+}
+
+void write_bf16(const WriteKvArgs& w) {
+  const int64_t head_dim = w.cache.head_dim;
+  for_slots<bf16>(w.cache, w.slots, w.tokens, [&](bf16* k_page, bf16* v_page, int64_t token, int64_t head, int64_t offset) {
     const float* const k = w.k + token * w.k_stride + head * head_dim;
     const float* const v = w.v + token * w.v_stride + head * head_dim;
-    for (int64_t d = 0; d < head_dim; ++d) convert(k[d], k_page[key_index(k_page, d, offset)]);
-    for (int64_t d = 0; d < head_dim; ++d) convert(v[d], v_page[value_index(v_page, d, offset, head_dim)]);
+    for (int64_t d = 0; d < head_dim; d += 16) {
+      bf16 keys[16], values[16];
+      round16(k + d, keys);
+      round16(v + d, values);
+      HEADRACE_UNROLL for (int i = 0; i < 16; i += 2) memcpy(k_page + key_index(k_page, d + i, offset), keys + i, 4);
+      HEADRACE_UNROLL for (int i = 0; i < 16; ++i) v_page[value_index(v_page, d + i, offset, head_dim)] = values[i];
+    }
   });
 }
 
@@ -184,10 +208,10 @@ void gather_integers(const GatherKvArgs& g) {
 void write_kv(const WriteKvArgs& w) {
   switch (w.cache.type) {
     case KvType::kFloat:
-      return write_as<float>(w);
+      return write_floats(w);
     case KvType::kBf16:
     case KvType::kBf16Products:
-      return write_as<bf16>(w);
+      return write_bf16(w);
     case KvType::kInt8:
       return write_integers<int8_t>(w);
     case KvType::kInt16:
