@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from headrace.benchmark.agreement import Agreement, Greedy, agreement, mean_difference, perplexity
+from headrace.benchmark.agreement import Agreement, Greedy, agreement, increase_error, mean_difference, perplexity
 
 
 def test_tokens_count_up_to_the_first_that_differs_and_logprobs_with_them():
@@ -41,3 +41,10 @@ def test_as_many_outputs_are_expected_as_there_are_references():
 def test_perplexity_and_difference_are_means_in_nats():
     assert perplexity([-math.log(2), -math.log(8)]) == pytest.approx(4)
     assert mean_difference([-1.0, -2.0], [-1.5, -1.0]) == 0.75
+
+
+def test_the_error_of_an_increase_comes_from_how_much_texts_differ():
+    reference, got = [-1.0] * 6, [-1.0, -1.0, -1.5, -2.5, -3.0, -3.0]  # means of the differences: 0, 1, 2
+
+    assert increase_error(reference, got, 2) == pytest.approx(1 / math.sqrt(3))
+    assert increase_error(reference, got, 6) is None

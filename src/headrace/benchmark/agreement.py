@@ -4,6 +4,7 @@ Owns the prompts and the arithmetic. Generates nothing: quality.py does for an E
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,3 +104,13 @@ def perplexity(logprobs: Sequence[float]) -> float:
 def mean_difference(reference: Sequence[float], got: Sequence[float]) -> float:
     """Mean |difference| of the logprobs of the same tokens, in nats."""
     return sum(abs(want - have) for want, have in zip(reference, got, strict=True)) / len(reference)
+
+
+def increase_error(reference: Sequence[float], got: Sequence[float], window: int) -> float | None:
+    """Standard error of the relative increase of the perplexity, as far as another text of the same kind would give another one.
+
+    The logprobs are those of texts with `window` tokens each, which are taken to be independent; None if there is only one.
+    """
+    differences = [want - have for want, have in zip(reference, got, strict=True)]
+    means = [statistics.fmean(differences[start : start + window]) for start in range(0, len(differences), window)]
+    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None

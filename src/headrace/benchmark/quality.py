@@ -13,7 +13,15 @@ from typing import Any
 from rich.console import Console
 
 from headrace.api.engine import Engine
-from headrace.benchmark.agreement import NUM_TOKENS, PROMPTS, Greedy, agreement, mean_difference, perplexity
+from headrace.benchmark.agreement import (
+    NUM_TOKENS,
+    PROMPTS,
+    Greedy,
+    agreement,
+    increase_error,
+    mean_difference,
+    perplexity,
+)
 from headrace.benchmark.held_out import WINDOW, default_text, windows_of
 from headrace.benchmark.machine import revision, this_machine
 from headrace.benchmark.results import SCHEMA, write_json
@@ -52,8 +60,10 @@ def run_quality(server_args: ServerArgs, num_tokens: int, output: Path | None, c
     content = _document(server_args, reference, got)
     quality = content["quality"]
     console.print(f"{server_args.model_path}: {got.precision}, against float32", highlight=False)
+    error = quality["perplexity_increase_error"]
     console.print(
-        f"perplexity on {len(got.text_logprobs)} tokens: {quality['perplexity']:.3f}, {quality['perplexity_increase']:+.2%}; "
+        f"perplexity on {len(got.text_logprobs)} tokens: {quality['perplexity']:.3f}, {quality['perplexity_increase']:+.2%}"
+        f"{'' if error is None else f' (standard error {error:.2%})'}; "
         f"mean |difference of logprobs| {quality['logprob_difference']:.4f}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -102,6 +112,7 @@ def _document(server_args: ServerArgs, reference: Outputs, got: Outputs) -> dict
             "reference_perplexity": before,
             "perplexity": after,
             "perplexity_increase": after / before - 1,
+            "perplexity_increase_error": increase_error(reference.text_logprobs, got.text_logprobs, WINDOW - 1),
             "logprob_difference": mean_difference(reference.text_logprobs, got.text_logprobs),
             "agreement": asdict(agreement(reference.greedy, got.greedy)),
         },
