@@ -152,6 +152,12 @@ constexpr int64_t kHighRows = row_format(kScheme).floats          ? 4 * kTile
 
 template <QuantScheme kScheme>
 void blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+#if defined(HEADRACE_AMX)
+  // All rows of bfloat16, whose bits are those of tiles; of bytes those that are too many for one tile of registers.
+  if constexpr (kScheme != QuantScheme::kInt16) {
+    if (row_format(kScheme).floats || rows > kTile) return blocks_of_squares<kScheme>(a, row, rows, begin, end);
+  }
+#endif
   const uint8_t* const weight = a.weight + begin * packed_block_bytes(kScheme, a.k_padded);
   const int64_t num_units = (end - begin) * kUnitsOfBlock, column = begin * kPackedColumns;
   const bool is_high = rows > kTile && rows <= kHighRows<kScheme>;

@@ -28,9 +28,8 @@ def walsh_hadamard(x: "torch.Tensor", block: int) -> "torch.Tensor":
     """
     import torch
 
-    columns = x.reshape(
-        -1, block
-    ).T.contiguous()  # an element of all blocks side by side: the sums run over contiguous memory
+    # An element of all blocks side by side: the sums run over contiguous memory.
+    columns = x.reshape(-1, block).T.contiguous()
     half = 1
     while half < block:
         halves = (block // (2 * half), 2, half, columns.shape[1])
@@ -40,7 +39,7 @@ def walsh_hadamard(x: "torch.Tensor", block: int) -> "torch.Tensor":
         torch.add(a, b, out=sums)
         torch.sub(a, b, out=differences)
         half *= 2
-    return columns.T.reshape(x.shape)
+    return columns.T.contiguous().view(x.shape)
 
 
 def rotated_rows(x: "torch.Tensor") -> "torch.Tensor":
