@@ -70,7 +70,6 @@ def test_no_chunk_ends_inside_a_character(
     assert whole["text"] == WORLD
     assert whole["output_ids"] == [*ids, END_ID]
     assert chunks[-1]["text"] == WORLD
-    assert len(chunks) > len(ids) // 8
     for chunk in chunks:
         assert WORLD.startswith(chunk["text"])
         assert "\ufffd" not in chunk["text"]
