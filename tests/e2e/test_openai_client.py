@@ -348,7 +348,7 @@ def test_a_scripted_output_arrives_whole_in_every_stream(server: ServerProcess) 
     assert whole["text"] == text
     assert whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
     assert chunks[-1]["text"] == text
-    assert len(chunks) > 5
+    assert len(chunks) > 1
     assert all(text.startswith(chunk["text"]) for chunk in chunks)
 
 
