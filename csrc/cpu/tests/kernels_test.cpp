@@ -481,7 +481,7 @@ void lent_cores() {
       }
     });
   }
-  run([&] { is_back = only_core() == cores[1]; });
+  for (int job = 0; job < 100 && !is_back; ++job) run([&] { is_back = only_core() == cores[1]; });  // on a busy machine it may be lent again
   expect(is_lent, "a worker that is off its core gets the caller's");
   expect(is_back, "and goes back to its own");
   set_num_threads(1);  // the worker ends with its core
