@@ -3,17 +3,17 @@
 OpenVINO GenAI has no server. This one does as little as a server can, so that what is measured is the pipeline: HTTP by hand on
 asyncio streams, one event a request and step, one wake-up of the event loop a step. Greedy requests of token ids only. `POST /generate`
 answers once with token ids and logprobs, as Headrace's does, for the check of agreement.
-Runs in benchmarks/compare/.venv: the pipeline in a thread, HTTP in the event loop of the main thread.
+Runs in benchmarks/compare/.venv: the pipeline in one process, HTTP in another.
 """
 
 import argparse
 import asyncio
 import json
-import queue
-import threading
+import multiprocessing
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openvino
@@ -26,64 +26,108 @@ _HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Enco
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion. outputs: lists of new token ids, then None. logprobs: of the tokens so far, if the config asks for them."""
+    """One completion. outputs: the news of it that have not been sent."""
 
     prompt: list[int]
-    config: openvino_genai.GenerationConfig
-    outputs: "asyncio.Queue[list[int] | None]" = field(default_factory=asyncio.Queue)
-    handle: Any = None
-    logprobs: list[float] = field(default_factory=list)
+    max_tokens: int
+    ignore_eos: bool
+    wants_logprobs: bool = False
+    outputs: "asyncio.Queue[News]" = field(default_factory=asyncio.Queue)
 
 
-class PipelineThread:
-    """Steps the pipeline while it has work, and sleeps while it has none."""
+class News(NamedTuple):
+    """New token ids of a request, their logprobs if it asked for them, and whether these are the last."""
 
-    def __init__(self, model: Path, loop: asyncio.AbstractEventLoop) -> None:
-        scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = 3  # GiB
-        scheduler.max_num_batched_tokens = 512
-        scheduler.max_num_seqs = 64
-        scheduler.dynamic_split_fuse = True
-        scheduler.enable_prefix_caching = True
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", {})
-        self._loop = loop
-        self.waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        live: list[Request] = []
-        next_id = 0
-        while True:
-            while not live or not self.waiting.empty():
-                request = self.waiting.get()
-                prompt = openvino.Tensor(np.array([request.prompt], np.int64))
-                request.handle = self._pipeline.add_request(next_id, prompt, request.config)
-                next_id += 1
-                live.append(request)
-            self._pipeline.step()
-            news: list[tuple[Request, list[int] | None]] = []
-            for request in live:
-                while request.handle.can_read():
-                    for output in request.handle.read().values():
-                        news.append((request, list(output.generated_ids)))
-                        if request.config.logprobs:
-                            request.logprobs += output.generated_log_probs
-            ended = [r for r in live if r.handle.get_status() != openvino_genai.GenerationStatus.RUNNING]
-            news += [(request, None) for request in ended]
-            live = [request for request in live if request not in ended]
-            if news:
-                self._loop.call_soon_threadsafe(_deliver, news)
+    ids: list[int]
+    logprobs: list[float]
+    is_last: bool
 
 
-def _deliver(news: list[tuple[Request, list[int] | None]]) -> None:
-    for request, ids in news:
-        request.outputs.put_nowait(ids)
+class Pipeline:
+    """The pipeline, in a process of its own: its `step` keeps the GIL, so that a thread beside it could send nothing while it computes."""
+
+    def __init__(self, model: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        spawn.Process(target=run_pipeline, args=(str(model), theirs), daemon=True).start()
+        theirs.close()
+        self._connection.recv_bytes()  # it is loaded
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._deliver)
+
+    def add(self, request: Request) -> None:
+        """Start a request."""
+        self._requests[self._next_id] = request
+        options = request.prompt, request.max_tokens, request.ignore_eos, request.wants_logprobs
+        self._connection.send_bytes(json.dumps((self._next_id, *options)).encode())
+        self._next_id += 1
+
+    def _deliver(self) -> None:
+        for request_id, *fields in json.loads(self._connection.recv_bytes()):
+            news = News(*fields)
+            self._requests[request_id].outputs.put_nowait(news)
+            if news.is_last:
+                del self._requests[request_id]
+
+
+def run_pipeline(model: str, connection: Connection) -> None:
+    """In the other process: step the pipeline while it has work, and sleep while it has none; after each step send what is new."""
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = 3  # GiB
+    scheduler.max_num_batched_tokens = 512
+    scheduler.max_num_seqs = 64
+    scheduler.dynamic_split_fuse = True
+    scheduler.enable_prefix_caching = True
+    pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {})
+    connection.send_bytes(b"loaded")
+    live: dict[int, Any] = {}
+    while True:
+        while not live or connection.poll():
+            request_id, prompt, *options = json.loads(connection.recv_bytes())
+            tensor = openvino.Tensor(np.array([prompt], np.int64))
+            live[request_id] = pipeline.add_request(request_id, tensor, _greedy(*options))
+        pipeline.step()
+        news = []
+        for request_id, handle in list(live.items()):
+            new = _news_of(handle)
+            if new.ids or new.is_last:
+                news.append((request_id, *new))
+            if new.is_last:
+                del live[request_id]
+        if news:
+            connection.send_bytes(json.dumps(news).encode())
+
+
+def _greedy(max_tokens: int, ignore_eos: bool, wants_logprobs: bool) -> openvino_genai.GenerationConfig:
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = max_tokens
+    config.do_sample = False
+    config.apply_chat_template = False
+    if ignore_eos:
+        config.ignore_eos = True
+        config.min_new_tokens = max_tokens
+    if wants_logprobs:
+        config.logprobs = 1
+    return config
+
+
+def _news_of(handle: Any) -> News:
+    # The status first: what is new after it is not lost.
+    is_last = handle.get_status() != openvino_genai.GenerationStatus.RUNNING
+    ids: list[int] = []
+    logprobs: list[float] = []
+    while handle.can_read():
+        for output in handle.read().values():
+            ids += output.generated_ids
+            logprobs += output.generated_log_probs
+    return News(ids, logprobs, is_last)
 
 
 class Server:
     """HTTP/1.1 with keep-alive for the three routes that the benchmark client uses."""
 
-    def __init__(self, pipeline: PipelineThread, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, model_name: str) -> None:
         self._pipeline = pipeline
         self._tokenizer = tokenizer
         self._model_name = model_name
@@ -120,19 +164,13 @@ class Server:
         if not isinstance(prompt, list) or not body.get("stream") or body.get("temperature") != 0:
             _reply(writer, 400, {"error": {"message": "only streamed greedy completions of token ids are served"}})
             return
-        config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = body["max_tokens"]
-        config.do_sample = False
-        config.apply_chat_template = False
-        if body.get("ignore_eos"):
-            config.ignore_eos = True
-            config.min_new_tokens = body["max_tokens"]
-        request = Request(prompt, config)
-        self._pipeline.waiting.put(request)
+        request = Request(prompt, body["max_tokens"], bool(body.get("ignore_eos")))
+        self._pipeline.add(request)
         writer.write(_HEADERS)
         stream = DecodeStream(skip_special_tokens=True)
-        num_tokens = 0
-        while (ids := await request.outputs.get()) is not None:
+        num_tokens, is_last = 0, False
+        while not is_last:
+            ids, _, is_last = await request.outputs.get()
             num_tokens += len(ids)
             text = "".join(stream.step(self._tokenizer, token) or "" for token in ids)
             _chunk(writer, json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": None}]}))
@@ -143,19 +181,17 @@ class Server:
         writer.write(b"0\r\n\r\n")
 
     async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = body["sampling_params"]["max_new_tokens"]
-        config.do_sample = False
-        config.apply_chat_template = False
-        config.ignore_eos = True
-        config.logprobs = 1
-        request = Request(body["input_ids"], config)
-        self._pipeline.waiting.put(request)
-        ids: list[int] = []
-        while (new := await request.outputs.get()) is not None:
-            ids += new
-        logprobs = [[logprob, token, None] for logprob, token in zip(request.logprobs, ids, strict=True)]
-        _reply(writer, 200, {"output_ids": ids, "meta_info": {"output_token_logprobs": logprobs}})
+        request = Request(
+            body["input_ids"], body["sampling_params"]["max_new_tokens"], ignore_eos=True, wants_logprobs=True
+        )
+        self._pipeline.add(request)
+        logprobs: list[list[float | int | None]] = []
+        is_last = False
+        while not is_last:
+            ids, new, is_last = await request.outputs.get()
+            logprobs += [[logprob, token, None] for logprob, token in zip(new, ids, strict=True)]
+        meta = {"output_token_logprobs": logprobs}
+        _reply(writer, 200, {"output_ids": [token for _, token, _ in logprobs], "meta_info": meta})
 
 
 def _chunk(writer: asyncio.StreamWriter, data: str) -> None:
@@ -175,7 +211,7 @@ async def main() -> None:
     parser.add_argument("model", type=Path, help="folder with the IR and tokenizer.json")
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
-    pipeline = PipelineThread(options.model, asyncio.get_running_loop())
+    pipeline = Pipeline(options.model)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     tokenizer.decoder = ByteLevel()  # tokenizer.json was made from a GGUF file, which names no decoder
     server = Server(pipeline, tokenizer, options.model.name)
