@@ -1,0 +1,64 @@
+"""Grammars that constrain what a request may generate: as requested, and as the scheduler and the sampler see them once compiled.
+
+Only `headrace.grammar` knows the library that compiles and matches. The scheduler waits for `Grammars.compile`, gives the result to the worker in
+`NewSequence`, and the sampler asks its `TokenMask` which tokens may come next.
+"""
+
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "lark", "choice", "structural_tag"]
+
+MaskWords = npt.NDArray[np.int32]
+"""int32[ceil(V / 32)]: bit i % 32 of word i // 32 says whether token i may come next."""
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the output of a request must match.
+
+    text: a JSON schema as JSON; a regular expression; GBNF (`ebnf`); lark; a JSON list of strings (`choice`); a structural tag as JSON, in either
+    shape. field: the request's field that asked for it, for messages.
+    """
+
+    kind: GrammarKind
+    text: str
+    field: str
+
+
+class TokenMask(Protocol):
+    """Follows the output of one sequence and says which tokens may come next. Used by one thread at a time."""
+
+    def fill(self, words: MaskWords) -> None:
+        """Set `words` to the tokens that may come next. Raises ExecutionError, and from then on always, if the grammar cannot go on."""
+
+    def accept(self, token_id: int) -> None:
+        """The next token. Raises ExecutionError for one that may not come next."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` tokens."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end may come next."""
+
+
+class CompiledGrammar(Protocol):
+    """A compiled grammar, shared by all sequences that asked for it."""
+
+    def start(self) -> TokenMask:
+        """A mask at the beginning of an output."""
+
+
+class Grammars(Protocol):
+    """Compiles grammars beside the scheduler's loop."""
+
+    def compile(self, spec: GrammarSpec) -> "Future[CompiledGrammar]":
+        """Begin to compile; returns at once. The result raises RequestError for a grammar that is refused, with the reason, and
+        ExecutionError if it could not be tried."""
+
+    def close(self) -> None:
+        """Stop. What is still being compiled is abandoned."""
