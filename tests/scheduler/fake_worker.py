@@ -8,6 +8,7 @@ given to two owners, freed too early or shared wrongly is found at once. The nex
 import math
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from headrace.cache.allocator import PageAllocator
 from headrace.cache.chunk_cache import ChunkCache
 from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
+from headrace.messages.grammar import CompiledGrammar, GrammarSpec
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
@@ -125,13 +127,39 @@ class FakeLoras(set[int]):
         self.discard(lora_id)
 
 
+class FakeGrammars:
+    """Grammars that are compiled when a test says so. started: what was asked for, in order."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[GrammarSpec, Future[CompiledGrammar]]] = []
+        self.closed = False
+
+    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        self.started.append((spec, Future()))
+        return self.started[-1][1]
+
+    def finish(self, text: str, result: object) -> None:
+        """End the compilation of every grammar of this text. result: the grammar, or an error."""
+        for spec, future in self.started:
+            if spec.text == text and not future.done():
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class FakeWorker:
     """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host.
 
     ids_a_row: how many tokens a row that samples gives; several only without overlap. seconds: what a step takes.
+    sits_out: whether the row of a sequence sits a step out, given the number of the step and the row.
     """
 
     seconds: Callable[[ModelWorkerBatch], float] = staticmethod(lambda batch: 0.0)
+    sits_out: Callable[[int, int], bool] = staticmethod(lambda step, row: False)
 
     def __init__(self, num_slots: int, max_seqs: int, eos_every: int = 9, ids_a_row: int = 1) -> None:
         self.ids_a_row = ids_a_row
@@ -147,6 +175,7 @@ class FakeWorker:
         self.rids: dict[int, str] = {}
         self.lora_ids: dict[int, int] = {}
         self.loras = FakeLoras()
+        self.late: set[int] = set()  # sequences that sat out the last step that was to sample them
         self.broken: set[int] = set()  # rows of a failed step: what a step already planned makes of them is thrown away
         self.num_computed = 0
         self.num_prefill_rows = 0
@@ -170,6 +199,7 @@ class FakeWorker:
             self.rids[new.seq] = new.rid
             self.lora_ids[new.seq] = new.lora_id
             self.broken.discard(new.seq)
+            self.late.discard(new.seq)
         assert len(set(batch.seqs.tolist())) == len(batch.seqs), "a sequence stands twice in a step"
         assert len(set(batch.out_slots.tolist())) == len(batch.out_slots), "a slot is written twice in a step"
         if batch.step in self.fail_steps:
@@ -187,6 +217,13 @@ class FakeWorker:
                 made[row] = [0] * int(batch.num_logits[row])
                 continue
             tokens, slots = self.tokens[seq], self.slots[seq]
+            if start == len(tokens) and seq in self.late:
+                at += count  # planned before the step that it sat out was collected
+                continue
+            if seq in self.late:
+                assert start == len(tokens) - 1, "what sat out computes its last token again"
+                self.late.discard(seq)
+                slots.pop()
             assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
             assert start + count <= len(tokens), "computes a token that is not known"
             lora_id = self.lora_ids[seq]
@@ -211,6 +248,9 @@ class FakeWorker:
                     prompt_logprobs[row] = block([tokens[p + 1] for p in wanted], [written[p - start] for p in wanted])
             if batch.num_logits[row]:
                 assert start + count == len(tokens), "samples before the last known token"
+                if self.sits_out(batch.step, row):
+                    self.late.add(seq)
+                    continue
                 if self.rids[seq] in self.nan_rids:
                     errors[row] = "the model produced NaN"
                     tokens.append(0)  # a step already planned may read this position; its result is thrown away
@@ -289,8 +329,17 @@ class Rig:
             preemption_threshold=preemption,
             accept_faults=True,
         )
+        self.grammars = FakeGrammars()
         self.scheduler = Scheduler(
-            config, self.kv, self.worker, self.inbox, self.out, self.back, self.no_checker, clock=lambda: self.now
+            config,
+            self.kv,
+            self.worker,
+            self.inbox,
+            self.out,
+            self.back,
+            self.no_checker,
+            clock=lambda: self.now,
+            grammars=self.grammars,
         )
         self.ids: dict[str, list[int]] = {}
         self.finish: dict[str, object] = {}
@@ -307,7 +356,9 @@ class Rig:
 
     def add(self, rid: str, prompt: list[int], max_new_tokens: int = 16, **fields: object) -> None:
         sampling = {
-            name: fields.pop(name) for name in ("ignore_eos", "stop_token_ids", "min_new_tokens") if name in fields
+            name: fields.pop(name)
+            for name in ("ignore_eos", "stop_token_ids", "min_new_tokens", "grammar")
+            if name in fields
         }
         task = {name: fields.pop(name) for name in ("stream", "logprobs", "return_hidden_states") if name in fields}
         self.inbox.send(
@@ -339,7 +390,7 @@ class Rig:
 
     @property
     def busy(self) -> bool:
-        return bool(self.state.running or self.state.waiting or self.state.in_flight or self.inbox.messages)
+        return bool(self.state.running or self.state.waiting or len(self.state.compiling) or self.state.in_flight or self.inbox.messages)
 
     def drain(self, limit: int = 5000) -> None:
         for _ in range(limit):

@@ -41,6 +41,7 @@ SETUP = st.fixed_dictionaries(
         "preemption": st.sampled_from([0, 0, 1, 2]),
         "ids_a_row": st.sampled_from([1, 1, 3]),
         "max_step_s": st.sampled_from([math.inf, 1e-3, 0.03]),
+        "sits_out": st.sampled_from([0, 0, 2, 3, 7]),  # one row in so many sits a step out
     }
 )
 
@@ -53,8 +54,10 @@ def test_every_history_ends_with_right_tokens_and_a_whole_pool(setup, actions):
         # With several tokens a row, where the next step begins is known only after the commit.
         "overlap": setup["overlap"] and setup["ids_a_row"] == 1,
     }
+    every = setup.pop("sits_out")
     rig = Rig(**setup)
     rig.worker.seconds = lambda batch: 1e-3 * batch.num_tokens
+    rig.worker.sits_out = lambda step, row: bool(every) and hash((step, row)) % every == 0
     asked = {}
     aborted = set()
     for action in actions:

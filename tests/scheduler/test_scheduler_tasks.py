@@ -23,6 +23,7 @@ class TaskWithoutSampling:
     is_plain = True
     prompt_logprob_start = 1 << 20
     stop_text = None
+    grammar = None
 
     def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         return frozenset()

@@ -108,7 +108,7 @@ class ModelRunner:
         special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
         batch = ForwardBatch.from_plan(plan, self.table)
         reads = self._reads(plan, seqs, special)
-        hidden = self._forward(seqs, special, batch, reads, on_layers)
+        hidden = self._forward(plan, seqs, special, batch, reads, on_layers)
         starts = batch.row_starts if reads is None else reads.starts
         outcome = _Outcome([-1] * len(seqs))
         for row in special:
@@ -153,6 +153,7 @@ class ModelRunner:
 
     def _forward(
         self,
+        plan: ModelWorkerBatch,
         seqs: list[int],
         special: list[int],
         batch: ForwardBatch,
@@ -173,12 +174,20 @@ class ModelRunner:
         if self.table.adapted:
             loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
         self.loras.step.rows = loras
+        self._begin_masks(plan)
         on_layers()
         if loras is None:
             return self.model.forward(inputs, batch.rows.positions, self.attention, reads)
         # An adapter finds its rows by their place in the whole step.
         hidden = self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=True)
         return hidden if reads is None else hidden[reads.index]
+
+    def _begin_masks(self, plan: ModelWorkerBatch) -> None:
+        """Let the sampler fill the masks of grammars while the layers run."""
+        if self.sampler.edited:
+            sampled = np.flatnonzero(plan.num_logits)
+            positions = plan.starts[sampled] + plan.counts[sampled]
+            self.sampler.begin(plan.seqs[sampled].tolist(), positions.tolist())
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[rows, vocab_size] of hidden [rows, hidden_size]; on the CPU only until the next call."""
@@ -219,10 +228,11 @@ class ModelRunner:
         output = self.sampler.sample(logits, seqs, positions, num_outputs, rids)
         token_ids = output.token_ids
         errors = {**output.errors, **failed} if failed else output.errors
-        if errors:
-            # A step planned before the error is known may still read this token, so it must be a valid id.
+        without = [*errors, *output.late]
+        if without:
+            # A step planned before this is known may still read these tokens, so they must be valid ids.
             token_ids = token_ids.clone()
-            token_ids[torch.tensor(list(errors), device=token_ids.device)] = 0
+            token_ids[torch.tensor(without, device=token_ids.device)] = 0
         host_ids = token_ids.tolist()
         if self.table.host is not None:
             tokens = self.table.host.tokens
@@ -233,9 +243,10 @@ class ModelRunner:
             self.table.tokens[at_rows, at_positions] = token_ids
         for row, token_id in zip(sampled, host_ids, strict=True):
             outcome.token_ids[row] = token_id
+        for index in without:
+            outcome.token_ids[sampled[index]] = -1
         for index, message in errors.items():
             outcome.errors[sampled[index]] = message
-            outcome.token_ids[sampled[index]] = -1
         for index, block in output.logprobs.items():
             if index not in errors:
                 outcome.logprobs[sampled[index]] = block

@@ -76,7 +76,7 @@ def describe_short_load(state: InternalState) -> dict[str, int]:
     used = pool.total_tokens - pool.free_tokens - pool.evictable_tokens
     return {
         "dp_rank": state.replica,
-        "num_reqs": state.num_running + state.num_waiting,
+        "num_reqs": state.num_running + state.num_waiting + state.num_grammar_queue,
         "num_waiting_reqs": state.num_waiting,
         "num_tokens": used + state.waiting_tokens,
     }
@@ -90,6 +90,7 @@ def describe_load(state: InternalState) -> dict[str, Any]:
         "dp_rank": state.replica,
         "num_running_reqs": state.num_running,
         "num_waiting_reqs": state.num_waiting,
+        "num_grammar_queue_reqs": state.num_grammar_queue,
         "num_waiting_tokens": state.waiting_tokens,
         "num_used_tokens": used,
         "max_total_tokens": pool.total_tokens,

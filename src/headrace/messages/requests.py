@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from headrace.messages.grammar import GrammarSpec
 from headrace.messages.outputs import DecodeOptions
 from headrace.messages.packing import unpack_int32
 from headrace.sampling.params import ResolvedSamplingParams, SamplingParams
@@ -148,6 +149,11 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         return self.params.stream_interval
 
     @property
+    def grammar(self) -> GrammarSpec | None:
+        """What its output must match, or None."""
+        return self.params.grammar
+
+    @property
     def is_plain(self) -> bool:
         """Whether tokens are all that comes out of it, no logprobs and no hidden states."""
         return self.logprobs is None and not self.return_hidden_states
@@ -163,9 +169,9 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
         return self.params if self.params.stop or self.params.stop_regex else None
 
     def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that end it. eos_token_ids: of the model."""
+        """The tokens that end it. eos_token_ids: of the model, which end a complete output of a grammar even if it ignores them."""
         own = frozenset(self.params.stop_token_ids)
-        return own if self.params.ignore_eos else own | eos_token_ids
+        return own if self.params.ignore_eos and self.grammar is None else own | eos_token_ids
 
     def check(self, eos_token_ids: Set[int]) -> None:
         """Raises RequestError if it can never be carried out: see `ResolvedSamplingParams.check_allowed`."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from headrace.messages.control import FaultReq, Profiler
 from headrace.messages.experts import ExpertCounter
+from headrace.messages.grammar import CompiledGrammar
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import EngineTask, PromptContent
@@ -32,6 +33,7 @@ class NewSequence:
     token_ids: int32[num_tokens], the prompt and the outputs so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
     multiple of page_size and < num_tokens. task: that of the request, whose prompt logprobs begin with the first that is still missing.
     end_token_ids: impossible before `min_new_tokens` outputs. content: the prompt, as in the request. lora_id: its adapter, 0 = none.
+    grammar: what its outputs must match, those so far included.
     """
 
     seq: int
@@ -43,6 +45,7 @@ class NewSequence:
     end_token_ids: tuple[int, ...]
     content: PromptContent
     lora_id: int = 0
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class StepResult:
     """The result of a step. Arrays and maps are by row of the plan.
 
     ids: int32[num_ids], the sampled tokens of all rows. id_starts: int32[num_rows + 1]; the ids of row r are ids[id_starts[r] : id_starts[r + 1]],
-    none if the row does not sample or has an error. They are the tokens at positions starts[r]+counts[r] and following.
+    none if the row does not sample or has an error. They are the tokens at positions starts[r]+counts[r] and following. A row that was to sample,
+    but has neither ids nor an error, sat the step out (its grammar's mask was not ready): its last position is to be computed again.
     errors: row -> message; only that sample ends, with a 500.
     logprobs: row -> block of its ids. prompt_logprobs: row -> block of the prompt tokens whose logits this
     chunk computed: chunk positions p with prompt_start <= p + 1 < num_prompt_tokens give the entry of token p + 1.

@@ -102,6 +102,7 @@ class Metrics:
 
         self.num_running = self._gauge("num_running_reqs", "Samples in the running batch.")
         self.num_queued = self._gauge("num_queue_reqs", "Samples that wait.")
+        self.num_grammar_queued = self._gauge("num_grammar_queue_reqs", "Samples whose grammar is being compiled.")
         self.gen_throughput = self._gauge("gen_throughput", "Tokens generated per second, lately.")
         self.token_usage = self._gauge("token_usage", "Share of the KV pool that cannot be had, 0 to 1.")
         self.scheduler_host_s = self._counter("scheduler_host_seconds", "Spent on planning and committing steps.")
@@ -110,6 +111,9 @@ class Metrics:
         self.prompt_steps = self._counter("prompt_steps", "Steps with prompt tokens whose time was predicted.")
         self.prompt_step_s = self._counter("prompt_step_seconds", "Spent in these steps.")
         self.prompt_step_expected_s = self._counter("prompt_step_expected_seconds", "Predicted for these steps.")
+        self.sat_out_rows = self._counter(
+            "grammar_sat_out_rows", "Rows not sampled: their grammar's mask was not ready."
+        )
         self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
         self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that no request uses.")
         self.cache_hit_rate = self._gauge("cache_hit_rate", "Share of the tokens looked up that were cached, 0 to 1.")
@@ -134,6 +138,7 @@ class Metrics:
         labels = (self._model_name, str(state.replica))
         self.num_running.labels(*labels).set(state.num_running)
         self.num_queued.labels(*labels).set(state.num_waiting)
+        self.num_grammar_queued.labels(*labels).set(state.num_grammar_queue)
         self.gen_throughput.labels(*labels).set(state.gen_throughput)
         self.kv_available.labels(*labels).set(pool.free_tokens)
         self.kv_evictable.labels(*labels).set(pool.evictable_tokens)
@@ -146,6 +151,7 @@ class Metrics:
         # A restarted scheduler counts from zero.
         self.prefix_query_tokens.inc(_added(state.prefix_query_tokens, last.prefix_query_tokens if last else 0))
         self.retracted_requests.inc(_added(state.num_retracted, last.num_retracted if last else 0))
+        self.sat_out_rows.inc(_added(state.num_sat_out, last.num_sat_out if last else 0))
         self.scheduler_host_s.inc(_added(state.host_s, last.host_s if last else 0.0))
         self.step_s.inc(_added(state.forward_s, last.forward_s if last else 0.0))
         self.steps.inc(_added(state.num_steps, last.num_steps if last else 0))

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.messages.grammar import GrammarSpec
 
 T = TypeVar("T", int, float)
 
@@ -231,6 +232,7 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    grammar: GrammarSpec | None = None
     stream_interval: int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

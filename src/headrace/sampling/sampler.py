@@ -1,15 +1,17 @@
 """The sampler: one id for each row of logits.
 
 Owns the table of sampling state by sequence (row `seq` of the worker's tables) and the order of operations: custom logit processor -> NaN
-check -> bias, penalties and masks -> greedy, or temperature, top-k, top-p, min-p and a seeded draw -> logprobs. Does not own the
-draw (`draw`), the edits (`penalties`) or which positions are sampled (the plan). One instance, used by one thread at a time.
+check -> bias, penalties and masks -> the mask of the grammar -> greedy, or temperature, top-k, top-p, min-p and a seeded draw -> logprobs (of the
+model's own logits). Does not own the draw (`draw`), the edits (`penalties`), the grammars' masks (`grammar_rows`) or which positions are sampled (the
+plan). One instance, used by one thread at a time.
 
 A row's token is a function of its logits, its parameters, its own tokens and (seed, position), never of other rows.
 `sample` does not change the logits that it gets.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +24,7 @@ from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
 from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import DrawTable, Filters, Int32Array, greedy_ids
+from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows, ReadyMasks
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
 from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits, edits_only_by_penalties
@@ -29,18 +32,20 @@ from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits, 
 logger = get_logger(__name__)
 
 BAD_LOGITS = "the model produced NaN or no finite logits"
-NOTHING_LEFT = (
-    "logit_bias, penalties, bad_words, allowed_token_ids and min_new_tokens leave no token that could be sampled"
-)
+NOTHING_LEFT = "logit_bias, penalties, bad_words, allowed_token_ids, min_new_tokens and the grammar leave no token that could be sampled"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """token_ids: int64[R] on the sampler's device, -1 in rows that have an error. errors, logprobs: by row."""
+    """token_ids: int64[R] on the sampler's device, -1 in rows that have an error or sit the step out. errors, logprobs: by row.
+
+    late: the rows that sit it out, because the mask of their grammar is not ready.
+    """
 
     token_ids: torch.Tensor
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -52,11 +57,12 @@ class _Sequence:
     edits: LogitEdits | None
     processor: str
     history: TokenHistory | None
+    constrained: bool
 
     @property
     def is_plain(self) -> bool:
         """Whether the logits are used unchanged and only a token is needed."""
-        return self.history is None and self.logprobs is None
+        return self.history is None and self.logprobs is None and not self.constrained
 
 
 class Sampler:
@@ -79,6 +85,7 @@ class Sampler:
         self._table: list[_Sequence | None] = [None] * max_seqs
         self._draws = DrawTable(max_seqs)
         self._penalties = penalties
+        self._grammars = GrammarRows(vocab_size)
         self.edited: set[int] = set()
 
     def add(self, seq: int, new: NewSequence) -> None:
@@ -104,7 +111,9 @@ class Sampler:
             ),
             processor=task.custom_logit_processor,
             history=history,
+            constrained=new.grammar is not None,
         )
+        self._grammars.add(seq, new)
         if self._state(seq).is_plain:
             self.edited.discard(seq)
         else:
@@ -123,6 +132,14 @@ class Sampler:
             return greedy_ids(logits)
         return self._draws.draw(logits, seqs, positions, range(len(seqs)))
 
+    def begin(self, seqs: Sequence[int], positions: Sequence[int]) -> None:
+        """The layers of a step are about to run that will be sampled by `sample`, with these arguments. Fills the masks of grammars meanwhile."""
+        self._grammars.begin(seqs, positions)
+
+    def close(self) -> None:
+        """End the threads that fill masks."""
+        self._grammars.close()
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -134,7 +151,7 @@ class Sampler:
         """Sample row r of `logits` for sequence seqs[r].
 
         logits: float32[R, V]. positions: index that the sampled token will have in its sequence. num_outputs: outputs before it.
-        A row that cannot be sampled has an entry in `errors` and does not affect the others.
+        A row that cannot be sampled has an entry in `errors` and does not affect the others. `begin` has been called with the same rows.
         Going back to an earlier position (a step that is run again) discards what was sampled from there on.
         """
         assert logits.dtype == torch.float32, logits.dtype
@@ -148,38 +165,69 @@ class Sampler:
             self._penalties.apply(source, seqs, positions)
         if self._device.type == "cpu" and all(state.is_plain and state.is_greedy for state in states):
             return self._greedy(source)
-        errors: dict[int, str] = {}
-        rows = [row for row, state in enumerate(states) if state.history is None]
-        token_ids = self._pick(source, seqs, rows, positions, errors, BAD_LOGITS)
-        if len(rows) < len(states):
-            rows = [row for row, state in enumerate(states) if state.history is not None]
-            edited = self._copy(logits, rows)
-            failed: dict[int, str] = {}
+        masks = self._grammars.ready(seqs, positions) if any(state.constrained for state in states) else NO_MASKS
+        errors = dict(masks.errors)
+        left_out = {*masks.late, *masks.errors}
+        plain = [row for row, state in enumerate(states) if state.history is None and not state.constrained]
+        token_ids = self._pick(source, seqs, plain, positions, errors, BAD_LOGITS)
+        if masked := [row for row in masks.rows if states[row].history is None]:
+            allowed = self._masked(source, masked, masks)
+            self._pick_into(token_ids, allowed, seqs, masked, range(len(masked)), positions, errors, BAD_LOGITS)
+        if edited := [row for row, state in enumerate(states) if state.history is not None and row not in left_out]:
+            copies = self._copy(logits, edited)
             passed: list[int] = []
-            for i, (row, healthy) in enumerate(zip(rows, self._maxima(edited).isfinite().tolist(), strict=True)):
-                error = self._edit(edited[i], healthy, states[row], positions[row], num_outputs[row], rids[row])
+            for i, (row, healthy) in enumerate(zip(edited, self._maxima(copies).isfinite().tolist(), strict=True)):
+                # A grammar whose output is complete ends it, whatever the minimum.
+                count = sys.maxsize if row in masks.only_end else num_outputs[row]
+                error = self._edit(copies[i], healthy, states[row], positions[row], count, rids[row])
                 if error:
-                    failed[i] = error
+                    errors[row] = error
                 else:
                     passed.append(i)
-            picked = self._pick(
-                edited, [seqs[row] for row in rows], passed, [positions[row] for row in rows], failed, NOTHING_LEFT
-            )
-            token_ids[rows] = picked
-            errors.update((rows[i], message) for i, message in failed.items())
+            if constrained := [i for i in passed if states[edited[i]].constrained]:
+                copies[constrained] = self._masked(copies, constrained, masks, edited)
+            self._pick_into(token_ids, copies, seqs, edited, passed, positions, errors, NOTHING_LEFT)
+        logprobs = self._take(token_ids, logits, seqs, states, {*errors, *masks.late})
+        return SamplerOutput(token_ids, errors, logprobs, masks.late)
+
+    def _take(
+        self,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        seqs: Sequence[int],
+        states: Sequence[_Sequence],
+        without: Set[int],
+    ) -> dict[int, LogprobBlock]:
+        """Tell the rows' states which tokens were sampled, except for the rows `without` one. Returns the logprobs that they want."""
         logprobs: dict[int, LogprobBlock] = {}
-        if not all(state.is_plain for state in states):
-            host_ids = token_ids.tolist()
-            for row, state in enumerate(states):
-                if row in errors:
-                    continue
-                if state.history is not None:
-                    state.history.append(host_ids[row])
-                    if state.edits is not None:
-                        state.edits.append(host_ids[row])
-                if state.logprobs is not None:
-                    logprobs[row] = token_logprobs(logits[row], host_ids[row], state.logprobs)
-        return SamplerOutput(token_ids, errors, logprobs)
+        if all(state.is_plain for state in states):
+            return logprobs
+        host_ids = token_ids.tolist()
+        for row, state in enumerate(states):
+            if row in without:
+                continue
+            if state.history is not None:
+                state.history.append(host_ids[row])
+                if state.edits is not None:
+                    state.edits.append(host_ids[row])
+            if state.constrained:
+                self._grammars.accept(seqs[row], host_ids[row])
+            if state.logprobs is not None:
+                logprobs[row] = token_logprobs(logits[row], host_ids[row], state.logprobs)
+        return logprobs
+
+    def _masked(
+        self, logits: torch.Tensor, rows: list[int], masks: ReadyMasks, step_rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """float32[len(rows), V]: these rows of `logits` where their grammars allow it, -inf elsewhere.
+
+        step_rows: the rows of the step that those of `logits` are; None = the same.
+        """
+        of_step = rows if step_rows is None else [step_rows[row] for row in rows]
+        index = masks.rows.index
+        words = masks.words if of_step == masks.rows else masks.words[[index(row) for row in of_step]]
+        device = self._device
+        return ops.mask_logits(logits, torch.tensor(rows, device=device), torch.from_numpy(words).to(device))
 
     def _penalises(self, seqs: Sequence[int] | Int32Array) -> bool:
         return self._penalties is not None and self._penalties.any(seqs)
@@ -214,6 +262,23 @@ class Sampler:
             host_ids = token_ids.tolist()
             errors.update((row, message) for row in rows if host_ids[row] < 0)
         return token_ids
+
+    def _pick_into(
+        self,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        seqs: Sequence[int],
+        rows: Sequence[int],
+        wanted: Sequence[int],
+        positions: Sequence[int],
+        errors: dict[int, str],
+        message: str,
+    ) -> None:
+        """As `_pick`, for `rows` of the step, whose logits float32[len(rows), V] these are; of them only those with an index in `wanted`."""
+        failed: dict[int, str] = {}
+        own_seqs, own_positions = [seqs[row] for row in rows], [positions[row] for row in rows]
+        token_ids[rows] = self._pick(logits, own_seqs, wanted, own_positions, failed, message)
+        errors.update((rows[i], text) for i, text in failed.items())
 
     def _copy(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """A copy of these rows, float32[n, V]. On the CPU with numpy: one thread copies faster than several can be synchronised."""

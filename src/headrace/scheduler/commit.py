@@ -38,7 +38,11 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
                     _take_details(req, start, result.prompt_logprobs.get(row), result.hidden_states.get(row))
                 if num_logits:
                     made = ids[id_starts[row] : id_starts[row + 1]]
-                    _take_ids(state, req, made, None if req.is_plain else result.logprobs.get(row))
+                    if made:
+                        _take_ids(state, req, made, None if req.is_plain else result.logprobs.get(row))
+                    else:
+                        req.sit_out()
+                        state.counters.num_sat_out += 1
                 elif req.is_prefill_only and not req.is_prefilling:
                     req.finish = FinishReason("length", length=0)
             except Exception:
@@ -137,7 +141,8 @@ def _settle(state: SchedulerState, req: Req) -> None:
 def _take_prefill(state: SchedulerState, req: Req, start: int) -> None:
     """Count the prompt tokens computed since `start`. Once the prompt is complete, offer its pages to others."""
     state.counters.computed_prefill_tokens += min(req.num_computed, req.num_prompt_tokens) - start
-    if not req.is_prefilling and req.finish is None:
+    # The last token of one that sat out is computed again, and nobody writes to shared pages.
+    if not req.is_prefilling and req.finish is None and not req.sat_out:
         state.kv.share(req)
 
 
@@ -152,7 +157,6 @@ def _take_details(req: Req, start: int, logprobs: LogprobBlock | None, hidden: b
 
 def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> None:
     """Commit the tokens that a row sampled, up to the end of the request, with their logprobs."""
-    assert ids, req.rid
     for token_id in ids:
         assert 0 <= token_id < state.config.vocab_size, (req.rid, ids)
     num_before = len(req.token_ids)

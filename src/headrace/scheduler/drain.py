@@ -5,6 +5,8 @@ them started with. While the gate drains, the planner admits only such samples; 
 scheduler's thread.
 """
 
+from itertools import chain
+
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerState
 
@@ -18,4 +20,6 @@ def is_drained(state: SchedulerState) -> bool:
     """Whether no step is in flight and no request that has begun will take another: all have ended, or steps are held."""
     if state.in_flight:
         return False
-    return state.gate.holds or not (state.running or any(has_begun(state, req) for req in state.waiting))
+    if state.gate.holds:
+        return True
+    return not (state.running or any(has_begun(state, req) for req in chain(state.waiting, state.compiling)))

@@ -280,6 +280,7 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
         end_token_ids=tuple(sorted(req.end_token_ids)),
         content=req.asked.content,
         lora_id=req.asked.lora_id,
+        grammar=req.grammar,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
+from headrace.messages.grammar import CompiledGrammar
 from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent
 from headrace.messages.requests import EngineTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
@@ -61,6 +62,7 @@ class Req:
     report_interval: new tokens that make a chunk due. is_prefill_only: it computes its prompt and makes no token.
     num_sent_tokens: known tokens that the client has, its prompt among them.
     is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
+    grammar: what its output must match, once compiled. sat_out: a step did not sample it; it is rewound when no step in flight computes it.
     """
 
     asked: TokenizedGenerateReqInput
@@ -74,6 +76,8 @@ class Req:
     is_prefill_only: bool
     is_plain: bool
     stop_checker: StopChecker | None = None
+    grammar: CompiledGrammar | None = None
+    sat_out: bool = False
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0
@@ -164,7 +168,7 @@ class Req:
     def num_to_schedule(self) -> int:
         """Number of tokens that a step planned now could compute: known tokens, and those known by the time it runs."""
         num_known = len(self.token_ids) + self.num_sampling
-        if self.finish is not None or num_known >= self.max_tokens:
+        if self.finish is not None or num_known >= self.max_tokens or self.sat_out:
             return 0
         return num_known - self.num_scheduled
 
@@ -232,7 +236,17 @@ class Req:
         self.num_in_flight -= 1
         self.num_sampling -= num_logits
         if self.finish is None:
-            self.num_computed = num_computed
+            # After a step that did not sample it, the steps in flight compute tokens that do not exist.
+            self.num_computed = min(num_computed, len(self.token_ids))
+
+    def sit_out(self) -> None:
+        """A step that it has just left was to sample it and did not. Its last token is computed again, for its logits.
+
+        Neither did the steps planned meanwhile, which were to sample the tokens after it.
+        """
+        self.sat_out = self.num_in_flight > 0
+        if not self.sat_out:
+            self.rewind(len(self.token_ids) - 1)
 
     def note(self, kind: Literal["admitted", "chunk", "retracted"], at_s: float, num_tokens: int) -> None:
         """Record an event; at most MAX_EVENTS."""

@@ -30,6 +30,7 @@ from headrace.messages.control import (
     ShutdownReq,
 )
 from headrace.messages.experts import ExpertCountsReq
+from headrace.messages.grammar import Grammars
 from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
@@ -37,6 +38,7 @@ from headrace.messages.step import Worker
 from headrace.messages.weights import WeightOpReq
 from headrace.scheduler import commit, control, planner
 from headrace.scheduler.admission import NewTokenRatio
+from headrace.scheduler.grammar_queue import NO_GRAMMARS, GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.lora import LoraLoader
 from headrace.scheduler.request import Req, StopCheckers
@@ -48,7 +50,7 @@ logger = get_logger(__name__)
 STATS_INTERVAL_S = 1.0
 IDLE_WAIT_S = 0.5
 JOB_WAIT_S = 0.005
-"""How long the loop may sleep between checks while the worker prepares weights."""
+"""How long the loop may sleep between checks while weights are prepared or a grammar is compiled."""
 EXPIRE_INTERVAL_S = 0.1
 
 
@@ -56,7 +58,7 @@ class Scheduler:
     """Combines state, planner and commit around a worker; see the module docstring.
 
     stop_checkers: makes the checker of a request's stop strings. on_turn: called once per turn (watchdog).
-    source: signs the outputs, see `BatchTokenIDOut`.
+    source: signs the outputs, see `BatchTokenIDOut`. grammars: compiles those of requests.
     """
 
     def __init__(
@@ -71,10 +73,15 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         on_turn: Callable[[], None] = lambda: None,
         source: int = 0,
+        grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         self.worker = worker
         self.state = SchedulerState(
-            config, kv, NewTokenRatio(config.conservativeness, config.clip_estimate_tokens), source=source
+            config,
+            kv,
+            NewTokenRatio(config.conservativeness, config.clip_estimate_tokens),
+            GrammarQueue(grammars),
+            source=source,
         )
         self._receiver = receiver
         self._to_detokenizer = to_detokenizer
@@ -98,6 +105,7 @@ class Scheduler:
         while not self._stopping:
             self.run_once()
         self._loras.close()
+        self.state.compiling.close()
         self.worker.close()
 
     @property
@@ -162,12 +170,15 @@ class Scheduler:
         if idle and not self._idle:
             self._become_idle()
         if idle or (not state.in_flight and state.gate.holds):
-            message = self._receiver.recv(JOB_WAIT_S if self._weights.has_job else IDLE_WAIT_S)
+            soon = self._weights.has_job or len(state.compiling)
+            message = self._receiver.recv(JOB_WAIT_S if soon else IDLE_WAIT_S)
         else:
             message = self._receiver.recv_nowait()
         while message is not None:
             self._handle(message)
             message = self._receiver.recv_nowait()
+        for req, error in state.compiling.take_done():
+            self._begin_to_wait(req, error)
         now = self._clock()
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
@@ -239,15 +250,25 @@ class Scheduler:
                 req.stop_checker = self._stop_checkers(request)
                 for token_id in req.tokens()[req.num_prompt_tokens :].tolist():
                     req.stop_checker.push(token_id)
+            if req.task.grammar is not None:
+                state.compiling.add(req)
+                return
+            refusal = None
+        except HeadraceError as error:
+            refusal = error
+        except Exception:
+            logger.exception("admission of %r failed", request.rid)
+            refusal = ExecutionError("internal error")
+        self._begin_to_wait(req, refusal)
+
+    def _begin_to_wait(self, req: Req, refusal: HeadraceError | None) -> None:
+        """Queue a request that is ready to run, or end it with the error."""
+        state = self.state
+        if refusal is None:
             state.fair_share.arrive(req, state.waiting.tenants)
             state.waiting.add(req)
             return
-        except HeadraceError as error:
-            status, text = error.status_code, error.message
-        except Exception:
-            logger.exception("admission of %r failed", request.rid)
-            status, text = 500, "internal error"
-        req.finish = FinishReason("abort", message=text, status_code=status)
+        req.finish = FinishReason("abort", message=refusal.message, status_code=refusal.status_code)
         self._send([commit.end(state, req)])
 
     def _check(self, req: Req) -> None:
@@ -260,7 +281,7 @@ class Scheduler:
         if req.num_prompt_tokens + 1 > total:
             raise RequestError(f"the prompt has {req.num_prompt_tokens} tokens but the KV cache holds only {total}")
         # A request that is sent again has been accepted before.
-        if len(self.state.waiting) >= self.config.max_queued and not req.asked.attempt:
+        if len(self.state.waiting) + len(self.state.compiling) >= self.config.max_queued and not req.asked.attempt:
             raise CapacityError(f"the queue is full ({self.config.max_queued} requests)")
         whole = (len(req.asked.content.token_ids) | len(req.asked.output_ids)) % TOKEN_BYTES == 0
         if not whole or int(req.tokens().min()) < 0 or int(req.tokens().max()) >= self.config.vocab_size:

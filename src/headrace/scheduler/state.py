@@ -9,6 +9,7 @@ from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.fairness import FairShare
+from headrace.scheduler.grammar_queue import GrammarQueue
 from headrace.scheduler.groups import SampleGroups
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.request import Req
@@ -21,6 +22,7 @@ class Counters:
     """Totals since start. forward_s: seconds the worker spent in steps. host_s: seconds spent here on planning and committing them.
 
     prompt_steps, prompt_steps_s, expected_s: of the steps with prompt tokens whose time was expected: number, time taken, time expected.
+    num_sat_out: rows that steps did not sample, because the mask of their grammar was not ready.
     """
 
     num_steps: int = 0
@@ -38,6 +40,7 @@ class Counters:
     prompt_steps: int = 0
     prompt_steps_s: float = 0.0
     expected_s: float = 0.0
+    num_sat_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,8 @@ class SchedulerState:
     """Requests by state, steps in flight, resources and counts.
 
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
-    by_rid: waiting and running requests that have not ended. in_flight: oldest first.
+    compiling: requests that will wait once their grammar is compiled.
+    by_rid: requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
     groups: of those in by_rid, the samples of one prompt.
@@ -107,6 +111,7 @@ class SchedulerState:
     config: SchedulerConfig
     kv: KVManager
     ratio: NewTokenRatio
+    compiling: GrammarQueue
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Req] = field(default_factory=list)
     by_rid: dict[str, Req] = field(default_factory=dict)

@@ -1,0 +1,238 @@
+"""The sequences whose output a grammar constrains: what each may sample next, and the threads that find it out while the layers run.
+
+Owns the `TokenMask` of each such sequence, its place in the output, and the time that a mask may take. Does not own the grammars, nor the kernel
+that applies masks. Called by the worker's thread, except for `_Row.fill`.
+
+A mask that is not ready when the logits are makes its row sit the step out, never the batch: the row is planned again at the same position, and finds
+the mask that was filled meanwhile. So a grammar that is slow, or made to be slow, costs only its own sequence time.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import ExecutionError
+from headrace.log import get_logger
+from headrace.messages.grammar import MaskWords, TokenMask
+from headrace.messages.step import NewSequence
+
+logger = get_logger(__name__)
+
+PATIENCE_S: Final = 0.002
+"""How long a step waits for masks while it has rows that are ready."""
+
+PATIENCE_ALONE_S: Final = 0.02
+"""The same if no row is ready: whoever comes meanwhile waits, too."""
+
+LIMIT_S: Final = 0.5
+"""A sequence whose mask takes longer ends."""
+
+MAX_THREADS: Final = 4
+
+TOO_SLOW = f"the grammar takes more than {LIMIT_S:g} seconds to find the tokens that may come next; make it simpler"
+ALLOWS_NOTHING = "the grammar allows no token here"
+
+
+class _Row:
+    """One sequence. num_tokens: its prompt and the outputs that `mask` has accepted, so the index of the next one.
+
+    words: where the next token's mask is filled. only_end: it allows nothing but the end. done: it is filled, or `error` says why it cannot be.
+    """
+
+    def __init__(self, new: NewSequence, vocab_size: int) -> None:
+        assert new.grammar is not None, new.rid
+        params = new.task.params
+        self.mask: TokenMask = new.grammar.start()
+        self.num_tokens = new.num_prompt_tokens
+        self.words: MaskWords = np.zeros(-(-vocab_size // 32), np.int32)
+        self.only_end = False
+        self.done = False
+        self.busy = False
+        self.begun_s = 0.0
+        self.error = ""
+        # Neither ends an output that is not complete.
+        ends = new.end_token_ids if params.ignore_eos else ()
+        self._never = np.array([i for i in ends if 0 <= i < vocab_size and i not in params.stop_token_ids], np.int64)
+        try:
+            for token_id in new.token_ids[new.num_prompt_tokens :].tolist():
+                self.accept(token_id)
+        except ExecutionError as error:
+            self.error = error.message
+
+    def accept(self, token_id: int) -> None:
+        """The next token. Raises ExecutionError if the grammar does not allow it."""
+        self.done = False
+        self.mask.accept(token_id)
+        self.num_tokens += 1
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forget the tokens from index `num_tokens` on."""
+        self.done = False
+        self.mask.rollback(self.num_tokens - num_tokens)
+        self.num_tokens = num_tokens
+
+    def fill(self) -> None:
+        """Fill `words`. In a thread of its own, during which nobody else uses the row."""
+        try:
+            self.mask.fill(self.words)
+            self.only_end = self.mask.is_complete
+            if len(self._never) and not self.only_end:
+                _forbid(self.words, self._never)
+            if not self.words.any():
+                self.error = ALLOWS_NOTHING
+        except ExecutionError as error:
+            self.error = error.message
+        except Exception:  # an error ends only this sample
+            logger.exception("a grammar's mask could not be filled")
+            self.error = "the grammar could not be applied"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyMasks:
+    """The masks of a step's constrained rows. rows: those that are ready, with words int32[len(rows), W]; only_end: of them, those that may only end.
+
+    late: those that sit the step out. errors: messages with which rows end.
+    """
+
+    rows: list[int]
+    words: MaskWords
+    only_end: frozenset[int] = frozenset()
+    late: list[int] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+NO_MASKS: Final = ReadyMasks([], np.empty((0, 0), np.int32))
+"""Of a step without constrained rows."""
+
+
+class GrammarRows:
+    """The constrained sequences, by row of the worker's tables; see the module docstring."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: dict[int, _Row] = {}
+        self._threads = _Threads()
+
+    def add(self, seq: int, new: NewSequence) -> None:
+        """Put `new`, with the outputs that it already has, in row `seq`, replacing the old content; only the latter if it has no grammar."""
+        self._rows.pop(seq, None)
+        if new.grammar is not None:
+            self._rows[seq] = _Row(new, self._vocab_size)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._rows
+
+    def begin(self, seqs: Sequence[int], positions: Sequence[int]) -> None:
+        """Begin to fill the masks of those of `seqs` that are constrained. positions: index that the next token will have."""
+        if not self._rows:
+            return
+        now = time.monotonic()
+        for seq, position in zip(seqs, positions, strict=True):
+            row = self._rows.get(seq)
+            if row is None or row.busy or row.error or position > row.num_tokens:
+                continue
+            if position < row.num_tokens:
+                row.go_back(position)
+            if not row.done:
+                row.busy = True
+                row.begun_s = now
+                self._threads.submit(row)
+
+    def ready(self, seqs: Sequence[int], positions: Sequence[int]) -> ReadyMasks:
+        """The masks of a step's rows, for which `begin` has been called. Waits for those that are nearly ready."""
+        found = [(i, self._rows[seq]) for i, seq in enumerate(seqs) if seq in self._rows]
+        # The step was planned before the one that the row sat out, or whose error ended it, was collected.
+        current = [(i, row) for i, row in found if positions[i] <= row.num_tokens]
+        self._wait([row for _, row in current], alone=len(current) == len(seqs))
+        now = time.monotonic()
+        rows: list[int] = []
+        late = [i for i, row in found if positions[i] > row.num_tokens]
+        errors: dict[int, str] = {}
+        for i, row in current:
+            if row.busy and now - row.begun_s > LIMIT_S:
+                errors[i] = TOO_SLOW
+            elif row.busy:
+                late.append(i)
+            elif row.error:
+                errors[i] = row.error
+            else:
+                rows.append(i)
+        words = [self._rows[seqs[i]].words for i in rows]
+        only_end = frozenset(i for i in rows if self._rows[seqs[i]].only_end)
+        return ReadyMasks(rows, np.stack(words) if words else np.empty((0, 0), np.int32), only_end, late, errors)
+
+    def accept(self, seq: int, token_id: int) -> None:
+        """The token that a sequence has sampled."""
+        row = self._rows[seq]
+        try:
+            row.accept(token_id)
+        except ExecutionError as error:  # ends the sample in the next step
+            row.error = error.message
+
+    def close(self) -> None:
+        """End the threads, after the masks that they are filling."""
+        self._threads.close()
+
+    def _wait(self, rows: Sequence[_Row], alone: bool) -> None:
+        """Wait until the masks of `rows` are filled, but not too long. alone: the step has no other rows."""
+        if not any(row.busy for row in rows):
+            return
+        self._threads.wait(rows, all, PATIENCE_S)
+        if any(row.busy for row in rows):
+            self._threads.add()
+        if alone and all(row.busy for row in rows):
+            self._threads.wait(rows, any, PATIENCE_ALONE_S)
+
+
+class _Threads:
+    """Threads that fill masks. Usually one does; another joins it when masks are late, so that a slow one does not delay those behind it."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
+        self._filled = threading.Condition()
+        self._num_threads = 0
+
+    def submit(self, row: _Row) -> None:
+        """Fill the row's mask soon."""
+        if not self._num_threads:
+            self.add()
+        self._todo.put(row)
+
+    def wait(self, rows: Sequence[_Row], how_many: Callable[[Iterable[bool]], bool], timeout_s: float) -> None:
+        """Until all, or any, of the rows are not busy."""
+        with self._filled:
+            self._filled.wait_for(lambda: how_many(not row.busy for row in rows), timeout_s)
+
+    def add(self) -> None:
+        """One more thread, up to MAX_THREADS."""
+        if self._num_threads < MAX_THREADS:
+            self._num_threads += 1
+            threading.Thread(target=_run, args=(self._todo, self._filled), name="grammar-masks", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads."""
+        for _ in range(self._num_threads):
+            self._todo.put(None)
+        self._num_threads = 0
+
+
+def _run(todo: "queue.SimpleQueue[_Row | None]", filled: threading.Condition) -> None:
+    while (row := todo.get()) is not None:
+        row.fill()
+        with filled:
+            row.done, row.busy = True, False
+            filled.notify_all()
+
+
+def _forbid(words: MaskWords, ids: npt.NDArray[np.int64]) -> None:
+    """Clear the bits of `ids`, unless no other is set."""
+    kept = words[ids // 32]
+    np.bitwise_and.at(words, ids // 32, ~(np.int32(1) << (ids % 32).astype(np.int32)))
+    if not words.any():
+        words[ids // 32] = kept
