@@ -390,7 +390,13 @@ class Rig:
 
     @property
     def busy(self) -> bool:
-        return bool(self.state.running or self.state.waiting or len(self.state.compiling) or self.state.in_flight or self.inbox.messages)
+        return bool(
+            self.state.running
+            or self.state.waiting
+            or len(self.state.compiling)
+            or self.state.in_flight
+            or self.inbox.messages
+        )
 
     def drain(self, limit: int = 5000) -> None:
         for _ in range(limit):

@@ -113,6 +113,7 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
         link = None if setup.is_cpu else CudaDevice(setup.placement.device)
         table = _sequence_table(setup, memory, link)
         sampler = _sampler(setup, table, link, processors)
+        resources.callback(sampler.close)
         rename = setup.spec.renaming(setup.model_config)
         weights = _updatable_weights(setup, model, memory, rename)
         loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)

@@ -59,20 +59,21 @@ class _Row:
         # Neither ends an output that is not complete.
         ends = new.end_token_ids if params.ignore_eos else ()
         self._never = np.array([i for i in ends if 0 <= i < vocab_size and i not in params.stop_token_ids], np.int64)
-        try:
-            for token_id in new.token_ids[new.num_prompt_tokens :].tolist():
-                self.accept(token_id)
-        except ExecutionError as error:
-            self.error = error.message
+        for token_id in new.token_ids[new.num_prompt_tokens :].tolist():
+            self.accept(token_id)
 
     def accept(self, token_id: int) -> None:
-        """The next token. Raises ExecutionError if the grammar does not allow it."""
+        """The next token. If the grammar does not allow it, the next step ends the sequence."""
         self.done = False
-        self.mask.accept(token_id)
         self.num_tokens += 1
+        if not self.error:
+            try:
+                self.mask.accept(token_id)
+            except ExecutionError as error:
+                self.error = error.message
 
     def go_back(self, num_tokens: int) -> None:
-        """Forget the tokens from index `num_tokens` on."""
+        """Forget the tokens from index `num_tokens` on. Not after an error."""
         self.done = False
         self.mask.rollback(self.num_tokens - num_tokens)
         self.num_tokens = num_tokens
@@ -169,11 +170,7 @@ class GrammarRows:
 
     def accept(self, seq: int, token_id: int) -> None:
         """The token that a sequence has sampled."""
-        row = self._rows[seq]
-        try:
-            row.accept(token_id)
-        except ExecutionError as error:  # ends the sample in the next step
-            row.error = error.message
+        self._rows[seq].accept(token_id)
 
     def close(self) -> None:
         """End the threads, after the masks that they are filling."""
