@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -128,6 +130,13 @@ def test_logprobs_of_prompt_and_samples(sync, checkpoint):
     sampled = result.logprobs[0]
     assert np.frombuffer(sampled.token_ids, np.int32).tolist() == ids_by_row(result)
     assert np.frombuffer(sampled.values, np.float32)[0] == pytest.approx(float(want[39].max()), abs=TOLERANCE)
+
+
+def test_a_step_takes_the_time_that_it_takes_whatever_its_rows_ask(sync):
+    for options in ({}, {"logprobs": LogprobSpec(prompt_start=5, top_num=1)}, {"return_hidden_states": True}):
+        begin = time.perf_counter()
+        result = sync.step([(0, 40, True)], (sync.new(0, A, **options),))
+        assert 0.0 < result.forward_s <= time.perf_counter() - begin, options
 
 
 def test_hidden_states_are_of_every_computed_position(sync, checkpoint):

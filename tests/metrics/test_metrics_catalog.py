@@ -105,6 +105,18 @@ def test_the_schedulers_time_a_step_is_counted_beside_the_steps():
     assert got[("step_seconds_total",)] == 3.0 + 0.5
 
 
+def test_what_grammars_cost_is_counted():
+    metrics = Metrics("tiny")
+    for queued, sat_out, masks_s in ((3, 2, 0.5), (1, 6, 1.25), (0, 1, 0.25)):
+        metrics.set_scheduler_state(state(num_grammar_queue=queued, num_sat_out=sat_out, masks_s=masks_s))
+
+    got = values(metrics)
+
+    assert [value for key, value in got.items() if key[0] == "num_grammar_queue_reqs"] == [0.0]
+    assert got[("grammar_sat_out_rows_total",)] == 6 + 1
+    assert got[("grammar_mask_seconds_total",)] == 1.25 + 0.25
+
+
 def test_the_time_of_steps_with_prompts_is_counted_beside_what_was_expected():
     metrics = Metrics("tiny")
     for steps, took_s, expected_s in ((2, 0.5, 0.25), (4, 1.0, 1.5), (1, 0.25, 0.125)):

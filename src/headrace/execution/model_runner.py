@@ -118,8 +118,8 @@ class ModelRunner:
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
             positions = _logprob_positions(new, batch.rows.starts[row], batch.rows.counts[row])
             if positions:
-                begin = starts[row + 1] - (batch.rows.starts[row] + batch.rows.counts[row] - positions.start)
-                part = hidden[begin : begin + len(positions)]
+                first = starts[row + 1] - (batch.rows.starts[row] + batch.rows.counts[row] - positions.start)
+                part = hidden[first : first + len(positions)]
                 outcome.prompt_logprobs[row] = self._prompt_logprobs(new, seqs[row], positions, part)
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
@@ -134,6 +134,7 @@ class ModelRunner:
             prompt_logprobs=outcome.prompt_logprobs,
             hidden_states=outcome.hidden_states,
             forward_s=time.perf_counter() - begin,
+            masks_s=self.sampler.take_masks_s(),
         )
 
     def _reads(self, plan: ModelWorkerBatch, seqs: list[int], special: list[int]) -> ReadTokens | None:

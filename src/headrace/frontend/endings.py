@@ -92,6 +92,9 @@ class Endings:
         metrics.e2e_latency_s.observe(sample.finished_s - sample.created_s)
         metrics.generation_length.observe(len(sample.output_ids))
         metrics.prompt_length.observe(sample.num_prompt_tokens)
+        for event in sample.stats.events:
+            if event.kind == "grammar_compiled":
+                metrics.grammar_compile_s.observe(event.at_s - sample.timeline.sent_s)
         if sample.first_token_s:
             metrics.queue_time_s.observe(sample.stats.queue_time_s)
         elif finish.type != "abort":

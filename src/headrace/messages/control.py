@@ -62,7 +62,8 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     forward_s: seconds the worker spent in steps since start. host_s: seconds the scheduler spent on planning and committing them; with
     overlap mostly while a step ran. prompt_steps, prompt_steps_s, prompt_steps_expected_s: number of the steps with prompt tokens whose time
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
-    they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready. paused: the pause mode, empty while generation runs.
+    they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
+    masks_s: seconds that were spent on masks of grammars, beside the layers. paused: the pause mode, empty while generation runs.
     released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
@@ -91,6 +92,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     prompt_steps_expected_s: float = 0.0
     num_grammar_queue: int = 0
     num_sat_out: int = 0
+    masks_s: float = 0.0
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"

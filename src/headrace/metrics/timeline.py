@@ -102,6 +102,7 @@ class Timeline:
 _COUNT: dict[str, str] = {
     "received": "num_tokens",
     "tokenized": "prompt_tokens",
+    "grammar_compiled": "num_tokens",
     "admitted": "cached_tokens",
     "chunk": "num_tokens",
     "retracted": "completion_tokens",

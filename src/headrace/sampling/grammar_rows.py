@@ -43,6 +43,7 @@ class _Row:
     """One sequence. num_tokens: its prompt and the outputs that `mask` has accepted, so the index of the next one.
 
     words: where the next token's mask is filled. only_end: it allows nothing but the end. done: it is filled, or `error` says why it cannot be.
+    busy: a thread fills it, since begun_s. fill_s: seconds that this took.
     """
 
     def __init__(self, new: NewSequence, vocab_size: int) -> None:
@@ -55,6 +56,7 @@ class _Row:
         self.done = False
         self.busy = False
         self.begun_s = 0.0
+        self.fill_s = 0.0
         self.error = ""
         # Neither ends an output that is not complete.
         ends = new.end_token_ids if params.ignore_eos else ()
@@ -80,6 +82,7 @@ class _Row:
 
     def fill(self) -> None:
         """Fill `words`. In a thread of its own, during which nobody else uses the row."""
+        begin = time.perf_counter()
         try:
             self.mask.fill(self.words)
             self.only_end = self.mask.is_complete
@@ -92,6 +95,7 @@ class _Row:
         except Exception:  # an error ends only this sample
             logger.exception("a grammar's mask could not be filled")
             self.error = "the grammar could not be applied"
+        self.fill_s = time.perf_counter() - begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,7 @@ class GrammarRows:
         self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
         self._threads = _Threads()
+        self._spent_s = 0.0
 
     def add(self, seq: int, new: NewSequence) -> None:
         """Put `new`, with the outputs that it already has, in row `seq`, replacing the old content; only the latter if it has no grammar."""
@@ -164,6 +169,7 @@ class GrammarRows:
                 errors[i] = row.error
             else:
                 rows.append(i)
+                self._spent_s += row.fill_s
         words = [self._rows[seqs[i]].words for i in rows]
         only_end = frozenset(i for i in rows if self._rows[seqs[i]].only_end)
         return ReadyMasks(rows, np.stack(words) if words else np.empty((0, 0), np.int32), only_end, late, errors)
@@ -171,6 +177,11 @@ class GrammarRows:
     def accept(self, seq: int, token_id: int) -> None:
         """The token that a sequence has sampled."""
         self._rows[seq].accept(token_id)
+
+    def take_masks_s(self) -> float:
+        """Seconds that were spent on the masks that have become ready since the last call."""
+        spent, self._spent_s = self._spent_s, 0.0
+        return spent
 
     def close(self) -> None:
         """End the threads, after the masks that they are filling."""

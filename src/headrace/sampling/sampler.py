@@ -136,6 +136,10 @@ class Sampler:
         """The layers of a step are about to run that will be sampled by `sample`, with these arguments. Fills the masks of grammars meanwhile."""
         self._grammars.begin(seqs, positions)
 
+    def take_masks_s(self) -> float:
+        """Seconds that were spent on masks of grammars since the last call."""
+        return self._grammars.take_masks_s()
+
     def close(self) -> None:
         """End the threads that fill masks."""
         self._grammars.close()

@@ -71,14 +71,15 @@ def fail(state: SchedulerState, batch: ScheduleBatch, message: str) -> BatchToke
     return BatchTokenIDOut(tuple(outs), state.source) if outs else None
 
 
-def count_step(state: SchedulerState, batch: ScheduleBatch, forward_s: float) -> None:
-    """Count a step that has taken `forward_s` seconds, and learn from it how long steps take.
+def count_step(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> None:
+    """Count a step, and learn from its seconds how long steps take.
 
     Of the steps without prompt tokens only the last one before each step with them is learnt: hours of decoding shall not displace what is
     known about prompts.
     """
-    counters = state.counters
+    counters, forward_s = state.counters, result.forward_s
     counters.num_steps += 1
+    counters.masks_s += result.masks_s
     counters.forward_s += forward_s
     if state.config.max_step_s == math.inf:
         return

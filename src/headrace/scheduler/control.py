@@ -124,6 +124,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         prompt_steps_expected_s=counters.expected_s,
         num_grammar_queue=len(state.compiling),
         num_sat_out=counters.num_sat_out,
+        masks_s=counters.masks_s,
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
         paused=state.gate.pause or "",
         released=tuple(sorted(state.gate.released)),

@@ -33,13 +33,13 @@ class GrammarQueue:
         assert req.task.grammar is not None, req.rid
         self._pending.append((req, self._grammars.compile(req.task.grammar)))
 
-    def take_done(self) -> list[tuple[Req, HeadraceError | None]]:
+    def take_done(self, now_s: float) -> list[tuple[Req, HeadraceError | None]]:
         """Remove the requests whose grammar is compiled, in order of arrival, and enter it in them; or with the error that ends them."""
         if not self._pending:
             return []
         done = [(req, future) for req, future in self._pending if future.done() and req.finish is None]
         self._pending = [(req, future) for req, future in self._pending if not future.done() and req.finish is None]
-        return [(req, _enter(req, future)) for req, future in done]
+        return [(req, _enter(req, future, now_s)) for req, future in done]
 
     def close(self) -> None:
         """Stop compiling."""
@@ -62,10 +62,11 @@ NO_GRAMMARS: Final = _NoGrammars()
 """For a scheduler whose model has no tokenizer."""
 
 
-def _enter(req: Req, future: Future[CompiledGrammar]) -> HeadraceError | None:
+def _enter(req: Req, future: Future[CompiledGrammar], now_s: float) -> HeadraceError | None:
     """Give the request its compiled grammar, or return why there is none."""
     try:
         req.grammar = future.result()
+        req.note("grammar_compiled", now_s, 0)
     except HeadraceError as error:
         return error
     except Exception:  # ends only this request

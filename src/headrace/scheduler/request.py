@@ -11,14 +11,14 @@ only in how many tokens a step computes.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.grammar import CompiledGrammar
-from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent
+from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent, SampleEventKind
 from headrace.messages.requests import EngineTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
 
@@ -248,7 +248,7 @@ class Req:
         if not self.sat_out:
             self.rewind(len(self.token_ids) - 1)
 
-    def note(self, kind: Literal["admitted", "chunk", "retracted"], at_s: float, num_tokens: int) -> None:
+    def note(self, kind: SampleEventKind, at_s: float, num_tokens: int) -> None:
         """Record an event; at most MAX_EVENTS."""
         if len(self.events) < MAX_EVENTS:
             self.events.append(SampleEvent(kind, at_s, num_tokens))

@@ -150,7 +150,7 @@ class Scheduler:
             return
         begin_s = self._clock()
         state.in_flight.popleft()
-        commit.count_step(state, batch, result.forward_s)
+        commit.count_step(state, batch, result)
         self._send_batch(commit.commit(state, batch, result))
         state.counters.host_s += self._clock() - begin_s
         every = self.config.decode_log_interval
@@ -177,9 +177,9 @@ class Scheduler:
         while message is not None:
             self._handle(message)
             message = self._receiver.recv_nowait()
-        for req, error in state.compiling.take_done():
-            self._begin_to_wait(req, error)
         now = self._clock()
+        for req, error in state.compiling.take_done(now):
+            self._begin_to_wait(req, error)
         if now >= self._next_expire_s:
             self._next_expire_s = now + EXPIRE_INTERVAL_S
             self._send(control.expire(state, now))

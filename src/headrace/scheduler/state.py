@@ -22,7 +22,7 @@ class Counters:
     """Totals since start. forward_s: seconds the worker spent in steps. host_s: seconds spent here on planning and committing them.
 
     prompt_steps, prompt_steps_s, expected_s: of the steps with prompt tokens whose time was expected: number, time taken, time expected.
-    num_sat_out: rows that steps did not sample, because the mask of their grammar was not ready.
+    num_sat_out: rows that steps did not sample, because the mask of their grammar was not ready. masks_s: seconds spent on masks.
     """
 
     num_steps: int = 0
@@ -41,6 +41,7 @@ class Counters:
     prompt_steps_s: float = 0.0
     expected_s: float = 0.0
     num_sat_out: int = 0
+    masks_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

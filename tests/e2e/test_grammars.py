@@ -1,0 +1,238 @@
+"""Outputs that must match a grammar: they do, they are the same however they are computed, and nobody beside them notices."""
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from engines import running_engine
+
+from headrace.api.engine import Engine
+from headrace.errors import HeadraceError, RequestError
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog", None, 3]},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+PAIR = {
+    "type": "array",
+    "items": {"type": "boolean"},
+    "minItems": 2,
+    "maxItems": 2,
+}
+GBNF = 'root ::= "<" digit digit? ">"\ndigit ::= [0-9]'
+LARK = 'start: "(" WORD ("," WORD)~0..2 ")"\nWORD: /[a-f]{1,4}/'
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.5, "seed": 5},
+    "penalised": {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "top_p": 0.95},
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "person": {"json_schema": json.dumps(PERSON)},
+    "pair": {"json_schema": PAIR},
+    "regex": {"regex": r"[a-c]{2,5}-\d{3}"},
+    "choice": {"choice": ["yes", "no", "yes and no"]},
+    "gbnf": {"ebnf": GBNF},
+    "lark": {"lark": LARK},
+}
+PROMPT = "Tell me something about"
+MOST_TOKENS = 200
+
+
+def check(name: str, text: str) -> None:
+    """Whether the output matches its grammar, by somebody else's judgement."""
+    match name:
+        case "person":
+            jsonschema.validate(json.loads(text), PERSON)
+        case "pair":
+            jsonschema.validate(json.loads(text), PAIR)
+        case "regex":
+            assert re.fullmatch(r"[a-c]{2,5}-\d{3}", text, re.ASCII), text
+        case "choice":
+            assert text in ("yes", "no", "yes and no")
+        case "gbnf":
+            assert re.fullmatch(r"<[0-9][0-9]?>", text), text
+        case "lark":
+            assert re.fullmatch(r"\([a-f]{1,4}(,[a-f]{1,4}){0,2}\)", text), text
+
+
+def params_of(grammar: str, sampling: str, **others: Any) -> dict[str, Any]:
+    return {"max_new_tokens": MOST_TOKENS, **SAMPLINGS[sampling], **GRAMMARS[grammar], **others}
+
+
+CASES = list(itertools.product(GRAMMARS, SAMPLINGS))
+PLAIN = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: str) -> Iterator[Engine]:
+    with running_engine(tiny_model, max_total_tokens=16384) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[tuple[str, str], dict[str, Any]]:
+    """The answer to each case when nobody else is there."""
+    return {case: engine.generate(PROMPT, params_of(*case)) for case in CASES}
+
+
+def ids_of(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [answer["output_ids"] for answer in answers]
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_an_output_matches_its_grammar_and_ends_by_itself(alone, case):
+    answer = alone[case]
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    check(case[0], answer["text"])
+
+
+def test_a_batch_gives_the_same_outputs_and_plain_requests_in_it_do_not_notice(engine, alone):
+    plain_alone = engine.generate(PROMPT, PLAIN)["output_ids"]
+    params = [part for case in CASES for part in (params_of(*case), PLAIN)]
+    answers = engine.generate([PROMPT] * len(params), params)
+    assert ids_of(answers[::2]) == [alone[case]["output_ids"] for case in CASES]
+    assert all(ids == plain_alone for ids in ids_of(answers[1::2]))
+
+
+def test_cold_and_warm_caches_give_the_same(engine, alone):
+    assert engine.flush_cache()
+    for _ in range(2):
+        answers = engine.generate([PROMPT] * len(CASES), [params_of(*case) for case in CASES])
+        assert ids_of(answers) == [alone[case]["output_ids"] for case in CASES]
+
+
+def test_several_samples_of_a_prompt_each_match(engine):
+    answers = engine.generate(PROMPT, params_of("person", "seeded", n=4))
+    assert len({answer["text"] for answer in answers}) > 1
+    for answer in answers:
+        check("person", answer["text"])
+    again = engine.generate(PROMPT, params_of("person", "seeded", n=4))
+    assert ids_of(again) == ids_of(answers)
+
+
+def test_retracted_requests_give_the_same(tiny_model, alone):
+    with running_engine(tiny_model, max_total_tokens=256, context_length=240, max_running_requests=8) as tight:
+        answers = tight.generate([PROMPT] * len(CASES), [params_of(*case) for case in CASES])
+        assert tight.internal_state().num_retracted > 0
+    assert ids_of(answers) == [alone[case]["output_ids"] for case in CASES]
+
+
+def test_a_death_in_the_middle_changes_nothing(engine, alone):
+    """The scheduler begins again and gets every sample with what it had."""
+
+    async def die() -> None:
+        engine._manager.link.detokenizer_down()
+        engine._manager.link.detokenizer_up()
+
+    got: dict[int, dict[str, Any]] = {}
+    replayed = engine._manager.link.num_replayed
+    stream = engine.generate([PROMPT] * len(CASES), [params_of(*case) for case in CASES], stream=True)
+    for number, answer in enumerate(stream):
+        got[answer["index"]] = answer
+        if number == len(CASES):
+            asyncio.run_coroutine_threadsafe(die(), engine._loop).result()
+    assert engine._manager.link.num_replayed > replayed
+    assert [got[i]["output_ids"] for i in range(len(CASES))] == [alone[case]["output_ids"] for case in CASES]
+
+
+def test_one_step_at_a_time_gives_the_same(tiny_model, alone):
+    with running_engine(tiny_model, disable_overlap_schedule=True, chunked_prefill_size=3) as simple:
+        answers = simple.generate([PROMPT] * len(CASES), [params_of(*case) for case in CASES])
+    assert ids_of(answers) == [alone[case]["output_ids"] for case in CASES]
+
+
+def test_torch_masks_like_the_native_kernels(tiny_model):
+    """Logits differ in their last bits, so the outputs may; that they match may not."""
+    with running_engine(tiny_model, attention_backend="torch_native", kernel_backend="torch") as torch_engine:
+        for case in CASES[:6]:
+            check(case[0], torch_engine.generate(PROMPT, params_of(*case))["text"])
+
+
+@pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_new_tokens": 150}], ids=str)
+def test_a_complete_output_ends_whatever_else_was_asked(engine, sampling):
+    answer = engine.generate(PROMPT, params_of("regex", "seeded", **sampling))
+    check("regex", answer["text"])
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_an_output_that_could_end_goes_on_to_the_minimum(engine):
+    free = {"regex": "a*", "temperature": 1.0, "max_new_tokens": 30}
+    answer = engine.generate(PROMPT, free | {"min_new_tokens": 12})
+    assert re.fullmatch("a*", answer["text"])
+    assert answer["meta_info"]["completion_tokens"] >= 12
+    whole = engine.generate(PROMPT, free | {"ignore_eos": True})
+    assert whole["meta_info"]["completion_tokens"] == 30
+
+
+def test_stop_strings_still_stop(engine):
+    answer = engine.generate(PROMPT, params_of("regex", "greedy", stop="-"))
+    assert re.fullmatch("[a-c]{2,5}", answer["text"])
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "-"}
+
+
+def test_a_limit_cuts_the_output(engine):
+    answer = engine.generate(PROMPT, params_of("person", "greedy", max_new_tokens=4))
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert answer["meta_info"]["completion_tokens"] == 4
+
+
+def test_logprobs_are_those_of_the_unconstrained_model(engine):
+    answer = engine.generate(PROMPT, params_of("choice", "greedy"), return_logprob=True, top_logprobs_num=1)
+    values = [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
+    tops = [row[0][0] for row in answer["meta_info"]["output_top_logprobs"]]
+    assert all(value <= top for value, top in zip(values, tops, strict=True))
+    assert any(value < top for value, top in zip(values, tops, strict=True)), "a random model does not want to say yes"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json_schema": {"type": "strin"}},
+        {"json_schema": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}},
+        {"regex": "(a"},
+        {"regex": "(?=a)b"},
+        {"ebnf": "root ::= missing"},
+        {"lark": 'start: "a'},
+    ],
+    ids=str,
+)
+def test_a_grammar_that_is_refused_is_named_and_ends_only_its_request(engine, params):
+    async def both() -> list[Any]:
+        good = engine.async_generate(PROMPT, params_of("pair", "greedy"))
+        bad = engine.async_generate(PROMPT, {"max_new_tokens": 5, **params})
+        return await asyncio.gather(good, bad, return_exceptions=True)
+
+    good, bad = asyncio.run(both())
+    check("pair", good["text"])
+    assert isinstance(bad, RequestError), bad
+    assert next(iter(params)) in bad.message
+
+
+def test_a_schema_that_is_refused_names_the_keyword_and_its_place(engine):
+    with pytest.raises(RequestError, match=r"not.*#/properties/a|#/properties/a.*not"):
+        engine.generate(PROMPT, {"json_schema": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}})
+
+
+def test_a_grammar_that_edits_leave_nothing_of_ends_with_a_message(engine):
+    with pytest.raises(HeadraceError, match="leave no token"):
+        engine.generate(PROMPT, params_of("choice", "greedy", allowed_token_ids=[100]))
+    check("choice", engine.generate(PROMPT, params_of("choice", "greedy"))["text"])
+
+
+def test_a_timeline_says_when_the_grammar_was_compiled(engine):
+    engine.generate(PROMPT, {"regex": "timeline|line", "max_new_tokens": 8}, rid="compiled")
+    [timeline] = engine.explain_request("compiled")
+    assert "grammar_compiled" in [event["event"] for event in timeline["events"]]
