@@ -1,9 +1,8 @@
 """The runner and both workers, driven by hand-made plans over a tiny llama."""
 
 import contextlib
-from collections.abc import Iterator
-
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest

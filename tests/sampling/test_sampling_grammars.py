@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.errors import ExecutionError
-from headrace.messages.grammar import MaskWords
+from headrace.messages.grammar import GrammarSpec, MaskWords
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling import grammar_rows
@@ -57,6 +57,8 @@ class Countdown:
 
 
 def sequence(seq, grammar=None, *, outputs=(), logprobs=None, ends=(EOS,), **params) -> NewSequence:
+    if grammar is not None:
+        params["grammar"] = GrammarSpec("regex", "", "regex", params.pop("after_id", -1))
     sampling = ResolvedSamplingParams(**({"max_new_tokens": 50, "seed": 100 + seq, "temperature": 0.0} | params))
     return NewSequence(
         seq=seq,
@@ -258,6 +260,26 @@ def test_an_output_that_may_end_does_not_before_it_has_to(make, options):
     for count in range(3):
         assert step(sampler, logits, count).token_ids.item() % 3 == 0
     assert step(sampler, logits, 3).token_ids.item() == EOS
+
+
+def test_a_grammar_begins_after_the_end_of_the_thoughts(make):
+    end_of_thought = 7
+    logits = [table(1, seed=i) for i in range(8)]
+    for i, row in enumerate(logits):
+        row[0, EOS] = 40.0  # an end that is not allowed before
+        if i == 3:
+            row[0, end_of_thought] = 50.0
+    sampler = make(sequence(0, Countdown(3, most=2), after_id=end_of_thought))
+    got = [step(sampler, row, i).token_ids.item() for i, row in enumerate(logits[:7])]
+    free = [row[0].clone().index_fill_(0, torch.tensor(EOS), -torch.inf).argmax().item() for row in logits]
+    assert got[:4] == [*free[:3], end_of_thought]
+    assert [token_id % 3 for token_id in got[4:6]] == [0, 0]
+    assert got[6] == EOS
+    # A step is run again: within the output, and within the thoughts.
+    assert [step(sampler, logits[i], i).token_ids.item() for i in range(5, 7)] == got[5:]
+    assert [step(sampler, logits[i], i).token_ids.item() for i in range(1, 7)] == got[1:]
+    again = make(sequence(0, Countdown(3, most=2), after_id=end_of_thought, outputs=got[:5]))
+    assert [step(again, logits[i], i).token_ids.item() for i in range(5, 7)] == got[5:]
 
 
 def test_a_row_is_taken_over_by_a_sequence_without_a_grammar(make):

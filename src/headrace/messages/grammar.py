@@ -21,12 +21,14 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the output of a request must match.
 
     text: a JSON schema as JSON; a regular expression; GBNF (`ebnf`); lark; a JSON list of strings (`choice`); a structural tag as JSON, in either
-    shape. field: the request's field that asked for it, for messages.
+    shape. field: the request's field that asked for it, for messages. after_id: the grammar begins after the first output of this token, the end of
+    the model's thoughts; before it everything but an end is allowed. -1 = it begins at once.
     """
 
     kind: GrammarKind
     text: str
     field: str
+    after_id: int = -1
 
 
 class TokenMask(Protocol):

@@ -47,8 +47,9 @@ class _Row:
     """
 
     def __init__(self, new: NewSequence, vocab_size: int) -> None:
-        assert new.grammar is not None, new.rid
         params = new.task.params
+        assert new.grammar is not None, new.rid
+        assert params.grammar is not None, new.rid
         self.mask: TokenMask = new.grammar.start()
         self.num_tokens = new.num_prompt_tokens
         self.words: MaskWords = np.zeros(-(-vocab_size // 32), np.int32)
@@ -58,9 +59,12 @@ class _Row:
         self.begun_s = 0.0
         self.fill_s = 0.0
         self.error = ""
-        # Neither ends an output that is not complete.
-        ends = new.end_token_ids if params.ignore_eos else ()
-        self._never = np.array([i for i in ends if 0 <= i < vocab_size and i not in params.stop_token_ids], np.int64)
+        eos = [i for i in new.end_token_ids if 0 <= i < vocab_size and i not in params.stop_token_ids]
+        self._eos = np.array(eos, np.int64)
+        self._ignores_eos = params.ignore_eos
+        self._after_id = params.grammar.after_id
+        # Index of the first token that the grammar is about; None = it has not begun.
+        self._begins_at = new.num_prompt_tokens if self._after_id < 0 else None
         for token_id in new.token_ids[new.num_prompt_tokens :].tolist():
             self.accept(token_id)
 
@@ -68,7 +72,10 @@ class _Row:
         """The next token. If the grammar does not allow it, the next step ends the sequence."""
         self.done = False
         self.num_tokens += 1
-        if not self.error:
+        if self._begins_at is None:
+            if token_id == self._after_id:
+                self._begins_at = self.num_tokens
+        elif not self.error:
             try:
                 self.mask.accept(token_id)
             except ExecutionError as error:
@@ -77,17 +84,25 @@ class _Row:
     def go_back(self, num_tokens: int) -> None:
         """Forget the tokens from index `num_tokens` on. Not after an error."""
         self.done = False
-        self.mask.rollback(self.num_tokens - num_tokens)
+        if self._begins_at is not None:
+            accepted = self.num_tokens - max(num_tokens, self._begins_at)
+            if accepted:
+                self.mask.rollback(accepted)
+            if num_tokens < self._begins_at:
+                self._begins_at = None
         self.num_tokens = num_tokens
 
     def fill(self) -> None:
         """Fill `words`. In a thread of its own, during which nobody else uses the row."""
         begin = time.perf_counter()
         try:
-            self.mask.fill(self.words)
-            self.only_end = self.mask.is_complete
-            if len(self._never) and not self.only_end:
-                _forbid(self.words, self._never)
+            if self._begins_at is None:
+                self.words.fill(-1)
+            else:
+                self.mask.fill(self.words)
+                self.only_end = self.mask.is_complete
+            if self._begins_at is None or (self._ignores_eos and not self.only_end):
+                _forbid(self.words, self._eos)
             if not self.words.any():
                 self.error = ALLOWS_NOTHING
         except ExecutionError as error:
