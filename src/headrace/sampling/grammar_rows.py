@@ -33,7 +33,7 @@ PATIENCE_ALONE_S: Final = 0.02
 LIMIT_S: Final = 0.5
 """A sequence whose mask takes longer ends."""
 
-MAX_THREADS: Final = 4
+MAX_THREADS: Final = 3
 
 TOO_SLOW = f"the grammar takes more than {LIMIT_S:g} seconds to find the tokens that may come next; make it simpler"
 ALLOWS_NOTHING = "the grammar allows no token here"

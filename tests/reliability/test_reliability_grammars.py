@@ -1,0 +1,60 @@
+"""Grammars from clients who mean no good: an answer or an error for each, and nobody else is hurt."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hostile_grammars import HOSTILE
+from reliability_harness import Oracle, Server, Stream, check_refused, each_at_once, greedy
+
+GOOD = {"json_schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}}
+
+
+def answer(client: httpx.Client, params: dict[str, Any]) -> httpx.Response:
+    return client.post("/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 24} | params})
+
+
+def test_hostile_grammars_end_and_hurt_nobody_beside_them(server: Server, oracle: Oracle, client: httpx.Client):
+    # What is compiled is kept, up to a limit; a child process that has grown is replaced.
+    oracle.rss_mb = 300
+    streams = [Stream(client, "/generate", {"text": f"n{i}", "sampling_params": greedy(150)}) for i in range(3)]
+    replies = each_at_once(lambda params: answer(client, params), HOSTILE.values(), workers=4)
+    for name, reply in zip(HOSTILE, replies, strict=True):
+        if reply.status_code == 400:
+            check_refused(reply)
+        elif reply.status_code != 200:
+            error = reply.json()["error"]
+            assert reply.status_code == 500, (name, reply.text[:300])
+            assert "grammar" in error["message"], (name, error)
+    statuses = [reply.status_code for reply in replies]
+    assert statuses.count(400) >= 4, dict(zip(HOSTILE, statuses, strict=True))
+    for stream in streams:
+        stream.join()
+        assert not stream.has_error
+        assert stream.last["meta_info"]["completion_tokens"] == 150
+    assert answer(client, GOOD).json()["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refused_grammar_is_a_400_even_for_a_stream(server: Server, client: httpx.Client, stream: bool):
+    body = {"text": "hi", "stream": stream, "sampling_params": {"max_new_tokens": 4, "regex": "(a"}}
+    error = check_refused(client.post("/generate", json=body))
+    assert error["param"] == "regex"
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled_is_forgotten(server: Server, client: httpx.Client):
+    slow = {"text": "hi", "rid": "leaves", "sampling_params": {"max_new_tokens": 4, **HOSTILE["5,000 properties"]}}
+    with pytest.raises(httpx.TimeoutException):
+        client.post("/generate", json=slow, timeout=0.05)
+    assert answer(client, GOOD).status_code == 200
+
+
+def test_a_scheduler_that_dies_compiles_again(tiny_model: Path):
+    with Server(tiny_model, (), keys=True) as server, server.wait_started().client() as client:
+        want = answer(client, GOOD).json()["text"]
+        server.inject("forward", "crash", "killed", at_token=3)
+        body = {"text": "hi", "rid": "killed", "sampling_params": {"max_new_tokens": 24} | GOOD}
+        reply = client.post("/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["text"] == want
