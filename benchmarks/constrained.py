@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/constrained.py [MODEL] [--rows 1 32] [--tokens 128] [--repeat 5] [--serve "OPTIONS"] [--output FILE]
     .venv/bin/python benchmarks/constrained.py --large-vocabulary --rows 1 8
 
-Starts an engine and lets `--rows` requests at a time stream `--tokens` tokens each: without a grammar, then each with a schema of its own (long lists of
-objects with different properties, so that no output ends early). Everything is warm: schemas compiled, prompts cached. Time per token is from a
-stream's first token to its last, the mean over the rows; the runs alternate, and medians and the spread of their ratios are reported.
+Starts an engine and lets `--rows` requests at a time stream `--tokens` tokens each: without a grammar, then each with a schema of its own (long
+lists of objects with different properties, so that no output ends early). Everything is warm: schemas compiled, prompts cached. Time per token
+is from a stream's first token to its last, the mean over the rows; the runs alternate, and medians and the spread of their ratios are reported.
 
 --large-vocabulary: random weights in the shape of Gemma 3 270M, with a vocabulary of 262,144: SmolLM2's and further tokens of several of its words.
 Prints JSON.
@@ -54,7 +54,26 @@ GEMMA_CONFIG = {
     "torch_dtype": "bfloat16",
 }
 
-WORDS = "name title city street country code price amount total count status kind color size weight note author year".split()
+WORDS = [
+    "name",
+    "title",
+    "city",
+    "street",
+    "country",
+    "code",
+    "price",
+    "amount",
+    "total",
+    "count",
+    "status",
+    "kind",
+    "color",
+    "size",
+    "weight",
+    "note",
+    "author",
+    "year",
+]
 KINDS: list[dict[str, object]] = [
     {"type": "string"},
     {"type": "integer"},

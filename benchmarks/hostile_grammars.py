@@ -1,0 +1,154 @@
+"""Grammars that take all that they can get, each beside 8 plain streams: how it ends, and what the streams notice.
+
+    .venv/bin/python benchmarks/hostile_grammars.py [MODEL] [--serve "OPTIONS"] [--output FILE]
+
+Starts `headrace serve` and, for each grammar of tests/reliability/hostile_grammars.py, first lets 8 streams run alone, then beside a request
+with that grammar. Reports the request's answer and how long it took, the worst gap between two chunks of a stream (alone and beside it), and by
+how much the memory of all processes has grown when everything is over. Prints JSON; times in seconds.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from headrace.benchmark.machine import revision, this_machine
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "reliability"))
+
+from hostile_grammars import HOSTILE
+
+STREAMS = 8
+TOKENS = 200
+LIMIT_S = 60.0
+
+
+def memory_mib(server: psutil.Process) -> float:
+    """Resident memory of the server's processes and their children."""
+    total = 0
+    for process in (server, *server.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 2**20
+
+
+async def stream(session: aiohttp.ClientSession, number: int, gaps: list[float]) -> None:
+    """A plain stream; adds its worst gap between two chunks, the first excepted."""
+    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    worst, last = 0.0, 0.0
+    async with session.post(
+        "/generate", json={"text": f"Story {number}:", "stream": True, "sampling_params": params}
+    ) as reply:
+        async for line in reply.content:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                if last:
+                    worst = max(worst, now - last)
+                last = now
+    gaps.append(worst)
+
+
+async def beside_streams(session: aiohttp.ClientSession, params: dict[str, Any] | None) -> dict[str, Any]:
+    """8 streams, and once they run the request with `params`, if any."""
+    gaps: list[float] = []
+    streams = [asyncio.create_task(stream(session, number, gaps)) for number in range(STREAMS)]
+    found: dict[str, Any] = {}
+    if params is not None:
+        await asyncio.sleep(0.5)
+        begin = time.perf_counter()
+        body = {"text": "Answer:", "sampling_params": {"max_new_tokens": 64} | params}
+        async with session.post("/generate", json=body) as reply:
+            answer = await reply.json()
+        found = {"status": reply.status, "seconds": round(time.perf_counter() - begin, 2)}
+        if reply.status == 200:
+            found["finish"] = answer["meta_info"]["finish_reason"]["type"]
+            found["output_tokens"] = answer["meta_info"]["completion_tokens"]
+        else:
+            found["message"] = answer["error"]["message"][:200]
+    await asyncio.gather(*streams)
+    return {"worst_gap_s": round(max(gaps), 4), **found}
+
+
+async def measure(url: str, server: psutil.Process) -> list[dict[str, Any]]:
+    """Every grammar in turn."""
+    results = []
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+        await beside_streams(session, {"regex": "warm( up)?"})
+        for name, params in HOSTILE.items():
+            alone = await beside_streams(session, None)
+            before_mib = memory_mib(server)
+            beside = await beside_streams(session, params)
+            await asyncio.sleep(2.0)
+            found = {
+                "grammar": name,
+                "alone_worst_gap_s": alone["worst_gap_s"],
+                **beside,
+                "gap_ratio": round(beside["worst_gap_s"] / alone["worst_gap_s"], 2),
+                "grown_mib": round(memory_mib(server) - before_mib, 1),
+            }
+            print(json.dumps(found), file=sys.stderr)
+            results.append(found)
+        results.append({"grammar": "all of them, memory since the first", "rss_mib": round(memory_mib(server), 1)})
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--serve", default="--quantization int8", help="options of the server")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.cli",
+        "serve",
+        options.model,
+        "--port",
+        str(port),
+        "--log-level",
+        "error",
+    ]
+    server = subprocess.Popen([*command, *shlex.split(options.serve)], env=os.environ)
+    try:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        results = asyncio.run(measure(f"http://127.0.0.1:{port}", psutil.Process(server.pid)))
+    finally:
+        server.terminate()
+        server.wait()
+    report = {
+        "command": sys.argv,
+        **asdict(revision(Path(__file__))),
+        "machine": asdict(this_machine()),
+        "results": results,
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
