@@ -40,13 +40,13 @@ def test_a_refused_grammar_ends_only_its_requests():
     for rid, grammar in (("bad1", A), ("good", B), ("bad2", A), ("broken", GrammarSpec("regex", "c", "regex"))):
         rig.add(rid, PROMPT, grammar=grammar)
     rig.turn()
-    rig.grammars.finish("a", RequestError("regex: no", "regex"))
+    rig.grammars.finish("a", RequestError("no", "regex"))
     rig.grammars.finish("b", Compiled())
     rig.grammars.finish("c", ValueError("a bug"))
     rig.drain()
 
     assert [rig.finish[rid].status_code for rid in ("bad1", "bad2", "broken")] == [400, 400, 500]
-    assert rig.finish["bad1"].message == "regex: no"
+    assert (rig.finish["bad1"].message, rig.finish["bad1"].param) == ("regex: no", "regex")
     assert "bug" not in rig.finish["broken"].message
     assert rig.finish["good"].type in ("stop", "length")
     rig.check_idle()

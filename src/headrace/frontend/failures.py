@@ -26,6 +26,6 @@ def failure_of(finish: FinishReason, retry_after_s: float = 1.0) -> HeadraceErro
         case 429 | 503:
             return CapacityError(finish.message, retry_after_s, status_code=finish.status_code)
         case code if code < 500:
-            return RequestError(finish.message)
+            return RequestError(finish.message, finish.param or None)
         case _:
             return ExecutionError(finish.message)

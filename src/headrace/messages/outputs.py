@@ -13,7 +13,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why a sample ended (`meta_info.finish_reason`).
 
     stop: `matched` is the stop string, the regex's match, or the token id. length: `length` = output tokens.
-    abort: `message` is for the client; `status_code` is that of the reply if there is no output yet.
+    abort: `message` is for the client; `status_code` is that of the reply if there is no output yet; `param` names the field at fault.
     """
 
     type: Literal["stop", "length", "abort"]
@@ -21,6 +21,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     length: int = 0
     message: str = ""
     status_code: int = 0
+    param: str = ""
 
 
 class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -67,6 +67,9 @@ def _enter(req: Req, future: Future[CompiledGrammar], now_s: float) -> HeadraceE
     try:
         req.grammar = future.result()
         req.note("grammar_compiled", now_s, 0)
+    except RequestError as error:
+        field = error.param or ""
+        return error if error.message.startswith(field) else RequestError(f"{field}: {error.message}", field)
     except HeadraceError as error:
         return error
     except Exception:  # ends only this request

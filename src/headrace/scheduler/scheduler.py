@@ -268,7 +268,8 @@ class Scheduler:
             state.fair_share.arrive(req, state.waiting.tenants)
             state.waiting.add(req)
             return
-        req.finish = FinishReason("abort", message=refusal.message, status_code=refusal.status_code)
+        param = refusal.param or "" if isinstance(refusal, RequestError) else ""
+        req.finish = FinishReason("abort", message=refusal.message, status_code=refusal.status_code, param=param)
         self._send([commit.end(state, req)])
 
     def _check(self, req: Req) -> None:
