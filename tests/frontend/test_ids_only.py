@@ -16,6 +16,8 @@ from headrace.text.incremental import IncrementalDecoder
         ({"input_ids": [1], "sampling_params": {"stop": "x"}}, "stop"),
         ({"input_ids": [1], "sampling_params": {"stop_regex": "x"}}, "stop_regex"),
         ({"input_ids": [[1], [2]], "sampling_params": [{}, {"bad_words": ["x"]}]}, "bad_words"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"json_schema": "true"}]}, "json_schema"),
+        ({"input_ids": [1], "sampling_params": {"choice": ["a"]}}, "choice"),
     ],
 )
 async def test_what_needs_a_tokenizer_is_refused_by_its_name(make_frontend, fields, param):

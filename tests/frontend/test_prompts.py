@@ -8,8 +8,10 @@ from frontend_fakes import VOCAB_SIZE, request
 
 from headrace.errors import RequestError
 from headrace.frontend.prompts import CallLimits, split_call
+from headrace.messages.grammar import GrammarSpec
 from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import GenerateReqInput, PromptContent
+from headrace.sampling.grammar_fields import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES
 from headrace.sampling.params import GenerationDefaults, SamplingParams
 
 LIMITS = CallLimits(vocab_size=VOCAB_SIZE, hidden_size=2, max_n=4, max_prompts=3, max_samples=100, context_length=64)
@@ -28,12 +30,6 @@ def test_what_is_not_there_yet_is_refused_by_name(name):
     with pytest.raises(RequestError, match=f"{name}: .* not supported yet") as caught:
         split_call(request("a", **{name: NOT_YET[name]}), LIMITS)
     assert caught.value.param == name
-
-
-@pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag"])
-async def test_grammars_are_refused_by_name(make_frontend, name):
-    with pytest.raises(RequestError, match=f"{name} is not supported yet"):
-        await make_frontend().start("a", sampling_params={name: "x"})
 
 
 BAD = {
@@ -264,11 +260,8 @@ SAMPLING = {
 def test_every_sampling_parameter_is_checked_here():
     assert set(SamplingParams.__struct_fields__) == set(SAMPLING) | {
         "n",
-        "json_schema",
-        "regex",
-        "ebnf",
-        "structural_tag",
         "sampling_seed",  # in tests/sampling
+        *GRAMMAR_KINDS,
     }
 
 
@@ -284,6 +277,53 @@ async def test_a_sampling_parameter_reaches_every_sample_of_its_prompt_alone(mak
     assert first == expected
     assert second == (12 if name == "seed" else expected)
     assert other != expected
+
+
+async def test_a_grammar_reaches_every_sample_of_its_prompt_alone(make_frontend):
+    frontend = make_frontend()
+
+    await frontend.call(["ab", "cd"], rid=["x", "y"], sampling_params=[{"json_schema": {"b": 1, "a": 2}, "n": 2}, {}])
+
+    grammars = [frontend.engine.requests[rid].task.params.grammar for rid in ("x/0", "x/1", "y")]
+    assert grammars == [GrammarSpec("json_schema", '{"b":1,"a":2}', "json_schema")] * 2 + [None]
+
+
+def test_prompts_with_the_same_parameters_share_one_grammar():
+    call = split_call(request(["a", "b"], sampling_params={"regex": "a+"}), LIMITS)
+    first, second = (prompt.grammar for prompt in call.prompts)
+    assert first == GrammarSpec("regex", "a+", "regex")
+    assert first is second
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        ({"regex": "a", "lark": 'start: "a"'}, "lark"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"ebnf": "a" * (MAX_GRAMMAR_BYTES + 1)}, "ebnf"),
+    ],
+)
+def test_a_grammar_that_is_not_well_formed_is_refused_by_name(sampling, param):
+    with pytest.raises(RequestError) as caught:
+        split_call(request(["a", "b"], sampling_params=[{}, sampling]), LIMITS)
+    assert caught.value.param == param
+
+
+def test_a_server_without_grammars_refuses_them():
+    limits = dataclasses.replace(LIMITS, has_grammars=False)
+    with pytest.raises(RequestError, match=r"choice: .*--grammar-backend none") as caught:
+        split_call(request("a", sampling_params={"choice": ["b"]}), limits)
+    assert (caught.value.param, caught.value.code) == ("choice", "unsupported_parameter")
+    assert split_call(request("a", sampling_params={"choice": []}), limits).prompts[0].grammar is None
+
+
+@pytest.mark.parametrize("text", ["a" * MAX_GRAMMAR_BYTES, "é" * (MAX_GRAMMAR_BYTES // 2)], ids=["ASCII", "two bytes"])
+def test_every_sample_counts_the_bytes_of_its_grammar(text):
+    limits = dataclasses.replace(LIMITS, max_n=64)
+    fits = request("a", sampling_params={"regex": text, "n": 16})
+    assert split_call(fits, limits).prompts[0].grammar is not None
+    with pytest.raises(RequestError, match="bytes together"):
+        split_call(request("a", sampling_params={"regex": text, "n": 64}), limits)
 
 
 async def test_the_user_s_value_wins_over_the_model_s_and_that_over_ours(make_frontend):

@@ -3,6 +3,7 @@
 import pytest
 
 from headrace.frontend.request_log import MAX_CHARACTERS
+from headrace.sampling.params import LOGGED_GRAMMAR_CHARS
 
 ROOMY = {"max_new_tokens": 30, "temperature": 0.5, "stop": ["never"]}
 
@@ -39,6 +40,16 @@ async def test_only_level_3_shows_all_of_a_long_text(make_frontend, caplog, monk
     assert ("beginnin'... (14 characters)" in line) == (not is_whole)
     assert ("prompt=[101, 102, 103]" in ids) == is_whole
     assert "prompt=[101, 10" in ids
+
+
+async def test_a_long_grammar_is_cut(make_frontend, caplog):
+    frontend = make_frontend(log_requests=True, log_requests_level=1)
+
+    [short] = await lines(frontend, caplog, "a", sampling_params=ROOMY | {"regex": "[a-z]+"})
+    [long] = await lines(frontend, caplog, "a", sampling_params=ROOMY | {"regex": "b" * 1000})
+
+    assert '"grammar":["regex","[a-z]+","regex"]' in short
+    assert f'"{"b" * LOGGED_GRAMMAR_CHARS}... (1000 characters)"' in long
 
 
 async def test_an_input_of_embeddings_is_counted_only(make_frontend, caplog):

@@ -89,10 +89,12 @@ PARAMETERS: dict[str, tuple[list[Any], list[Any]]] = {
     "logit_bias": ([{"5": 100}, {"5": -100}], [{"5": 101}, {"x": 1}, {"-1": 1}, {"99999": 1}, {"5": "a"}, [5]]),
     "bad_words": ([["cat"]], [[""], ["a"] * 300, [1]]),
     "ignore_eos": ([True], ["yes", 1]),
-    "json_schema": ([], ["{}", {"type": "object"}, {"$ref": "http://127.0.0.1:9/x"}, {"enum": list(range(10_000))}]),
-    "regex": ([], ["a*", "(a|aa){1000}"]),
-    "ebnf": ([""], ["root ::= "]),
-    "structural_tag": ([], ["{}"]),
+    "json_schema": (["", {}, False], ["{", "[1]", "7", [1], "[" * 3000, {"maximum": 2**64}, "x" * (2 << 20)]),
+    "regex": ([""], [1, ["a"], "a" * (2 << 20)]),
+    "ebnf": ([""], [{"a": 1}]),
+    "lark": ([""], [7]),
+    "choice": ([[]], [[""], "a", [1]]),
+    "structural_tag": (["", {}], ["{}", "{", {"format": {}}, {"type": "text", "format": {"type": "any_text"}}]),
 }
 
 
@@ -212,7 +214,9 @@ CHATS: dict[str, Any] = {
     "nameless tool": {"tools": [{"type": "function", "function": {}}]},
     "tools twice": {"tools": [{"type": "function", "function": {"name": "f"}}] * 2},
     "tool choice without tools": {"tool_choice": "required"},
-    "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonesuch"}}}},
+    "no schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+    "unknown format": {"response_format": {"type": "xml"}},
+    "two grammars": {"response_format": {"type": "json_object"}, "regex": "a"},
     "image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     "many messages": {"messages": [{"role": "user", "content": ""}] * (CONTEXT_LENGTH + 1)},
     "top_logprobs alone": {"top_logprobs": 5},

@@ -18,6 +18,7 @@ def resolve(params: SamplingParams, defaults=NO_DEFAULTS, **changes) -> Resolved
         "default_max_new_tokens": 128,
         "room_tokens": 50,
         "bad_word_ids": (),
+        "grammar": None,
         "seed": 7,
         "max_n": 4,
     } | changes
@@ -73,10 +74,6 @@ REFUSED = [
     ),
     ("logit_bias", [{"1": 100.001}, {"1": -100.001}, {"1": math.nan}, {"1": math.inf}]),
     ("logit_bias", [{str(i).zfill(9): 0.0 for i in range(1025)}]),
-    ("json_schema", ["{}", {"type": "object"}]),
-    ("regex", ["a"]),
-    ("ebnf", ["a"]),
-    ("structural_tag", ["a"]),
 ]
 
 

@@ -35,7 +35,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
-from headrace.sampling.params import GenerationDefaults
+from headrace.sampling.params import GenerationDefaults, ResolvedSamplingParams
 from headrace.server.app import create_app
 from headrace.server.context import ServedModel, ServerStatus
 from headrace.server.listener import Server
@@ -141,12 +141,14 @@ class FakeFrontend:
 
     def __init__(self) -> None:
         self.tokenizer = byte_tokenizer()
+        self.has_tokenizer = True
         self.reset()
 
     def reset(self) -> None:
         """Forget everything between tests."""
         self.script = Script()
         self.calls: list[GenerateReqInput] = []
+        self.resolved: list[ResolvedSamplingParams] = []
         self.callers: list[Any] = []
         self.asked_by: list[tuple[str, Any]] = []
         self.profiled: list[Any] = []
@@ -178,8 +180,9 @@ class FakeFrontend:
         caller: Any = None,
     ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
-            self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=CONTEXT_LENGTH
-        )
+            self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=CONTEXT_LENGTH,
+            has_tokenizer=self.has_tokenizer,
+        )  # fmt: skip
         call = split_call(obj, limits)
         self.calls.append(obj)
         self.callers.append(caller)
@@ -194,8 +197,10 @@ class FakeFrontend:
                 raise RequestError(f"the prompt has {len(ids)} tokens, the context {CONTEXT_LENGTH}", "text")
             sampling = prompt.sampling.resolve(
                 defaults=GenerationDefaults(), vocab_size=self.tokenizer.vocab_size, default_max_new_tokens=default_max_new_tokens,
-                room_tokens=CONTEXT_LENGTH - len(ids), bad_word_ids=[], seed=0, max_n=8,
+                room_tokens=CONTEXT_LENGTH - len(ids), bad_word_ids=[], grammar=prompt.grammar, seed=0,
+                max_n=8,
             )  # fmt: skip
+            self.resolved.append(sampling)
             samples += [(prompt, ids, sampling)] * prompt.sampling.n
         whole = self.tokenizer.encode(script.text)
         if script.error is not None and script.fail_at == 0:

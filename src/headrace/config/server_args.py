@@ -198,6 +198,11 @@ class ServerArgs:
         _S,
         "Logit processors that requests may select by name, comma-separated: name=module:callable.",
     )
+    grammar_backend: Literal["llguidance", "none"] = _opt(
+        "llguidance",
+        _S,
+        "Library that makes outputs match a schema or a grammar, see docs/structured-output.md; none: requests that ask for it are refused (400).",
+    )
     child_env: str = _opt(
         "",
         _S,

@@ -142,6 +142,7 @@ class Encoder:
             default_max_new_tokens=default_max_new_tokens,
             room_tokens=room,
             bad_word_ids=bad_word_ids,
+            grammar=prompt.grammar,
             seed=self._seeds.getrandbits(63),
             max_n=self._args.max_n,
         )
@@ -208,6 +209,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         uses_priority=args.schedule_policy == "priority",
         num_replicas=args.dp_size,
         has_tokenizer=not args.skip_tokenizer_init,
+        has_grammars=args.grammar_backend != "none",
         context_length=ready.context_length,
     )
 

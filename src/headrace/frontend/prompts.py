@@ -20,6 +20,7 @@ from headrace.frontend.inputs import (
     check_token_ids,
     given_inputs,
 )
+from headrace.messages.grammar import GrammarSpec
 from headrace.messages.neutral import is_empty
 from headrace.messages.requests import GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
@@ -58,7 +59,7 @@ class CallLimits:
     """Limits for checking a call.
 
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy uses priorities.
-    num_replicas: of --dp-size. has_tokenizer: False = token ids only. context_length: in tokens.
+    num_replicas: of --dp-size. has_tokenizer: False = token ids only. has_grammars: False = --grammar-backend none. context_length: in tokens.
     """
 
     vocab_size: int
@@ -71,6 +72,7 @@ class CallLimits:
     uses_priority: bool = False
     num_replicas: int = 1
     has_tokenizer: bool = True
+    has_grammars: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Prompt:
     """One prompt of a call.
 
     rid: of this prompt. given: what it contains. logprob_start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
-    session: the one that the prompt continues. adapter: its name; empty = the base model.
+    session: the one that the prompt continues. adapter: its name; empty = the base model. grammar: what its outputs must match; None = anything.
     """
 
     rid: str
@@ -93,6 +95,7 @@ class Prompt:
     namespace: str
     session: SessionParams | None = None
     adapter: str = ""
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     check_num_prompts(obj, limits.max_prompts)
     inputs = _Inputs(*given_inputs(obj, limits.vocab_size, limits.hidden_size))
     samplings = _samplings(obj, inputs, limits)
+    grammars = _grammars(samplings, limits)
     multiple = any(sampling.n > 1 for sampling in samplings)
     logprobs = _logprobs(obj, inputs, multiple, limits.vocab_size)
     hidden = inputs.spread("return_hidden_states", obj.return_hidden_states, bool)
@@ -136,6 +140,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
             namespace=namespaces[i],
             session=sessions[i],
             adapter=adapters[i] or "",
+            grammar=grammars[i],
         )
         for i in range(inputs.count)
     )
@@ -187,7 +192,13 @@ def _sample_bytes(prompt: Prompt, context_length: int) -> int:
         prompt.given.most_bytes(context_length)
         + 4 * sum(map(len, strings))
         + 16 * sum(len(items) for items in numbers if items)
+        + (_most_utf8_bytes(prompt.grammar.text) if prompt.grammar is not None else 0)
     )
+
+
+def _most_utf8_bytes(text: str) -> int:
+    """Upper bound of its bytes as UTF-8, in constant time; exact for ASCII."""
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 def refuse_text(param: str) -> NoReturn:
@@ -283,6 +294,20 @@ def _check_patterns(samplings: Sequence[SamplingParams]) -> None:
         raise RequestError(f"{num_patterns} stop patterns in one request; at most {MAX_STOP_PATTERNS}", "stop_regex")
     for patterns in different:
         check_stop_regex(patterns)
+
+
+def _grammars(samplings: Sequence[SamplingParams], limits: CallLimits) -> list[GrammarSpec | None]:
+    """The grammar of each prompt; None = none. Raises RequestError for one that is not well-formed, and if this server has none."""
+    # Prompts that share their parameters share the grammar, which may be large.
+    different = {id(sampling): sampling for sampling in samplings}
+    specs = {key: sampling.grammar_spec() for key, sampling in different.items()}
+    for spec in filter(None, specs.values()):
+        if not limits.has_tokenizer:
+            refuse_text(spec.field)
+        if not limits.has_grammars:
+            message = f"{spec.field}: this server constrains no outputs (--grammar-backend none)"
+            raise RequestError(message, spec.field, "unsupported_parameter")
+    return [specs[id(sampling)] for sampling in samplings]
 
 
 def _processors(obj: GenerateReqInput, inputs: _Inputs, known: frozenset[str]) -> list[str]:

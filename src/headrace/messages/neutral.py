@@ -42,6 +42,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "length_penalty": (1.0,),
     "thinking_token_budget": (-1,),
+    "guided_decoding_backend": ("auto",),
     "routed_experts_prompt_start": (0,),
     # OpenAI: chat fields that other routes do not know
     "parallel_tool_calls": (True, False),

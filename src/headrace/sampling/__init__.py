@@ -2,6 +2,6 @@
 
 Read first: params.py (no torch), sampler.py (the order of operations).
 
-draw.py, random.py (numbers from seed and position), penalties.py, device_penalties.py (on a GPU), grammar_rows.py (masks
-of grammars), logprobs.py, logit_processors.py.
+grammar_fields.py (what the output must match), grammar_rows.py (masks of grammars), draw.py, random.py (numbers from seed
+and position), penalties.py, device_penalties.py (on a GPU), logprobs.py, logit_processors.py.
 """

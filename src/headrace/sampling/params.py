@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.messages.grammar import GrammarSpec
+from headrace.sampling.grammar_fields import GrammarFields
 
 T = TypeVar("T", int, float)
 
@@ -29,6 +30,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_TOP_LOGPROBS = 256
+LOGGED_GRAMMAR_CHARS = 200
 MAX_SEED = 2**63 - 1
 NO_SEED = -1
 """What llama.cpp's clients send for 'no seed'."""
@@ -44,10 +46,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters as requested. None, or an empty string, list or object, means not set: the value of generation_config applies, then our default.
 
-    top_k: 0 and -1 = off. sampling_seed: SGLang's name for `seed`; -1 = none.
+    top_k: 0 and -1 = off. sampling_seed: SGLang's name for `seed`; -1 = none. What the output must match: see `GrammarFields`.
     """
 
     max_new_tokens: int | None = None
@@ -63,10 +65,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     repetition_penalty: float | None = None
     n: int = 1
-    json_schema: str | dict[str, object] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | dict[str, object] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -105,12 +103,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _at_most(MAX_STOP_TOKEN_IDS, self.stop_token_ids, "stop_token_ids", "ids")
         _at_most(vocab_size, self.allowed_token_ids, "allowed_token_ids", "ids")
         _at_most(MAX_LOGIT_BIAS, self.logit_bias, "logit_bias", "entries")
-
-    def _refuse_grammars(self) -> None:
-        """Raises RequestError for a field that constrains decoding."""
-        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported yet: constrained decoding is not available", name)
 
     def _checked_max_new_tokens(self, default: int, room_tokens: int) -> int:
         """`max_new_tokens`; if not set, `default` or what the context has room for. Checks it and `min_new_tokens`. Raises RequestError."""
@@ -151,6 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         default_max_new_tokens: int,
         room_tokens: int,
         bad_word_ids: Sequence[Sequence[int]],
+        grammar: GrammarSpec | None,
         seed: int,
         max_n: int,
     ) -> "ResolvedSamplingParams":
@@ -158,10 +151,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         defaults: of the model's generation_config. default_max_new_tokens: of this endpoint.
         room_tokens: context length minus prompt length, >= 0.
-        bad_word_ids: `bad_words` tokenized by the caller. seed: used if the request sets none.
+        bad_word_ids: `bad_words` tokenized by the caller. grammar: what `grammar_spec` gave. seed: used if the request sets none.
         Raises RequestError that names the parameter.
         """
-        self._refuse_grammars()
         temperature = _first(self.temperature, defaults.temperature, 1.0)
         top_p = _first(self.top_p, defaults.top_p, 1.0)
         top_k = _first(self.top_k, defaults.top_k, -1) or -1  # 0 is off, too
@@ -205,6 +197,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             no_stop_trim=self.no_stop_trim,
+            grammar=grammar,
         )
 
 
@@ -212,7 +205,7 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
     """Checked parameters of one sample, every field set.
 
     temperature 0.0 = greedy. top_k -1 = off. stream_interval 0 = the server's. `allowed_token_ids` empty = all.
-    bad_words: token id sequences that must not appear. logit_bias: (token id, bias) pairs.
+    bad_words: token id sequences that must not appear. logit_bias: (token id, bias) pairs. grammar: what the output must match; None = anything.
     """
 
     max_new_tokens: int
@@ -232,16 +225,25 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
-    grammar: GrammarSpec | None = None
     stream_interval: int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+    grammar: GrammarSpec | None = None
 
     @property
     def is_greedy(self) -> bool:
         """Whether the largest logit is taken."""
         return self.temperature == 0.0
+
+    def described(self) -> str:
+        """As JSON for the log, with only the beginning of a grammar's text."""
+        grammar = self.grammar
+        if grammar is None or len(grammar.text) <= LOGGED_GRAMMAR_CHARS:
+            return msgspec.json.encode(self).decode()
+        text = f"{grammar.text[:LOGGED_GRAMMAR_CHARS]}... ({len(grammar.text)} characters)"
+        cut = msgspec.structs.replace(self, grammar=msgspec.structs.replace(grammar, text=text))
+        return msgspec.json.encode(cut).decode()
 
     def check_allowed(self, eos_token_ids: Set[int]) -> None:
         """Raises RequestError if none of the allowed tokens can be sampled. eos_token_ids: of the model."""

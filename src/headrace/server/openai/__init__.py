@@ -2,5 +2,6 @@
 
 Read first: base.py (what generation routes share), chat.py, protocol.py (bodies).
 
-completions.py, models.py, tokenize.py, token_details.py (what clients of vLLM ask for beside the text).
+completions.py, models.py, tokenize.py, token_details.py (what clients of vLLM ask for beside the text),
+structured_outputs.py (what the output must match).
 """

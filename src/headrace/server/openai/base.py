@@ -22,6 +22,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
+from headrace.server.openai.structured_outputs import AskedGrammar
 from headrace.server.openai.token_details import check_token_details
 from headrace.server.sse import failure_frames, stream_reply
 
@@ -155,6 +156,7 @@ class OpenAIServingBase(ABC, Generic[R]):
     async def handle_request(self, exchange: Exchange) -> None:
         """Answer one request. Errors name the fields as this API spells them."""
         request = await exchange.read_json(self.decoder)
+        grammar = request.asked_grammar()
         try:
             request = self._with_adapter(request)
             request.check_stream_options()
@@ -168,7 +170,7 @@ class OpenAIServingBase(ABC, Generic[R]):
             else:
                 await self._reply(exchange, generation)
         except RequestError as exc:
-            raise self._renamed(exc, request) from None
+            raise self._renamed(exc, request, grammar) from None
 
     def _with_adapter(self, request: R) -> R:
         """The request with the model's name filled in, and the adapter that the name means.
@@ -238,8 +240,14 @@ class OpenAIServingBase(ABC, Generic[R]):
 
         await stream_reply(exchange, self._updates(exchange, generation), render, tail)
 
-    def _renamed(self, exc: RequestError, request: R) -> RequestError:
+    def _renamed(self, exc: RequestError, request: R, grammar: AskedGrammar | None) -> RequestError:
         """The error with our own parameter names replaced by this API's."""
+        if grammar is not None and (exc.param == grammar.kind or exc.message.startswith(f"{grammar.kind}: ")):
+            # The rest of the message may quote the grammar, and stays as it is.
+            if exc.message.startswith(grammar.kind):
+                exc.message = grammar.name + exc.message.removeprefix(grammar.kind)
+            exc.param = grammar.name
+            return exc
         names = dict(_OUR_NAMES, input_ids=self.prompt_field, max_new_tokens=request.limit_field)
         exc.message = _OUR_NAME.sub(lambda found: names[found[0]], exc.message)
         if exc.param == "text":

@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.messages.neutral import asks_for_nothing
 from headrace.messages.requests import SessionParams
 from headrace.sampling.params import SamplingParams
+from headrace.server.openai.structured_outputs import StructuredFields
 
 MAX_LOGPROBS = 20
 """Most alternatives per token on the OpenAI routes, the same as OpenAI's."""
@@ -41,8 +42,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both completions and chat completions; None = not set.
+class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both completions and chat completions, beside those of `StructuredFields`; None = not set.
 
     model: "" and "default" mean the served model. max_tokens: -1 = as many as fit.
     """
@@ -71,8 +72,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     stop_regex: str | list[str] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
     no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -126,8 +125,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return 1 if self.n is None else self.n
 
     def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
-        """The sampling parameters of the request under the runtime's names."""
-        return SamplingParams(
+        """The sampling parameters of the request under the runtime's names. Raises RequestError, see `asked_grammar`."""
+        asked = self.asked_grammar()
+        sampling = SamplingParams(
             max_new_tokens=None if max_new_tokens == AS_MANY_AS_FIT else max_new_tokens,
             min_new_tokens=self.min_tokens or 0,
             stop=self.stop,
@@ -141,8 +141,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             presence_penalty=self.presence_penalty or 0.0,
             repetition_penalty=self.repetition_penalty,
             n=self.num_samples,
-            regex=self.regex,
-            ebnf=self.ebnf,
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
@@ -153,6 +151,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             seed=self.seed,
             sampling_seed=self.sampling_seed,
         )
+        return sampling if asked is None else msgspec.structs.replace(sampling, **{asked.kind: asked.value})
 
     def check_output_limit(self) -> None:
         """Raises RequestError if both names of the output limit are given with different values."""
@@ -240,7 +239,6 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     parallel_tool_calls: bool | None = None
     functions: list[object] | None = None
     function_call: str | dict[str, object] | None = None
-    response_format: dict[str, object] | None = None
     modalities: list[str] | None = None
     audio: object | None = None
     prediction: object | None = None
@@ -272,7 +270,6 @@ _NOT_YET = (
     "functions",
     "function_call",
     "parallel_tool_calls",
-    "response_format",
     "modalities",
     "audio",
     "prediction",
