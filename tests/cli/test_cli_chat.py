@@ -21,10 +21,12 @@ class Script:
     def __init__(self, *replies):
         self.replies = list(replies)
         self.asked = []
+        self.schemas = []
         self.closed = 0
 
-    def reply(self, messages):
+    def reply(self, messages, json_schema):
         self.asked.append([dict(message) for message in messages])
+        self.schemas.append(json_schema)
         reply = self.replies.pop(0)
         if isinstance(reply, RequestError):
             raise reply
@@ -83,6 +85,30 @@ def test_exit_ends_before_the_rest_is_read(monkeypatch):
     source = Script()
     talk(monkeypatch, source, "/exit", "never asked", stdin=Terminal)
     assert source.asked == []
+
+
+def test_replies_match_a_schema_until_it_is_taken_away(monkeypatch, tmp_path):
+    path = tmp_path / "a schema.json"
+    path.write_text('{"type": "integer"}')
+    source = Script(["1"], ["2"], ["true"], ["hi"])
+
+    printed = talk(
+        monkeypatch, source, f"/schema {path}", "a", "/clear", "b", '/schema {"type": "boolean"}', "c", "/schema", "d", stdin=Terminal
+    )  # fmt: skip
+
+    assert source.schemas == ['{"type":"integer"}'] * 2 + ['{"type":"boolean"}', None]
+    assert "replies match this schema" in printed
+    assert "replies are any text" in printed
+
+
+def test_a_schema_that_cannot_be_used_changes_nothing(monkeypatch, tmp_path):
+    source = Script(["1"])
+
+    printed = talk(monkeypatch, source, "/schema true", f"/schema {tmp_path}/none", "/schema {", "a", stdin=Terminal)
+
+    assert source.schemas == ["true"]
+    assert "cannot be read: No such file or directory" in printed.replace("\n", " ")
+    assert "the schema is not valid JSON" in printed
 
 
 def test_help_and_unknown_commands_say_so(monkeypatch):
@@ -204,7 +230,7 @@ def test_a_servers_stream_becomes_pieces(server):
     ]
     chat = ServerChat(server.url + "/v1/", ChatSampling(temperature=0.0), api_key="k")
 
-    pieces = list(chat.reply(MESSAGES))
+    pieces = list(chat.reply(MESSAGES, None))
 
     assert [piece.text for piece in pieces] == ["He", "y", ""]
     assert pieces[-1].num_tokens == 7
@@ -212,7 +238,18 @@ def test_a_servers_stream_becomes_pieces(server):
     assert body["model"] == "the-model"
     assert body["temperature"] == 0.0
     assert "max_tokens" not in body
+    assert "response_format" not in body
     assert key == "Bearer k"
+
+
+def test_a_server_is_asked_for_a_schema_as_openai_s_api_takes_it(server):
+    server.frames = [b"data: [DONE]\n\n"]
+    list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, '{"b":1,"a":2}'))
+
+    body, _ = server.asked[0]
+    schema = {"name": "schema", "schema": {"b": 1, "a": 2}}
+    assert body["response_format"] == {"type": "json_schema", "json_schema": schema}
+    assert list(body["response_format"]["json_schema"]["schema"]) == ["b", "a"]
 
 
 def test_a_servers_refusal_is_told_in_its_words(server):
@@ -220,7 +257,7 @@ def test_a_servers_refusal_is_told_in_its_words(server):
     chat = ServerChat(server.url, ChatSampling(), model="m")
 
     with pytest.raises(RequestError, match="prompt too long"):
-        list(chat.reply(MESSAGES))
+        list(chat.reply(MESSAGES, None))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +272,7 @@ def test_a_servers_refusal_is_told_in_its_words(server):
 def test_a_stream_that_breaks_is_an_error(server, frames, words):
     server.frames = frames
     with pytest.raises(RequestError, match=words):
-        list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES))
+        list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, None))
 
 
 def test_no_server_is_a_clear_error():

@@ -123,6 +123,80 @@ def test_doctor_prints_tables(capsys):
         assert words in text
 
 
+class FakeEngine:
+    """Remembers what it is asked for, and answers with nothing."""
+
+    asked = []
+
+    def __init__(self, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def generate(self, prompt, sampling_params, stream=False):
+        self.asked.append(sampling_params)
+        return [] if stream else {}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The sampling parameters that `generate` gives to its engine."""
+    monkeypatch.setattr("headrace.api.engine.Engine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "asked", [])
+    return FakeEngine.asked
+
+
+def test_generate_takes_a_schema_from_a_file_or_as_json(asked, tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text('\n{"b": 1,\n "a": 2}\n')
+    for given in (str(path), ' {"b": 1, "a": 2}'):
+        assert run("generate", "hi", "--json-schema", given) == 0
+    assert [params["json_schema"] for params in asked] == ['{"b":1,"a":2}'] * 2
+
+
+def test_generate_takes_a_regular_expression_or_a_choice(asked):
+    assert run("generate", "hi", "--regex", "[ab]+") == 0
+    assert run("generate", "hi", "--choice", "a", "--choice", "b", "--json") == 0
+    assert run("generate", "hi") == 0
+    grammars = [{name: params.get(name) for name in ("json_schema", "regex", "choice")} for params in asked]
+    assert [{name: value for name, value in given.items() if value} for given in grammars] == [
+        {"regex": "[ab]+"},
+        {"choice": ["a", "b"]},
+        {},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--json-schema", "/no/such/schema.json"], "cannot be read: No such file"),
+        (["--json-schema", "."], "cannot be read: Is a directory"),
+        (["--json-schema", '{"a":'], "the schema is not valid JSON: it ends too early"),
+        (["--regex", "a", "--choice", "b"], "--regex and --choice cannot be combined"),
+    ],
+)
+def test_generate_refuses_a_grammar_that_is_none_before_it_loads_a_model(asked, capsys, argv, words):
+    assert run("generate", "hi", *argv) == 2
+    assert words in capsys.readouterr().err
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"[1]", "must be a JSON object"), (b"\xff", "UTF-8"), (b"", "is empty")]
+)
+def test_a_file_without_a_schema_is_refused_by_its_name(asked, capsys, tmp_path, content, words):
+    path = tmp_path / "schema.json"
+    path.write_bytes(content)
+    assert run("generate", "hi", "--json-schema", str(path)) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert words in error
+
+
 def test_the_model_argument_and_option_must_not_contradict_each_other():
     assert with_model(ServerArgs(), "x").model_path == "x"
     assert with_model(ServerArgs(model_path="x"), None).model_path == "x"

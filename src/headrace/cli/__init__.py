@@ -2,8 +2,8 @@
 
 Read first: app.py (the commands and their options).
 
-chat.py (the terminal chat), doctor.py (what runs on this machine, and why not), quantize.py, __main__.py (`python -m
-headrace.cli`).
+chat.py (the terminal chat), schema.py (JSON schemas given to commands), doctor.py (what runs on this machine, and why not),
+quantize.py, __main__.py (`python -m headrace.cli`).
 """
 
 from headrace.cli.app import main

@@ -105,6 +105,22 @@ def generate(
         list[str] | None,
         typer.Option(help="Stop before this text; may be given several times.", rich_help_panel="Sampling"),
     ] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            help="Make the output JSON that matches this schema: a file, or the schema itself.",
+            metavar="FILE|JSON",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(help="Make the whole output match this regular expression.", rich_help_panel="Sampling"),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="Make the output one of these texts; give it once for each.", rich_help_panel="Sampling"),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object with text, ids and counts instead of the text.", metavar=""),
@@ -117,6 +133,7 @@ def generate(
     from headrace.cli.chat import new_pieces
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    given |= _grammar(json_schema, regex, choice)
     sampling_params = {name: value for name, value in given.items() if value is not None}
     text = sys.stdin.read() if prompt == "-" else prompt
     with Engine(**dataclasses.asdict(server_args)) as engine:
@@ -468,6 +485,18 @@ def with_model(server_args: ServerArgs, model: str | None) -> ServerArgs:
     if server_args.model_path not in (default, model):
         raise ConfigError(f"two models are given, {model} and --model-path {server_args.model_path}; give only one")
     return dataclasses.replace(server_args, model_path=model)
+
+
+def _grammar(json_schema: str | None, regex: str | None, choice: list[str] | None) -> dict[str, Any]:
+    """The sampling parameters that say what the output must match. Raises ConfigError for more than one."""
+    from headrace.cli.schema import read_schema
+
+    given = {"json_schema": json_schema and read_schema(json_schema), "regex": regex, "choice": choice}
+    asked = {name: value for name, value in given.items() if value}
+    if len(asked) > 1:
+        options = [f"--{name.replace('_', '-')}" for name in asked]
+        raise ConfigError(f"{' and '.join(options)} cannot be combined; give one of them")
+    return asked
 
 
 def _limits(ttft_ms: float | None, per_token_ms: float | None, e2e_ms: float | None) -> Any:

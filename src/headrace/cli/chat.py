@@ -27,6 +27,7 @@ Message = dict[str, str]
 
 HELP = """[bold]/clear[/bold]           begin again (keeps the system message)
 [bold]/system TEXT[/bold]     set the system message and begin again; without TEXT: remove it
+[bold]/schema FILE[/bold]     make replies JSON that matches the schema in FILE, or given here; without FILE: any text again
 [bold]/help[/bold]            this
 [bold]/exit[/bold], Ctrl-D    leave
 Ctrl-C           stop the reply that is being written"""
@@ -57,8 +58,11 @@ class ChatSource(Protocol):
 
     name: str
 
-    def reply(self, messages: list[Message]) -> Iterator[Piece]:
-        """The next message of the assistant, piece by piece; closing the iterator stops it. Raises HeadraceError."""
+    def reply(self, messages: list[Message], json_schema: str | None) -> Iterator[Piece]:
+        """The next message of the assistant, piece by piece; closing the iterator stops it. Raises HeadraceError.
+
+        json_schema: what the message must match, as JSON; None = any text.
+        """
         ...
 
 
@@ -86,7 +90,7 @@ class EngineChat:
     def __exit__(self, *_: object) -> None:
         self._engine.shutdown()
 
-    def reply(self, messages: list[Message]) -> Iterator[Piece]:
+    def reply(self, messages: list[Message], json_schema: str | None) -> Iterator[Piece]:
         """See ChatSource. Without a limit of the user's the reply may fill the rest of the context."""
         ids = self._tokenizer.encode_rendered(self._template.render(messages))
         wanted = {name: value for name, value in dataclasses.asdict(self._sampling).items() if value is not None}
@@ -95,7 +99,7 @@ class EngineChat:
             raise RequestError(
                 f"the conversation fills the context of {self._context_length} tokens; /clear starts again"
             )
-        sampling_params = {"max_new_tokens": room, **wanted}
+        sampling_params = {"max_new_tokens": room, "json_schema": json_schema, **wanted}
         with closing(self._engine.generate(input_ids=ids, sampling_params=sampling_params, stream=True)) as items:
             yield from new_pieces(items)
 
@@ -118,7 +122,7 @@ class ServerChat:
     def __exit__(self, *_: object) -> None:
         """Nothing is held between replies."""
 
-    def reply(self, messages: list[Message]) -> Iterator[Piece]:
+    def reply(self, messages: list[Message], json_schema: str | None) -> Iterator[Piece]:
         """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
         body: dict[str, Any] = {
             "model": self.name,
@@ -129,6 +133,7 @@ class ServerChat:
             "temperature": self._sampling.temperature,
             "top_p": self._sampling.top_p,
             "seed": self._sampling.seed,
+            "response_format": None if json_schema is None else _response_format(json_schema),
         }
         payload = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         num_tokens = 0
@@ -161,6 +166,11 @@ class ServerChat:
             raise ConfigError(f"no server answers at {self._url}: {reason}") from error
 
 
+def _response_format(json_schema: str) -> dict[str, Any]:
+    """The schema as OpenAI's API takes it."""
+    return {"type": "json_schema", "json_schema": {"name": "schema", "schema": json.loads(json_schema)}}
+
+
 def run_chat(source: ChatSource, console: Console, system: str | None = None) -> None:
     """Talk until the user leaves.
 
@@ -180,15 +190,16 @@ def run_chat(source: ChatSource, console: Console, system: str | None = None) ->
 
 
 class Conversation:
-    """The messages so far, the system message first when there is one."""
+    """The messages so far, the system message first when there is one, and the schema of the next reply."""
 
     def __init__(self, system: str | None) -> None:
         self._system = system
+        self.json_schema: str | None = None
         self.messages: list[Message] = []
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything but the system message."""
+        """Forget everything but the system message and the schema."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def set_system(self, text: str) -> None:
@@ -238,11 +249,25 @@ def _command(line: str, conversation: Conversation, console: Console) -> bool:
                 if rest.strip()
                 else "[dim]new conversation without a system message[/dim]"
             )
+        case "/schema":
+            _set_schema(conversation, rest.strip(), console)
         case "/help":
             console.print(HELP)
         case _:
             console.print(f"[yellow]no such command: {escape(name)}[/yellow]; /help lists them")
     return True
+
+
+def _set_schema(conversation: Conversation, given: str, console: Console) -> None:
+    """Let replies match a schema from now on; empty = any text. One that cannot be used changes nothing."""
+    from headrace.cli.schema import read_schema
+
+    try:
+        conversation.json_schema = read_schema(given) if given else None
+    except ConfigError as error:
+        console.print(f"[red]{escape(error.message)}[/red]")
+        return
+    console.print("[dim]replies match this schema[/dim]" if given else "[dim]replies are any text[/dim]")
 
 
 def _answer(source: ChatSource, conversation: Conversation, line: str, console: Console, interactive: bool) -> None:
@@ -254,7 +279,7 @@ def _answer(source: ChatSource, conversation: Conversation, line: str, console: 
     parts: list[str] = []
     num_tokens, stopped = 0, False
     start_s = first_s = time.perf_counter()
-    pieces = source.reply(conversation.messages)
+    pieces = source.reply(conversation.messages, conversation.json_schema)
     try:
         for piece in pieces:
             if not parts:
