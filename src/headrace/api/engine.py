@@ -92,7 +92,8 @@ class Engine(WeightOperations):
     ) -> Any:
         """Continue one prompt (returns a dict) or several (a list of dicts, also for n > 1); with `stream` an iterator of dicts.
 
-        sampling_params: a dict, a SamplingParams, or a list of them. others: the other fields of `GenerateReqInput`.
+        sampling_params: a dict, a SamplingParams, or a list of them, one per prompt; `json_schema`, `regex` ... constrain the output.
+        others: the other fields of `GenerateReqInput`.
         Closing the iterator early aborts the rest. Raises RequestError, CapacityError, ExecutionError.
         """
         request = _request(prompt, sampling_params, input_ids, stream, others)
