@@ -124,6 +124,13 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
   kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
 }
 
+void mask_logits(Address x, int64_t x_stride, int64_t num_rows, Address rows, Address masks, Address out, int64_t out_stride,
+                 int64_t count, int64_t size) {
+  check_indices("mask_logits: row", at<int64_t>(rows), count, 0, num_rows);
+  kernels().mask_logits(
+      {at<float>(x), x_stride, at<int64_t>(rows), at<uint32_t>(masks), at<float>(out), out_stride, count, size});
+}
+
 void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address out, int64_t rows,
                 int64_t size, float eps) {
   kernels().layer_norm(
@@ -206,6 +213,7 @@ NB_MODULE(_native, m) {
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
+  m.def("mask_logits", &mask_logits, unlocked);
   m.def("layer_norm", &layer_norm, unlocked);
   m.def("draw", &draw, unlocked);
   m.def("exp_sums", &exp_sums, unlocked);

@@ -262,6 +262,18 @@ struct ArgmaxArgs {
   int64_t rows, size;
 };
 
+// out[i] [size] = row rows[i] of x where bit t % 32 of word t / 32 of masks[i] is set, -inf elsewhere. masks: [count][size / 32 rounded
+// up]; bits beyond size are ignored. out must not overlap x.
+struct MaskArgs {
+  const float* x;
+  int64_t x_stride;
+  const int64_t* rows;
+  const uint32_t* masks;
+  float* out;
+  int64_t out_stride;
+  int64_t count, size;
+};
+
 // Greedy where temperature is 0, not wanted (out = -1) where it is negative. top_k 0 and top_p 1: off. min_weight: see drawing.py.
 // out is -1, too, when a row holds a NaN or no finite largest logit.
 struct DrawArgs {
@@ -320,6 +332,7 @@ struct KernelTable {
   void (*gelu_tanh_mul)(const GatedArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*mask_logits)(const MaskArgs&);
   void (*layer_norm)(const LayerNormArgs&);
   void (*draw)(const DrawArgs&);
   void (*exp_sums)(const ExpSumsArgs&);

@@ -56,6 +56,7 @@ constexpr bool kFewTiles = true;
 constexpr bool kFewTiles = false;
 #endif
 
+// if_set: lane i of the first vector where bit i is set, of the second elsewhere.
 // vmax and vmin return the second operand when either is a NaN, as x86 does: put the data second and a NaN survives.
 
 #if defined(__AVX512F__)
@@ -79,6 +80,9 @@ HEADRACE_INLINE float reduce_max(vf a) { return _mm512_reduce_max_ps(a); }
 HEADRACE_INLINE vf round_nearest(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+HEADRACE_INLINE vf if_set(uint32_t bits, vf yes, vf no) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), no, yes);
 }
 HEADRACE_INLINE bool any_equal(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ) != 0; }
 HEADRACE_INLINE bool any_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
@@ -131,6 +135,11 @@ HEADRACE_INLINE float reduce_max(vf a) {
 }
 HEADRACE_INLINE vf round_nearest(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+HEADRACE_INLINE vf if_set(uint32_t bits, vf yes, vf no) {
+  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lanes);
+  return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lanes)));
+}
 HEADRACE_INLINE bool any_equal(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)) != 0; }
 HEADRACE_INLINE bool any_nan(vf a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
 HEADRACE_INLINE vf pow2(vf n) {
@@ -173,6 +182,11 @@ HEADRACE_INLINE float reduce_max(__m128 a) {
 }
 HEADRACE_INLINE vf round_nearest(vf a) { return _mm_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) { return _mm_blendv_ps(no, yes, _mm_cmplt_ps(a, b)); }
+HEADRACE_INLINE vf if_set(uint32_t bits, vf yes, vf no) {
+  const __m128i lanes = _mm_setr_epi32(1, 2, 4, 8);
+  const __m128i set = _mm_and_si128(_mm_set1_epi32(static_cast<int>(bits)), lanes);
+  return _mm_blendv_ps(no, yes, _mm_castsi128_ps(_mm_cmpeq_epi32(set, lanes)));
+}
 HEADRACE_INLINE bool any_equal(vf a, vf b) { return _mm_movemask_ps(_mm_cmpeq_ps(a, b)) != 0; }
 HEADRACE_INLINE bool any_nan(vf a) { return _mm_movemask_ps(_mm_cmpunord_ps(a, a)) != 0; }
 HEADRACE_INLINE vf pow2(vf n) {
@@ -203,6 +217,10 @@ HEADRACE_INLINE vf mul(vf a, vf b) { return vmulq_f32(a, b); }
 HEADRACE_INLINE vf div(vf a, vf b) { return vdivq_f32(a, b); }
 HEADRACE_INLINE vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
+HEADRACE_INLINE vf if_set(uint32_t bits, vf yes, vf no) {
+  const uint32_t lanes[4] = {1, 2, 4, 8};
+  return vbslq_f32(vtstq_u32(vdupq_n_u32(bits), vld1q_u32(lanes)), yes, no);
+}
 // fmax and fmin of this processor give a NaN when either operand is one.
 HEADRACE_INLINE vf vmax(vf a, vf b) { return if_less(b, a, a, b); }
 HEADRACE_INLINE vf vmin(vf a, vf b) { return if_less(a, b, a, b); }
@@ -256,6 +274,9 @@ HEADRACE_INLINE float reduce_max(vf a) {
 HEADRACE_INLINE vf round_nearest(vf a) { HEADRACE_LANES(__builtin_rintf(a.lane[i])); }
 HEADRACE_INLINE vf if_less(vf a, vf b, vf yes, vf no) {
   HEADRACE_LANES(a.lane[i] < b.lane[i] ? yes.lane[i] : no.lane[i]);
+}
+HEADRACE_INLINE vf if_set(uint32_t bits, vf yes, vf no) {
+  HEADRACE_LANES((bits >> i & 1u) != 0 ? yes.lane[i] : no.lane[i]);
 }
 HEADRACE_INLINE bool any_equal(vf a, vf b) {
   bool any = false;

@@ -19,6 +19,7 @@ KERNELS = {
     "_extend_kernel",
     "_gate_kernel",
     "_linear_kernel",
+    "_mask_kernel",
     "_norm_kernel",
     "_peak_kernel",
     "_reduce_kernel",

@@ -199,7 +199,7 @@ void linears() {
   }
 }
 
-// Work over rows: norms, gates, lookups, argmax, rotation.
+// Work over rows: norms, gates, lookups, argmax, masks, rotation.
 void rows() {
   for (const int64_t count : {1, 2, 5, 33}) {
     for (const int64_t size : {1, 7, 16, 31, 64, 577}) {
@@ -251,6 +251,23 @@ void rows() {
           const float* const row = x.get() + i * size;
           expect(out[i] == std::max_element(row, row + size) - row, "argmax is the first largest" + shape({count, size}));
         }
+        return out.bytes();
+      });
+      const int64_t words = round_up(size, 32) / 32;
+      const Buffer<uint32_t> masks(count * words);
+      for (int64_t i = 0; i < masks.size(); ++i) masks[i] = i % 3 == 0 ? next_random() : i % 3 == 1 ? 0u : ~0u;
+      same_for_any_threads("masks" + shape({count, size}), [&] {
+        const Buffer<int64_t> source(count);
+        const Buffer<float> out(count * size);
+        for (int64_t i = 0; i < count; ++i) source[i] = 2 * (count - 1 - i) / 3;  // rows from the last, some of them twice
+        kernels().mask_logits({x.get(), 2 * size, source.get(), masks.get(), out.get(), size, count, size});
+        bool is_right = true;
+        for (int64_t i = 0; i < count * size; ++i) {
+          const int64_t row = i / size, token = i % size;
+          const bool allowed = (masks[row * words + token / 32] >> (token % 32) & 1u) != 0;
+          is_right = is_right && out[i] == (allowed ? x[source[row] * 2 * size + token] : -INFINITY);
+        }
+        expect(is_right, "a mask keeps its bits" + shape({count, size}));
         return out.bytes();
       });
     }

@@ -174,6 +174,33 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, select("argmax", x.device.type)(x))
 
 
+def mask_logits(
+    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows of float32[R, V] logits with -inf for the tokens that a mask forbids -> float32[n, V].
+
+    Row i of the result is row rows[i] of `logits` where bit t % 32 of word t // 32 of masks[i] is set, and -inf elsewhere; bits beyond V
+    are ignored. rows: int64[n], in any order, may repeat. masks: int32[n, V / 32 rounded up]. Both are contiguous, and on the device of
+    `logits` or on the CPU; from pinned memory they are copied without waiting, and must stay as they are until the copy is done.
+    out: float32[n, V] that is written and returned; must not overlap `logits`. A buffer that is kept from step to step saves the page
+    faults of new memory where the result has 32 MiB or more. ValueError for a row outside `logits` (if rows are on the CPU).
+    """
+    if logits.dim() != 2 or logits.dtype != torch.float32:
+        raise ValueError(f"mask_logits: logits must be float32 [R, V], got {logits.dtype} {tuple(logits.shape)}")
+    n, size = rows.numel(), logits.shape[1]
+    for name, given, dtype, shape in (
+        ("rows", rows, torch.int64, (n,)),
+        ("masks", masks, torch.int32, (n, -(-size // 32))),
+    ):
+        if given.dtype != dtype or given.shape != shape or not given.is_contiguous():
+            raise ValueError(
+                f"mask_logits: {name} must be contiguous {dtype} {shape}, got {given.dtype} {tuple(given.shape)}"
+            )
+    if out is not None and (out.dtype != torch.float32 or out.shape != (n, size)):
+        raise ValueError(f"mask_logits: out must be float32 {(n, size)}, got {out.dtype} {tuple(out.shape)}")
+    return cast(torch.Tensor, select("mask_logits", logits.device.type)(logits, rows, masks, out))
+
+
 def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mapping[int, LoraFactors]) -> None:
     """y[row] += (x[row] @ A^T) @ B^T with the factors of the row's adapter, in place; an adapter that is not in `adapters` adds nothing.
 

@@ -34,6 +34,7 @@ OPS = (
     "argmax",
     "draw",
     "exp_sums",
+    "mask_logits",
     "lora_delta",
 )
 
@@ -47,6 +48,7 @@ TRITON_OPS = (
     "argmax",
     "draw",
     "exp_sums",
+    "mask_logits",
 )
 
 

@@ -371,6 +371,29 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def mask_logits(
+    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.mask_logits`."""
+    size = logits.shape[1]
+    num_rows, x_stride = _rows("mask_logits: logits", logits, size)
+    if out is None:
+        out = torch.empty(rows.shape[0], size)
+    count, out_stride = _rows("mask_logits: out", out, size)
+    _native.mask_logits(
+        logits.data_ptr(),
+        x_stride,
+        num_rows,
+        rows.data_ptr(),
+        masks.data_ptr(),
+        out.data_ptr(),
+        out_stride,
+        count,
+        size,
+    )
+    return out
+
+
 def draw(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
