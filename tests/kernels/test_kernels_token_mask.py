@@ -118,7 +118,7 @@ def test_tensors_that_do_not_fit_are_refused(implementation):
 
 def test_rows_with_gaps_between_their_elements_are_refused(native):
     rows, masks = torch.tensor([0, 2]), random_masks(2, 40)
-    with pytest.raises(ValueError, match="logits must be .* contiguous rows"):
+    with pytest.raises(ValueError, match=r"logits must be .* contiguous rows"):
         kernels.mask_logits(torch.randn(3, 80)[:, ::2], rows, masks)
-    with pytest.raises(ValueError, match="out must be .* contiguous rows"):
+    with pytest.raises(ValueError, match=r"out must be .* contiguous rows"):
         kernels.mask_logits(torch.randn(3, 40), rows, masks, torch.empty(2, 80)[:, ::2])
