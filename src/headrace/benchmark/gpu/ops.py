@@ -70,10 +70,12 @@ def op_checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, C
     top_p = torch.tensor([1.0, 0.9, 0.5] * 12 + [0.99], dtype=torch.float64)
     least = torch.tensor([0, 1 << 36, 0] * 12 + [0])
     u = torch.rand(37, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    masked_rows, masks = torch.arange(36, -1, -1) // 2, _token_masks(37, 5000)
     equal: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "argmax": kernels.argmax,
         "draw": lambda where: kernels.draw(where, temperatures, top_k, top_p, least, u),
         "exp_sums": lambda where: kernels.exp_sums(where)[1],
+        "mask_logits": lambda where: kernels.mask_logits(where, masked_rows, masks),
     }
     for name, choose in equal.items():
 
@@ -83,3 +85,12 @@ def op_checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, C
             return float((choose(logits.to(device)).cpu() != want).sum()), 0.0
 
         yield f"op {name}", match
+
+
+def _token_masks(rows: int, vocab: int) -> torch.Tensor:
+    """int32[rows, words]: of every three words one without any bit, one with all of them and a random one."""
+    generator = torch.Generator().manual_seed(9)
+    masks = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=generator).to(torch.int32)
+    masks[:, 1::3] = 0
+    masks[:, 2::3] = -1
+    return masks
