@@ -1,0 +1,85 @@
+"""Pieces of the library's own language, lark: quoted strings, regular expressions and schemas, and what a user's lark may not contain."""
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+from llguidance import regex_to_lark
+
+from headrace.errors import RequestError
+from headrace.grammar.json_schema import library_schema
+from headrace.grammar.schema_walk import decode_json, json_end
+
+ANY_TEXT = "/(?s:.*)/"
+
+# What the scanner has to know of lark (docs/syntax.md of llguidance): strings, comments, regular expressions and special tokens hide what looks like
+# a directive or an attribute.
+_PIECES = re.compile(
+    r"""(?P<hidden>"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>)"""
+    r"""|(?P<json>%json)\s*"""
+    r"""|(?P<attribute>(?<![\w-])(?:max_tokens|temperature|stop|stop_capture))\s*=""",
+    re.VERBOSE,
+)
+
+
+def quoted(text: str) -> str:
+    """A text as a lark string. `text` must be Unicode without lone surrogates."""
+    return msgspec.json.encode(text).decode().replace("\x7f", "\\u007f")
+
+
+def literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """A text as a sequence of lark strings and special tokens: where it contains the text of a special token, that token is meant."""
+    if not special_tokens:
+        return quoted(text)
+    parts = re.split(
+        "(" + "|".join(re.escape(name) for name in sorted(special_tokens, key=len, reverse=True)) + ")", text
+    )
+    shown = [f"<[{special_tokens[part]}]>" if i % 2 else quoted(part) for i, part in enumerate(parts) if part]
+    return " ".join(shown) or '""'
+
+
+def regex(pattern: str) -> str:
+    """A regular expression as a lark terminal; the library checks it when it builds the matcher."""
+    return f"/{regex_to_lark(pattern, '')}/" if pattern else '""'
+
+
+def inline_schema(schema: object, field: str) -> str:
+    """A decoded JSON schema as a lark rule. Raises RequestError as `library_schema`."""
+    return "%json " + msgspec.json.encode(library_schema(schema, field)).decode()
+
+
+def grammar(text: str) -> str:
+    """What the library takes for a lark grammar."""
+    return msgspec.json.encode({"grammars": [{"lark_grammar": text}]}).decode()
+
+
+def checked(text: str, field: str) -> str:
+    """A user's lark, with its inline schemas as we take schemas.
+
+    Attributes that need more than a mask are refused: `max_tokens` (the output could not be rolled back), `temperature`, and `stop` (tokens
+    would have to be taken back; `suffix` and `lazy` need not). Special tokens (`<name>` or `<[id]>`) are allowed: they are part of the output
+    as ids, and of its text only where special tokens are not skipped; a token that ends the model's texts ends the output wherever it stands.
+    Raises RequestError for these attributes and for schemas that are refused. What is no lark the library refuses.
+    """
+    parts: list[str] = []
+    at = 0
+    while found := _PIECES.search(text, at):
+        if found["attribute"]:
+            raise RequestError(
+                f"the attribute {found['attribute']!r} is not supported in a grammar; use `suffix` or `lazy` to end a rule"
+                f" (line {text.count(chr(10), 0, found.start()) + 1})",
+                field,
+            )
+        if not found["json"]:
+            parts.append(text[at : found.end()])
+            at = found.end()
+            continue
+        start = found.end()
+        end = json_end(text, start)
+        parts += [
+            text[at : found.start()],
+            inline_schema(decode_json(text[start:end], field, "a schema in the grammar"), field),
+        ]
+        at = end
+    parts.append(text[at:])
+    return "".join(parts)

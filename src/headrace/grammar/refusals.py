@@ -1,0 +1,239 @@
+"""Why the library refused a grammar, in plain words: for a JSON schema with the keyword and its place.
+
+The library says what it does not support, but not where. The place is found by walking the schema for the keyword and value that its message names.
+A message that is not known here is passed on in its first line.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+from llguidance import regex_to_lark
+
+from headrace.errors import RequestError
+from headrace.grammar.schema_walk import Json, decode_json, subschemas
+from headrace.messages.grammar import GrammarSpec
+
+MAX_CHARACTERS = 500
+_MAX_PLACES = 3
+
+Holds = Callable[[dict[str, Json]], bool]
+"""Whether a schema is the one that a message is about."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    """message: what is wrong. keyword: where in the schema that `holds` is true of."""
+
+    message: str
+    keyword: str = ""
+    holds: Holds | None = None
+
+
+def reason(spec: GrammarSpec, error: str) -> str:
+    """What to tell the client, at most `MAX_CHARACTERS` long. error: what the library said, empty when the first mask was empty."""
+    text = error.partition("<state>")[0].strip()
+    found = next((made for pattern, make in _KNOWN if (match := pattern.search(text)) and (made := make(match))), None)
+    found = found or _Reason(_first_line(text))
+    places = list(_places(spec, found)) if spec.kind == "json_schema" and found.holds is not None else []
+    return f"{found.message}{_shown(places)}"[:MAX_CHARACTERS]
+
+
+def _shown(places: list[str]) -> str:
+    if not places:
+        return ""
+    more = f" and {len(places) - _MAX_PLACES} more" if len(places) > _MAX_PLACES else ""
+    return f" (at {', '.join(place[:120] for place in places[:_MAX_PLACES])}{more})"
+
+
+def _places(spec: GrammarSpec, found: _Reason) -> Iterator[str]:
+    try:
+        root = decode_json(spec.text, spec.field)
+    except RequestError:
+        return
+    for place, schema in subschemas(root):
+        if found.holds is not None and found.holds(schema):
+            yield f"{place}/{found.keyword}" if found.keyword else place
+
+
+def _first_line(text: str) -> str:
+    """The library's own words: of a regular expression's error the line that says what is wrong."""
+    lines = text.splitlines() or [""]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return f"the grammar is not supported: {(errors or lines)[0][:300]}"
+
+
+# --- the library's messages
+
+
+def _unsupported_keys(match: re.Match[str]) -> _Reason:
+    keys: list[str] = msgspec.json.decode(match[1])
+    names = " and ".join(f"`{key}`" for key in keys)
+    word = "keyword" if len(keys) == 1 else "keywords"
+    return _Reason(
+        f"the JSON schema {word} {names} cannot be supported here",
+        keys[0],
+        lambda schema: all(key in schema for key in keys),
+    )
+
+
+def _one_of(match: re.Match[str]) -> _Reason:
+    return _Reason(
+        "`oneOf` is supported only where no two options can be true at once, which could not be shown; use `anyOf`, or let it be"
+        ' taken as `anyOf` with "x-guidance": {"coerce_one_of": true} in the schema',
+        "oneOf",
+        lambda schema: len(schema.get("oneOf", ())) > 1,
+    )
+
+
+def _pattern(match: re.Match[str]) -> _Reason:
+    what = match["error"] or match["kind"]
+    said = {
+        "End": "`$` is supported only at the end",
+        "Start": "`^` is supported only at the beginning",
+        "WordUnicode": r"word boundaries (`\b`) are not supported",
+        "WordAscii": r"word boundaries (`\b`) are not supported",
+    }.get(what, what)
+    pattern = (match["pattern"] or match["shown"] or "").strip()
+
+    def holds(schema: dict[str, Json]) -> bool:
+        by_name = schema.get("patternProperties")
+        patterns = [schema.get("pattern"), *(by_name if isinstance(by_name, dict) else ())]
+        return any(
+            isinstance(own, str) and pattern in (own.strip(), regex_to_lark(own, "dw").strip()) for own in patterns
+        )
+
+    return _Reason(f"the regular expression {pattern[:120]!r} is not supported: {said}", "", holds)
+
+
+def _pattern_properties(match: re.Match[str]) -> _Reason:
+    return _Reason(
+        f"`patternProperties` must exclude each other, which could not be shown for {match[1]} and {match[2]}",
+        "patternProperties",
+        lambda schema: len(schema.get("patternProperties", ())) > 1,
+    )
+
+
+def _num_properties(match: re.Match[str]) -> _Reason:
+    return _Reason(
+        "`minProperties` and `maxProperties` are supported only where all of `properties` are required",
+        "",
+        lambda schema: "minProperties" in schema or "maxProperties" in schema,
+    )
+
+
+def _reference(match: re.Match[str]) -> _Reason:
+    target = match[1]
+    return _Reason(
+        f"`$ref` to {target!r} cannot be followed: only places in the schema itself can, for example #/$defs/name",
+        "$ref",
+        lambda schema: isinstance(schema.get("$ref"), str) and schema["$ref"].removeprefix("#") == target,
+    )
+
+
+def _cycle(match: re.Match[str]) -> _Reason:
+    target = match[1].rpartition("#")[2]
+    return _Reason(
+        "a `$ref` beside other keywords leads back to itself, which is not supported; give the referenced schema a place without other keywords",
+        "$ref",
+        lambda schema: (
+            isinstance(schema.get("$ref"), str) and len(schema) > 1 and schema["$ref"].rpartition("#")[2] == target
+        ),
+    )
+
+
+def _wrong_type(match: re.Match[str]) -> _Reason:
+    name = match[1]
+    return _Reason(
+        f"`type` {name!r} does not exist",
+        "type",
+        lambda schema: name in (schema.get("type"), *_listed(schema.get("type"))),
+    )
+
+
+def _listed(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
+def _wrong_value(match: re.Match[str]) -> _Reason:
+    keyword, value = match[2], match[3].strip()
+    kind = {"positive integer": "an integer, 0 or more", "f64": "a number"}.get(match[1], f"a value of type {match[1]}")
+
+    def holds(schema: dict[str, Json]) -> bool:
+        return keyword in schema and msgspec.json.encode(schema[keyword]).decode()[:80].startswith(value[:80])
+
+    return _Reason(f"`{keyword}` must be {kind}, got {value[:80]}", keyword, holds)
+
+
+def _wrong_shape(match: re.Match[str]) -> _Reason:
+    keyword, wanted = match[1], match[2].partition(", got")[0]
+    kinds = {"an array": list, "an object": dict, "a string": str, "a string or array of strings": str | list}
+    kind = kinds.get(wanted, object)
+    return _Reason(
+        f"`{keyword}` must be {wanted}",
+        keyword,
+        lambda schema: keyword in schema and not isinstance(schema[keyword], kind),
+    )
+
+
+def _not_satisfiable(match: re.Match[str]) -> _Reason:
+    message = f"the JSON schema allows nothing: {match[1][:200]}"
+    required = re.search(r"required property '(.*)' is unsatisfiable", match[1])
+    if required is None:
+        return _Reason(message)
+    return _Reason(message, "required", lambda schema: required[1] in _listed(schema.get("required")))
+
+
+def _keyword(keyword: str, message: str) -> Callable[[re.Match[str]], _Reason]:
+    return lambda match: _Reason(message, keyword, lambda schema: keyword in schema)
+
+
+def _plain(message: str) -> Callable[[re.Match[str]], _Reason]:
+    return lambda match: _Reason(message)
+
+
+def _in_lark(match: re.Match[str]) -> _Reason:
+    line, column, rest = int(match[1]), int(match[2]), match[3]
+    said = re.split(r" \(at |; following ", rest)[0].strip()
+    return _Reason(f"the grammar is not valid in line {line}, column {column}: {said[:300]}")
+
+
+_KNOWN: list[tuple[re.Pattern[str], Callable[[re.Match[str]], _Reason]]] = [
+    (re.compile(pattern, re.DOTALL), make)
+    for pattern, make in (
+        (r"^$|^NoExtension", _plain("the grammar allows no output at all")),
+        (r"Unimplemented keys: (\[.*?\])", _unsupported_keys),
+        (r"oneOf constraints are not supported", _one_of),
+        (
+            r"regex parse error:\n(?P<pattern>[^\n]*)\n.*?error: (?P<error>[^\n]*)"
+            r"|lookarounds not supported yet; (?P<kind>\w+) in regex /(?P<shown>[^\n]*)/",
+            _pattern,
+        ),
+        (r"patternProperty regexes (/.*/) and (/.*/) are", _pattern_properties),
+        (r"min/maxProperties only supported", _num_properties),
+        (r"Pointer '(.*?)' does not exist", _reference),
+        (r"Resource '(.*?)' is not present", _reference),
+        (r"circular references with sibling keys are not supported: (\S+)", _cycle),
+        (r"Invalid type: (.*)", _wrong_type),
+        (r"Expected (.*?) for '(\w+)'(?: item)?, got ([^\n]*)", _wrong_value),
+        (r"(\$?\w+) must be (an? [^\n]*)", _wrong_shape),
+        (r"Unsatisfiable schema: ([^\n]*)", _not_satisfiable),
+        (r"invalid multiple of", _keyword("multipleOf", "`multipleOf` must be a number above 0")),
+        (
+            r"'multipleOf' has too many digits",
+            _keyword("multipleOf", "`multipleOf` has more digits than are supported"),
+        ),
+        (
+            r"(?i)schema too large|stack level|recursion limit",
+            _plain("the JSON schema is too large or nested too deeply"),
+        ),
+        (
+            r"(?i)too many|fuel|limit|too large|too big|too complex",
+            _plain(
+                "the grammar is too complex: it needs more work or memory than one request may take; make it smaller or simpler"
+            ),
+        ),
+        (r"^(?:at )?(\d+)\((\d+)\): ([^\n]*)", _in_lark),
+    )
+]

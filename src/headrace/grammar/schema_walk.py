@@ -1,0 +1,195 @@
+"""Walking JSON schemas: decoding within a depth, every schema in a document with its place, and what local references point at.
+
+All walks are iterative and linear: a schema comes from a client.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import msgspec
+
+from headrace.errors import RequestError
+
+Json = Any
+"""A decoded JSON value."""
+
+MAX_DEPTH = 100
+"""Levels of arrays and objects in a schema. The library's own limit is 128 for the whole text."""
+
+# Keywords by what they hold. A keyword that may hold a schema or a list of schemas (`items`) is in both.
+_ONE_SCHEMA = frozenset(
+    {
+        "additionalItems",
+        "additionalProperties",
+        "contains",
+        "contentSchema",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    }
+)
+_SCHEMA_LIST = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_SCHEMA_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"}
+)
+_OTHER_CONSTRAINTS = frozenset(
+    {
+        "$dynamicRef",
+        "$recursiveRef",
+        "$ref",
+        "const",
+        "dependentRequired",
+        "enum",
+        "exclusiveMaximum",
+        "exclusiveMinimum",
+        "format",
+        "maxContains",
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "maximum",
+        "minContains",
+        "minItems",
+        "minLength",
+        "minProperties",
+        "minimum",
+        "multipleOf",
+        "pattern",
+        "required",
+        "type",
+        "uniqueItems",
+    }
+)
+CONSTRAINTS = (_ONE_SCHEMA | _SCHEMA_LIST | _SCHEMA_BY_NAME | _OTHER_CONSTRAINTS) - {
+    "$defs",
+    "contentSchema",
+    "definitions",
+}
+"""The keywords that can make a value invalid. Any other is an annotation."""
+
+_LITERAL = frozenset({"const", "default", "enum", "examples"})
+
+# Brackets and whole strings, in which brackets do not count.
+_STRUCTURE = re.compile(r'[\[\]{}]|"(?:\\.|[^"\\])*"', re.DOTALL)
+
+_Place = Literal["schema", "list", "names", "literal", "unknown"]
+
+
+def decode_json(text: str, field: str, what: str = "the schema") -> Json:
+    """A JSON value at most `MAX_DEPTH` levels deep. Raises RequestError for anything else."""
+    depth = _depth(text)
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{what} is nested {depth} levels deep; at most {MAX_DEPTH} are supported", field)
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError) as err:
+        raise RequestError(f"{what} is not valid JSON: {err}", field) from None
+
+
+def _depth(text: str) -> int:
+    """The deepest nesting of brackets outside strings; for text that is not JSON some number."""
+    depth = deepest = 0
+    for char in _STRUCTURE.findall(text):
+        if char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    return deepest
+
+
+def json_end(text: str, start: int) -> int:
+    """Where the JSON value that begins at `start` ends: behind the bracket that closes it, or at the end of the text."""
+    depth = 0
+    for found in _STRUCTURE.finditer(text, start):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth <= 0:
+            return found.end()
+    return len(text)
+
+
+def subschemas(root: Json) -> Iterator[tuple[str, dict[str, Json]]]:
+    """Every schema in `root` that is an object, with its place (`#/properties/a`), in the order of the text; `root` itself first.
+
+    Only what keywords and local references (`$ref: "#/..."`) make a schema: not what is inside `const`, `enum`, `default` or `examples`. A schema may
+    be changed once it was given, but for the keywords that hold schemas. Time is linear in the size of `root`.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Json]] = [("#", root)]
+    while waiting:
+        place, schema = waiting.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        yield place, schema
+        found = list(_children(place, schema))
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            found.append((reference, target(root, reference)))
+        waiting += reversed(found)
+
+
+def _children(place: str, schema: dict[str, Json]) -> Iterator[tuple[str, Json]]:
+    for keyword, value in schema.items():
+        at = f"{place}/{_escape(keyword)}"
+        if isinstance(value, list):
+            if keyword in _SCHEMA_LIST:
+                yield from ((f"{at}/{i}", item) for i, item in enumerate(value))
+        elif isinstance(value, dict):
+            if keyword in _SCHEMA_BY_NAME:
+                yield from ((f"{at}/{_escape(name)}", item) for name, item in value.items())
+            elif keyword in _ONE_SCHEMA:
+                yield at, value
+
+
+def target(root: Json, reference: str) -> Json:
+    """What a local reference (`#`, `#/$defs/a`) points at; None where there is nothing, for a literal value, and for other references."""
+    if reference == "#":
+        return root
+    if not reference.startswith("#/"):
+        return None
+    value = root
+    kind: _Place = "schema"
+    for part in reference[2:].split("/"):
+        name = _unescape(part)
+        if isinstance(value, dict) and name in value:
+            kind, value = _kind(kind, name, value[name]), value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            kind, value = "schema" if kind == "list" else kind, value[int(name)]
+        else:
+            return None
+        if kind == "literal":
+            return None
+    return value
+
+
+def _kind(kind: _Place, name: str, value: Json) -> _Place:
+    """What the value of `name` is, inside something of `kind`."""
+    if kind == "names":
+        return "schema"
+    if kind != "schema":
+        return "unknown"
+    if name in _LITERAL:
+        return "literal"
+    if name in _SCHEMA_BY_NAME:
+        return "names"
+    if name in _SCHEMA_LIST and isinstance(value, list):
+        return "list"
+    return "schema" if name in _ONE_SCHEMA else "unknown"
+
+
+def _escape(name: str) -> str:
+    """A name as part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _unescape(part: str) -> str:
+    """The name that a part of a `$ref` stands for: a JSON pointer in a URI (RFC 6901, section 6)."""
+    return unquote(part).replace("~1", "/").replace("~0", "~")

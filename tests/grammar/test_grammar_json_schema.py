@@ -1,0 +1,391 @@
+"""JSON schemas: what is accepted and what is refused, compared with a validator of JSON Schema."""
+
+import itertools
+import json
+import random
+
+import jsonschema_rs
+import pytest
+from grammar_harness import json_takes, matcher, random_output, refusal, takes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import RequestError
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}
+
+
+# --- whitespace
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
+def test_json_may_be_printed_with_any_indent(indent):
+    assert json_takes(OBJECT, {"a": 1, "b": "x", "c": [[{"d": [1, 2]}]]}, indent=indent)
+
+
+def test_json_may_be_compact():
+    assert takes(matcher("json_schema", OBJECT), '{"a":1,"b":"x"}')
+
+
+@pytest.mark.parametrize(
+    "text", ['{  "a": 1}', '{\n\n"a": 1}', '{"a": 1   }', ' {"a": 1}', '{"a": 1}\n', "{" + "\n" + " " * 60 + '"a": 1}']
+)
+def test_whitespace_is_bounded(text):
+    assert not takes(matcher("json_schema", OBJECT), text)
+
+
+def test_the_schema_may_choose_its_whitespace():
+    compact = matcher("json_schema", {**OBJECT, "x-guidance": {"whitespace_flexible": False}})
+    free = matcher("json_schema", {**OBJECT, "x-guidance": {"whitespace_flexible": True}})
+
+    assert takes(compact, '{"a":1}')
+    assert not takes(compact, '{"a": 1}')
+    assert takes(free, '{\n\n\n      "a": 1}')
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"lenient": True}, "`lenient`"),
+        ({"lenient": 1}, "`lenient`"),
+        ({"no_such": 1}, "no_such"),
+        ({"coerce_one_of": "yes"}, "coerce_one_of"),
+        ([], "x-guidance"),
+    ],
+)
+def test_options_that_are_not_allowed_are_refused(options, said):
+    assert said in refusal("json_schema", {"x-guidance": options})
+
+
+def test_one_of_may_be_coerced_by_the_schema():
+    schema = {"oneOf": [{"type": "integer", "multipleOf": 3}, {"type": "integer", "multipleOf": 5}]}
+
+    message = refusal("json_schema", {"properties": {"a/b": schema}})
+
+    assert "`oneOf`" in message
+    assert "#/properties/a~1b/oneOf" in message
+    assert "coerce_one_of" in message
+    assert json_takes({**schema, "x-guidance": {"coerce_one_of": True}}, 15)
+
+
+# --- formats
+
+
+def test_unknown_formats_are_annotations():
+    schema = {
+        "type": "object",
+        "properties": {"format": {"type": "string", "format": "colour"}},
+        "required": ["format"],
+    }
+
+    assert json_takes(schema, {"format": "red"})
+
+
+def test_known_formats_hold():
+    assert json_takes({"type": "string", "format": "date"}, "2026-11-22")
+    assert not json_takes({"type": "string", "format": "date"}, "tomorrow")
+
+
+@pytest.mark.parametrize("keyword", ["const", "default", "examples"])
+def test_a_format_in_a_value_is_a_value(keyword):
+    value = {"format": "colour"}
+    schema = {keyword: [value] if keyword == "examples" else value}
+
+    assert json_takes(schema, value)
+    if keyword == "const":
+        assert not json_takes(schema, {})
+
+
+def test_formats_in_every_kind_of_subschema_and_behind_references():
+    text = {"type": "string", "format": "colour"}
+    schema = {
+        "$defs": {"a": text},
+        "definitions": {"b": text},
+        "components": {"schemas": {"c": text}},
+        "properties": {
+            "const": {"$ref": "#/$defs/a"},
+            "enum": {"$ref": "#/definitions/b"},
+            "c": {"$ref": "#/components/schemas/c"},
+            "d": {"type": "array", "prefixItems": [text], "items": {"anyOf": [text, {"allOf": [text]}]}},
+        },
+        "patternProperties": {"^x": text},
+        "additionalProperties": text,
+    }
+
+    assert json_takes(schema, {"const": "u", "enum": "v", "c": "w", "d": ["x", "y"], "xx": "z", "e": "f"})
+
+
+# --- schemas
+
+
+def test_keywords_keep_their_order():
+    schema = {
+        "type": "object",
+        "anyOf": [{"properties": {"z": {"type": "integer"}}}],
+        "properties": {"a": {"type": "integer"}},
+    }
+
+    assert json_takes(schema, {"z": 1, "a": 2})
+    assert not json_takes(schema, {"a": 2, "z": 1})
+
+
+def test_the_order_of_properties_is_the_schemas():
+    assert json_takes(OBJECT, {"a": 1, "b": "x", "c": True})
+    assert not json_takes(OBJECT, {"b": "x", "a": 1})
+
+
+@pytest.mark.parametrize("schema", [True, {}])
+def test_a_schema_may_allow_any_json(schema):
+    for value in ({"a": [1, None, "x"]}, [], "", 1.5e3, False):
+        assert json_takes(schema, value)
+
+
+def test_a_schema_of_any_object():
+    assert json_takes({"type": "object"}, {"a": {"b": []}})
+    assert not json_takes({"type": "object"}, [])
+
+
+@pytest.mark.parametrize(
+    "dialect", ["http://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-04/schema#"]
+)
+def test_schemas_of_older_drafts(dialect):
+    schema = {
+        "$schema": dialect,
+        "definitions": {"n": {"type": "integer", "minimum": 1}},
+        "items": {"$ref": "#/definitions/n"},
+    }
+
+    assert json_takes(schema, [1, 2])
+    assert not json_takes(schema, [0])
+
+
+def test_recursive_schemas():
+    schema = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+
+    assert json_takes(schema, {"next": {"next": {}}})
+    assert not json_takes(schema, {"next": {"next": 1}})
+
+
+@pytest.mark.parametrize(
+    "schema, said, place",
+    [
+        ({"items": {"contains": {"type": "string"}}}, "`contains`", "#/items/contains"),
+        ({"properties": {"not": {"not": {"pattern": "a"}}}}, "`not`", "#/properties/not/not"),
+        ({"$defs": {"x": {"uniqueItems": True}}, "$ref": "#/$defs/x"}, "`uniqueItems`", "#/$defs/x/uniqueItems"),
+        ({"$ref": "https://example.org/schema"}, "'https://example.org/schema'", "#/$ref"),
+        ({"items": {"$ref": "#/nowhere"}}, "'/nowhere'", "#/items/$ref"),
+        ({"items": {"pattern": "(?=a)b"}}, "look-around", "#/items"),
+        ({"items": {"pattern": r"(\d/)\1"}}, "backreferences", "#/items"),
+        ({"patternProperties": {"a": {}, "b": {}}}, "`patternProperties`", "#/patternProperties"),
+        ({"type": "strnig"}, "'strnig'", "#/type"),
+        ({"items": {"minLength": -1}}, "`minLength`", "#/items/minLength"),
+        ({"items": {"minimum": "1"}}, "`minimum`", "#/items/minimum"),
+        ({"items": {"properties": []}}, "`properties`", "#/items/properties"),
+        ({"items": {"multipleOf": 0}}, "`multipleOf`", "#/items/multipleOf"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "'a'", "#/required"),
+        ({"properties": {"a": {}}, "minProperties": 2}, "`minProperties`", "#"),
+    ],
+)
+def test_a_refusal_names_the_keyword_and_its_place(schema, said, place):
+    message = refusal("json_schema", schema)
+
+    assert said in message
+    assert f"(at {place})" in message
+
+
+@pytest.mark.parametrize(
+    "schema", [False, {"enum": []}, {"$ref": "#"}, {"type": "string", "minLength": 2, "maxLength": 1}, {"not": {}}]
+)
+def test_a_schema_that_allows_nothing_is_refused(schema):
+    assert "allows no" in refusal("json_schema", schema)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '"x"', "null", "NaN", '{"const": "\\ud800"}', '{"const": 1e999}'])
+def test_what_is_no_schema_is_refused(text):
+    refusal("json_schema", text)
+
+
+# --- keywords that are written with others
+
+REWRITTEN = [
+    {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"},
+    {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": {"type": "array"}, "b": {"const": "x"}}},
+    {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]},
+    {
+        "type": "object",
+        "required": ["kind"],
+        "oneOf": [
+            {"properties": {"kind": {"const": "x"}, "a": {"type": "integer"}}},
+            {"properties": {"kind": {"const": "y"}, "b": {"type": "integer"}}},
+        ],
+    },
+    {"not": {"type": "string"}},
+    {"not": {"enum": ["", "a", "ab", "b", "["]}, "type": "string"},
+    {"not": {"const": 3}, "type": "integer"},
+    {"not": {"const": True}},
+    {"not": {"required": ["a", "b"]}, "type": "object"},
+    {"not": {"anyOf": [{"required": ["a"]}, {"properties": {"b": {"type": "string"}}}]}},
+    {"not": {"minLength": 2, "type": "string"}},
+    {"type": "array", "not": {"maxItems": 1}},
+    {"type": "integer", "not": {"minimum": 2}},
+    {"if": {"properties": {"a": {"const": "x"}}, "required": ["a"]}, "then": {"required": ["b"]}, "type": "object"},
+    {"if": {"type": "number"}, "then": {"minimum": 3}, "else": {"type": "string"}},
+    {"if": {"type": "integer"}, "else": {"type": "string"}},
+    {"if": {"type": "integer"}},
+    {"then": {"type": "integer"}},
+    {"dependencies": {"a": ["b"], "b": {"properties": {"a": {"type": "string"}}}}, "type": "object"},
+    {"dependentRequired": {"a": ["b", "c"]}},
+    {"dependentSchemas": {"a": {"required": ["b"]}}, "properties": {"a": {}, "b": {}}},
+    {"uniqueItems": False, "type": "array"},
+    {"type": "array", "maxItems": 1.0, "uniqueItems": True},
+    {"type": "object", "required": ["a"], "minProperties": 1, "properties": {"a": {}, "b": {}}},
+    {"propertyNames": {"type": "string"}, "maxContains": 1},
+]
+
+VALUES = [
+    None, True, False, 0, 1, 2, 3, 4, 2.5, -1, "", "a", "ab", "abc", "b", "[", "\\", "x", "é", [], [1], [1, 2], [[], {}],
+    {}, {"a": 1}, {"a": "x"}, {"a": "y"}, {"b": 1}, {"b": "x"}, {"a": 1, "b": 2}, {"a": "x", "b": "y"}, {"a": 1, "b": 2, "c": 3},
+    {"kind": "x", "a": 1}, {"kind": "x", "a": "s"}, {"kind": "y", "b": 1}, {"kind": "y", "b": "s"}, {"kind": "z"}, {"c": 1},
+]  # fmt: skip
+
+
+def _texts(value):
+    """A value as JSON, its properties in every order."""
+    if not isinstance(value, dict):
+        return [json.dumps(value, ensure_ascii=False)]
+    return [json.dumps({name: value[name] for name in names}) for names in itertools.permutations(value)]
+
+
+@pytest.mark.parametrize("schema", REWRITTEN, ids=json.dumps)
+def test_keywords_that_are_written_with_others_allow_the_same(schema):
+    oracle = jsonschema_rs.validator_for({"$schema": "http://json-schema.org/draft-07/schema#", **schema})
+    if "dependentRequired" in schema or "dependentSchemas" in schema or "maxContains" in schema:
+        oracle = jsonschema_rs.validator_for(schema)
+    made = matcher("json_schema", schema)
+
+    wrong = [value for value in VALUES if any(takes(made, text) for text in _texts(value)) != oracle.is_valid(value)]
+
+    assert wrong == []
+    assert {oracle.is_valid(value) for value in VALUES} != {False}
+
+
+def test_a_rewritten_one_of_keeps_the_order_of_properties():
+    schema = {
+        "type": "object",
+        "oneOf": [
+            {"properties": {"z": {"type": "integer"}}, "required": ["z"]},
+            {"properties": {"z": {"type": "string"}}, "required": ["z"]},
+        ],
+        "properties": {"a": {"type": "integer"}},
+    }
+
+    assert json_takes(schema, {"z": 1, "a": 2})
+
+
+def test_what_a_reference_points_into_is_not_moved():
+    schema = {
+        "properties": {
+            "a": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+            "b": {"$ref": "#/properties/a/oneOf/0"},
+        },
+        "additionalProperties": False,
+    }
+
+    assert json_takes(schema, {"a": "x", "b": 1})
+    assert not json_takes(schema, {"a": "x", "b": "y"})
+
+
+def test_work_on_hostile_schemas_is_bounded():
+    option = {"properties": {f"p{i}": {"enum": [f"v{i}{j}" for j in range(20)]} for i in range(40)}}
+    deep = {"type": "object"}
+    for _ in range(20):
+        deep = {"not": {"properties": {"a": deep}, "required": ["a"]}}
+    for schema in (
+        {"oneOf": [option] * 200},
+        {"allOf": [{"$ref": "#"}] * 1000, "oneOf": [{"$ref": "#"}] * 200},
+        {"dependencies": {f"a{i}": ["b"] for i in range(500)}},
+        {"not": {"$ref": "#"}},
+        {"not": {"enum": ["x" * 100_000]}},
+        {"items": {"not": {"$ref": "#"}}},
+        deep,
+    ):
+        try:
+            matcher("json_schema", schema)
+        except RequestError:
+            pass
+
+
+# --- random schemas and random outputs
+
+NAMES = st.sampled_from(["a", "b", "c", "Ä b"])
+SCALARS = st.sampled_from(
+    [
+        {"type": "integer"},
+        {"type": "integer", "minimum": 3, "exclusiveMaximum": 60},
+        {"type": "number", "multipleOf": 0.5, "minimum": -2, "maximum": 4},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "string", "maxLength": 6},
+        {"type": "string", "pattern": "^[a-c]{1,4}-?$"},
+        {"type": "string", "format": "date"},
+        {"enum": ["x", 'y"z', 3, None, [1]]},
+        {"const": {"k": [1, "é"]}},
+        {"type": ["integer", "null"]},
+        {"not": {"enum": ["x", "xy"]}, "type": "string", "maxLength": 3},
+        {"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 3}]},
+    ]
+)
+
+
+def _objects(inner):
+    return st.fixed_dictionaries(
+        {"type": st.just("object"), "properties": st.dictionaries(NAMES, inner, max_size=3)},
+        optional={
+            "required": st.lists(NAMES, unique=True, max_size=2),
+            "additionalProperties": st.one_of(st.just(False), inner),
+            "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, unique=True, max_size=2), max_size=2),
+            "not": st.fixed_dictionaries({"required": st.lists(NAMES, unique=True, min_size=1, max_size=2)}),
+        },
+    )
+
+
+def _arrays(inner):
+    return st.fixed_dictionaries(
+        {"type": st.just("array"), "items": inner},
+        optional={
+            "minItems": st.integers(0, 2),
+            "maxItems": st.integers(0, 3),
+            "prefixItems": st.lists(inner, min_size=1, max_size=2),
+        },
+    )
+
+
+def _composed(inner):
+    options = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        st.builds(lambda parts: {"anyOf": parts}, options),
+        st.builds(lambda parts: {"oneOf": parts}, options),
+        st.builds(lambda parts: {"allOf": parts}, options),
+        st.builds(lambda one, two, three: {"if": one, "then": two, "else": three}, inner, inner, inner),
+    )
+
+
+SCHEMAS = st.recursive(
+    SCALARS, lambda inner: st.one_of(_objects(inner), _arrays(inner), _composed(inner)), max_leaves=5
+)
+
+
+@settings(max_examples=60)
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
+def test_random_outputs_are_valid(schema, seed):
+    try:
+        made = matcher("json_schema", schema)
+    except RequestError:
+        return
+    text = random_output(made, random.Random(seed))
+    if text is not None:
+        jsonschema_rs.validator_for(schema).validate(json.loads(text))
