@@ -118,6 +118,27 @@ def test_formats_in_every_kind_of_subschema_and_behind_references():
     assert json_takes(schema, {"const": "u", "enum": "v", "c": "w", "d": ["x", "y"], "xx": "z", "e": "f"})
 
 
+# --- patterns
+
+
+@pytest.mark.parametrize(
+    "pattern, valid, invalid",
+    [
+        ('^[^"]*$', ["", "a\\b", "é\n"], ['"', 'a"b']),
+        (r"^[^\\]+$", ['"', "a"], ["\\", "a\\"]),
+        ("^[^-a]$", ["b", '"', "+"], ["-", "a"]),
+        (r"^\[\^-\]$", ["[^-]"], ["b"]),
+        (r"^\S\D\W$", ['""!', "\\\\\\"], ["  1"]),
+        ("b$", ["ab", "b"], ["a", "ba"]),
+    ],
+)
+def test_patterns_hold_for_quotes_and_backslashes(pattern, valid, invalid):
+    schema = {"type": "string", "pattern": pattern}
+
+    assert [value for value in valid if not json_takes(schema, value)] == []
+    assert [value for value in invalid if json_takes(schema, value)] == []
+
+
 # --- schemas
 
 
@@ -224,7 +245,7 @@ REWRITTEN = [
         ],
     },
     {"not": {"type": "string"}},
-    {"not": {"enum": ["", "a", "ab", "b", "["]}, "type": "string"},
+    {"not": {"enum": ["", "a", "ab", "b", "[", "\\"]}, "type": "string"},
     {"not": {"const": 3}, "type": "integer"},
     {"not": {"const": True}},
     {"not": {"required": ["a", "b"]}, "type": "object"},

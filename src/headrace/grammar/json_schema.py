@@ -4,6 +4,8 @@ Owns what differs between JSON Schema and the library: unknown formats are annot
 keywords that the library lacks are written with others (`schema_rewrite`). What the library refuses in the end is explained in `refusals`.
 """
 
+import re
+
 import msgspec
 
 from headrace.errors import RequestError
@@ -47,8 +49,23 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
         if isinstance(name, str) and name not in FORMATS:
             del part["format"]
     rewrite(schema, coerce_one_of=bool(options.get("coerce_one_of", False)))
+    for _, part in subschemas(schema):
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = library_pattern(part["pattern"])
     # Last, because the library takes the options out and puts the last keyword where they were.
     return {**schema, "x-guidance": options}
+
+
+_NEGATED_CLASS = re.compile(r"(?P<escape>\\.)|\[\^(?!\])(?P<hyphen>-?)", re.DOTALL)
+
+
+def library_pattern(pattern: str) -> str:
+    """A `pattern` as the library takes it: no `[^...]` in it matches U+0001.
+
+    The library allows an escaped quote and an escaped backslash wherever a class has all control characters, even if the class excludes
+    them. A class without one control character is read exactly.
+    """
+    return _NEGATED_CLASS.sub(lambda found: found["escape"] or r"[^\x{1}" + (r"\-" if found["hyphen"] else ""), pattern)
 
 
 def _options(own: Json, field: str) -> dict[str, Json]:

@@ -96,6 +96,7 @@ def _pattern(match: re.Match[str]) -> _Reason:
         "WordAscii": r"word boundaries (`\b`) are not supported",
     }.get(what, what)
     pattern = (match["pattern"] or match["shown"] or "").strip()
+    pattern = pattern.replace(r"[^\x{1}\-", "[^-").replace(r"[^\x{1}", "[^")  # see `library_pattern`
 
     def holds(schema: dict[str, Json]) -> bool:
         by_name = schema.get("patternProperties")

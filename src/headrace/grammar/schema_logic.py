@@ -276,8 +276,6 @@ def _other_values(values: list[Json]) -> Json | None:
     strings = [value for value in values if isinstance(value, str)]
     if kinds & {"array", "object"} or sum(map(len, strings)) > _MAX_CHARACTERS:
         return None
-    if any(char in string for string in strings for char in '"\\'):
-        return None  # the library takes an escaped quote or backslash for a character of any class that excludes it
     numbers = sorted({value for value in values if _type_of(value) == "number"})
     if any(abs(number) > _MAX_EXACT for number in numbers):
         return None
