@@ -25,6 +25,7 @@ from headrace.processes.model_files import open_tokenizer, read_model_config
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
     from headrace.checkpoint.model_config import ModelConfig
+    from headrace.messages.grammar import Grammars
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.state import SchedulerConfig
     from headrace.text.stop import StopMatcher
@@ -72,6 +73,7 @@ def run_scheduler(
         lambda request: _stop_checker(tokenizer.get(), request),
         on_turn=watchdog.feed,
         source=source,
+        grammars=_grammars(args, tokenizer, ready.vocab_size, model),
     )
     watchdog.start()
     on_ready(ready)
@@ -79,6 +81,20 @@ def run_scheduler(
     with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
         scheduler.run()
     watchdog.stop()
+
+
+def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", vocab_size: int, model: "ModelConfig") -> "Grammars":
+    """What compiles the grammars of requests. Nothing is started before the first of them."""
+    from headrace.grammar.compiler import GrammarCompiler
+    from headrace.grammar.vocabulary import Vocabulary
+    from headrace.scheduler.grammar_queue import NO_GRAMMARS
+
+    if args.grammar_backend == "none" or args.skip_tokenizer_init:
+        return NO_GRAMMARS
+    return GrammarCompiler(
+        lambda: Vocabulary.of(tokenizer.get(), vocab_size, model.eos_token_ids),
+        encode=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
+    )
 
 
 def _kv_manager(args: ServerArgs, ready: ReadyInfo) -> "KVManager":
