@@ -1,0 +1,295 @@
+"""Compiles grammars beside the scheduler's loop: tried in a child first, compiled here if they pass, and remembered.
+
+Owns the threads that do so, what waits for them, and the cache of compiled grammars and refusals, bounded in bytes. Does not know what limits
+a child has (`compile_pool`) or what is refused (`source`). `compile` and `stats` are called by the scheduler's thread, and never wait.
+"""
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from headrace.errors import ConfigError, ExecutionError, HeadraceError, RequestError
+from headrace.garbage import give_back_free_memory
+from headrace.grammar.compile_child import MIB, STACK_BYTES, Refused
+from headrace.grammar.compile_pool import PROGRAM, CompilePool
+from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
+from headrace.grammar.source import explain
+from headrace.grammar.vocabulary import Encode, Vocabulary
+from headrace.log import get_logger
+from headrace.messages.grammar import CompiledGrammar, GrammarKind, GrammarSpec
+
+logger = get_logger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long `close` waits for a grammar that is being compiled here."""
+
+_TEMPLATE_BYTES = 64 << 10
+_TEMPLATE_BYTES_PER_CHARACTER = 32
+"""What a compiled grammar occupies at least, whatever the child measured."""
+
+_REFUSAL_BYTES = 1 << 10
+_TRIM_BYTES = 16 * MIB
+"""When as much is forgotten at once, the memory is given back to the system."""
+
+Key = tuple[GrammarKind, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """Counts since the start. compile_s: seconds for each grammar compiled since the stats were last asked for."""
+
+    num_compiled: int
+    num_cache_hits: int
+    num_refused: int
+    num_killed: int
+    num_cached: int
+    cached_bytes: int
+    compile_s: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A request for a grammar. field: where the request has it."""
+
+    future: "Future[CompiledGrammar]"
+    field: str
+
+    def answer(self, outcome: Template | Refused | ExecutionError) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        match outcome:
+            case Template():
+                self.future.set_result(outcome)
+            case Refused():
+                self.future.set_exception(RequestError(outcome.message, self.field))
+            case ExecutionError():
+                self.future.set_exception(ExecutionError(outcome.message))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """What the first grammar needs and all later ones share."""
+
+    tokens: MatcherTokens
+    pool: CompilePool
+
+
+class GrammarCompiler:
+    """See `Grammars`. Children, threads and the library's tokenizer are made when the first grammar comes, or by `prepare`.
+
+    make_vocabulary: called once; a ConfigError that it raises refuses every grammar. encode: see `library_tokenizer`. cache_bytes: what
+    remembered grammars may occupy. num_children: grammars that are compiled at the same time. limit_s, memory_bytes, program: see
+    `CompilePool`.
+    """
+
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        encode: Encode | None = None,
+        *,
+        cache_bytes: int = 256 * MIB,
+        num_children: int = 2,
+        limit_s: float = 5.0,
+        memory_bytes: int = 1024 * MIB,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._encode = encode
+        self._num_children = num_children
+        self._limit_s = limit_s
+        self._memory_bytes = memory_bytes
+        self._program = program
+        self._cache = _Cache(cache_bytes)
+        self._lock = threading.Lock()
+        self._waiting: dict[Key, list[_Waiter]] = {}
+        self._jobs: queue.SimpleQueue[GrammarSpec | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._tools_lock = threading.Lock()
+        self._tools: _Tools | ConfigError | None = None
+        self._num_compiled = self._num_cache_hits = self._num_refused = 0
+        self._compile_s: list[float] = []
+
+    def compile(self, spec: GrammarSpec) -> "Future[CompiledGrammar]":
+        """Begin to compile; returns at once. A future that is cancelled is forgotten, and disturbs no other request for the same grammar.
+
+        The result raises RequestError for a grammar that is refused, with the field that asked for it, and ExecutionError if it could not be
+        tried. Neither is remembered in the place of the other: what could not be tried is tried again.
+        """
+        key = (spec.kind, spec.text)
+        waiter = _Waiter(Future(), spec.field)
+        with self._lock:
+            known: Template | Refused | ExecutionError | None = self._cache.get(key)
+            if self._closed:
+                known = _stopping()
+            elif known is not None:
+                self._num_cache_hits += 1
+            elif key in self._waiting:
+                self._num_cache_hits += 1
+                self._waiting[key].append(waiter)
+            else:
+                self._waiting[key] = [waiter]
+                self._start_threads()
+                self._jobs.put(spec)
+        if known is not None:
+            waiter.answer(known)
+        return waiter.future
+
+    def prepare(self) -> None:
+        """Begin to make what the first grammar needs, so that it need not wait; returns at once."""
+        self.compile(GrammarSpec("json_schema", '{"type": "object"}', ""))
+
+    def stats(self) -> GrammarStats:
+        """Counts, and the times since the last call."""
+        with self._lock:
+            times, self._compile_s = tuple(self._compile_s), []
+            return GrammarStats(
+                num_compiled=self._num_compiled,
+                num_cache_hits=self._num_cache_hits,
+                num_refused=self._num_refused,
+                num_killed=self._tools.pool.num_killed if isinstance(self._tools, _Tools) else 0,
+                num_cached=self._cache.num_entries,
+                cached_bytes=self._cache.num_bytes,
+                compile_s=times,
+            )
+
+    def close(self) -> None:
+        """End children and threads. What is still being compiled fails with ExecutionError. Idempotent."""
+        with self._lock:
+            self._closed = True
+            waiters = [waiter for waiting in self._waiting.values() for waiter in waiting]
+            self._waiting.clear()
+            threads, self._threads = self._threads, []
+        for waiter in waiters:
+            waiter.answer(_stopping())
+        for _ in threads:
+            self._jobs.put(None)
+        with self._tools_lock:
+            if isinstance(self._tools, _Tools):
+                self._tools.pool.close()
+        for thread in threads:
+            thread.join(CLOSE_TIMEOUT_S)
+
+    def _start_threads(self) -> None:
+        if self._threads:
+            return
+        before = threading.stack_size(2 * STACK_BYTES)
+        for index in range(self._num_children):
+            thread = threading.Thread(target=self._run, name=f"grammars-{index}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        threading.stack_size(before)
+
+    def _run(self) -> None:
+        while (spec := self._jobs.get()) is not None:
+            if self._is_wanted(spec):
+                self._finish(spec, *self._outcome(spec))
+
+    def _is_wanted(self, spec: GrammarSpec) -> bool:
+        """Whether anybody still waits for it; if not, it is forgotten."""
+        key = (spec.kind, spec.text)
+        with self._lock:
+            waiting = self._waiting.get(key, [])
+            if all(waiter.future.cancelled() for waiter in waiting):
+                self._waiting.pop(key, None)
+                return False
+        return True
+
+    def _outcome(self, spec: GrammarSpec) -> tuple[Template | Refused | ExecutionError, int]:
+        """What becomes of a grammar, and the bytes that remembering it costs."""
+        begin_s = time.perf_counter()
+        try:
+            tools = self._get_tools()
+            verdict = tools.pool.try_spec(spec)
+            if isinstance(verdict, Refused):
+                return verdict, _REFUSAL_BYTES + 4 * len(spec.text)
+            template = Template(tools.tokens, verdict.text)
+        except ConfigError as error:
+            return Refused(error.message), _REFUSAL_BYTES + 4 * len(spec.text)
+        except LibraryError as error:
+            # A child does not write in the model's own tokens, so its masks are not quite these.
+            return Refused(explain(spec, error.message).message), _REFUSAL_BYTES + 4 * len(spec.text)
+        except HeadraceError as error:
+            logger.error("a grammar could not be tried: %s", error.message)
+            return ExecutionError(error.message), 0
+        except Exception:
+            logger.exception("a grammar could not be compiled")
+            return ExecutionError("internal error"), 0
+        with self._lock:
+            self._compile_s.append(time.perf_counter() - begin_s)
+        least = _TEMPLATE_BYTES + _TEMPLATE_BYTES_PER_CHARACTER * len(verdict.text)
+        return template, max(verdict.memory_bytes, least)
+
+    def _finish(self, spec: GrammarSpec, outcome: Template | Refused | ExecutionError, num_bytes: int) -> None:
+        key = (spec.kind, spec.text)
+        forgotten_bytes = 0
+        with self._lock:
+            waiting = self._waiting.pop(key, [])
+            self._num_compiled += isinstance(outcome, Template)
+            self._num_refused += isinstance(outcome, Refused)
+            if not isinstance(outcome, ExecutionError):
+                forgotten_bytes = self._cache.put(key, outcome, num_bytes)
+        for waiter in waiting:
+            waiter.answer(outcome)
+        if forgotten_bytes >= _TRIM_BYTES:
+            give_back_free_memory()
+
+    def _get_tools(self) -> _Tools:
+        with self._tools_lock:
+            if self._tools is None:
+                self._tools = self._make_tools()
+            if isinstance(self._tools, ConfigError):
+                raise ConfigError(self._tools.message)
+            if self._closed:
+                raise _stopping()
+            return self._tools
+
+    def _make_tools(self) -> _Tools | ConfigError:
+        try:
+            vocabulary = self._make_vocabulary()
+        except ConfigError as error:
+            return error
+        pool = CompilePool(vocabulary, self._num_children, self._limit_s, self._memory_bytes, self._program)
+        return _Tools(MatcherTokens(vocabulary, self._encode), pool)
+
+
+class _Cache:
+    """Outcomes by grammar, the least recently used forgotten first. Not locked."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Key, tuple[Template | Refused, int]] = OrderedDict()
+        self.num_bytes = 0
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Template | Refused | None:
+        found = self._entries.get(key)
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found[0]
+
+    def put(self, key: Key, outcome: Template | Refused, num_bytes: int) -> int:
+        """Remember an outcome, unless it is larger than all that may be remembered. Returns the bytes forgotten."""
+        if num_bytes > self._max_bytes:
+            return num_bytes
+        _, old_bytes = self._entries.pop(key, (None, 0))
+        self._entries[key] = outcome, num_bytes
+        self.num_bytes += num_bytes - old_bytes
+        forgotten = 0
+        while self.num_bytes > self._max_bytes:
+            _, (_, freed) = self._entries.popitem(last=False)
+            self.num_bytes -= freed
+            forgotten += freed
+        return forgotten
+
+
+def _stopping() -> ExecutionError:
+    return ExecutionError("the server is stopping")

@@ -1,0 +1,133 @@
+"""A sequence's `TokenMask` over the library's matcher, and the `CompiledGrammar` that they are copied from.
+
+Owns what the library does not do as the sampler needs it: the end of an output is kept here, because the library forgets it in a rollback; a
+refused token leaves the matcher as it was; ids that stand for nothing are never allowed. No logging: errors hold words of the request.
+"""
+
+import threading
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from headrace.errors import ExecutionError
+from headrace.grammar.limits import parser_limits
+from headrace.grammar.vocabulary import Encode, Vocabulary, library_tokenizer
+from headrace.messages.grammar import MaskWords
+
+_MAX_REASON = 200
+"""Characters of the library's own words in a message."""
+
+
+class LibraryError(ExecutionError):
+    """The library's own words about a grammar, which `source.explain` puts into the client's."""
+
+
+class MatcherTokens:
+    """The vocabulary as matchers need it: made once, shared by all."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
+        self.size = vocabulary.size
+        self.eos_ids = frozenset(vocabulary.eos_ids)
+        self.library: LLTokenizer = library_tokenizer(vocabulary, encode)
+        self.limits = parser_limits(vocabulary.size)
+        self.possible = vocabulary.possible(with_eos=True)
+        self.possible_before_end = vocabulary.possible(with_eos=False)
+        self.eos_words = self.possible & ~self.possible_before_end
+
+    def empty_mask(self) -> MaskWords:
+        """Words for `TokenMask.fill`."""
+        return np.zeros_like(self.possible)
+
+
+class Matcher:
+    """Follows one sequence. See `TokenMask`. Not safe for use by several threads at once, but free of the thread that made it."""
+
+    def __init__(self, tokens: MatcherTokens, library: LLMatcher) -> None:
+        self._tokens = tokens
+        self._library = library
+        # Tokens that the library was told of; the eos that came after them. Together they are the output.
+        self._num_told = 0
+        self._num_eos = 0
+
+    def fill(self, words: MaskWords) -> None:
+        """Set `words` to the tokens that may come next: int32[ceil(V / 32)], contiguous. Lets other threads run meanwhile.
+
+        The eos are among them only if the output so far is whole. Raises ExecutionError, and from then on always, if the grammar cannot go on.
+        """
+        assert words.dtype == np.int32, words.dtype
+        assert words.flags.c_contiguous, words.flags
+        if self._num_eos:
+            words[:] = self._tokens.eos_words
+            return
+        self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        whole = self._library.is_accepting()
+        np.bitwise_and(words, self._tokens.possible if whole else self._tokens.possible_before_end, out=words)
+        if not words.any():
+            raise LibraryError(f"the grammar allows no text of this model after {self._num_told} tokens")
+
+    def accept(self, token_id: int) -> None:
+        """The next token. Raises ExecutionError for one that may not come next; it is as if it had not been accepted, then."""
+        if token_id in self._tokens.eos_ids and (self._num_eos or self._library.is_accepting()):
+            self._num_eos += 1
+            return
+        is_text = 0 <= token_id < self._tokens.size and token_id not in self._tokens.eos_ids
+        if self._num_eos or not is_text or not self._library.try_consume_tokens([token_id]):
+            self._check()
+            raise ExecutionError(f"token {token_id} does not follow the grammar after {self._num_told} tokens")
+        self._num_told += 1
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` accepted tokens. Raises ExecutionError if the grammar could not go on before."""
+        self._check()
+        told = max(num_tokens - self._num_eos, 0)
+        assert told <= self._num_told, (num_tokens, self._num_told, self._num_eos)
+        if told:
+            self._library.rollback(told)
+            self._check()
+        self._num_eos = max(self._num_eos - num_tokens, 0)
+        self._num_told -= told
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end may come next, or it has come."""
+        return bool(self._num_eos) or (self._library.is_stopped() and not self._library.is_error())
+
+    def _check(self) -> None:
+        if self._library.is_error():
+            raise ExecutionError(
+                f"the grammar cannot be followed after {self._num_told} tokens: {_reason(self._library.get_error())}"
+            )
+
+
+class Template:
+    """A compiled grammar, shared by all sequences that asked for it. It is never advanced itself."""
+
+    def __init__(self, tokens: MatcherTokens, text: str) -> None:
+        """Compile `text` (`source.library_text`) and compute its first mask, so that every copy starts with what the mask has worked out.
+
+        Lets other threads run meanwhile. Raises LibraryError if it does not compile or allows nothing.
+        """
+        self._tokens = tokens
+        self._library = LLMatcher(tokens.library, text, log_level=0, limits=tokens.limits)
+        # A copy is made under a lock: the library does not say that copies may be made at the same time.
+        self._lock = threading.Lock()
+        words = tokens.empty_mask()
+        if not self._library.is_error():
+            self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._library.is_error():
+            raise LibraryError(self._library.get_error())
+        self.start().fill(words)
+
+    def start(self) -> Matcher:
+        """A matcher at the beginning of an output. From any thread."""
+        with self._lock:
+            return Matcher(self._tokens, self._library.deep_copy())
+
+
+def _reason(library_error: str) -> str:
+    """The first line of the library's words. The rest is for its developers."""
+    first = library_error.partition("\n")[0].strip()
+    if first.startswith("NoExtension"):
+        return "it allows nothing to come next"
+    return first[:_MAX_REASON]
