@@ -131,3 +131,14 @@ def test_a_long_text_is_refused_before_it_is_decoded():
     text = " " * (MAX_GRAMMAR_BYTES + 1) + "{}"
     with pytest.raises(RequestError, match=f"has {len(text)} bytes"):
         GrammarFields(json_schema=text).grammar_spec()
+
+
+def test_objects_can_be_written_as_json_and_mean_the_same():
+    for field, value, text in TEXTS:
+        given = GrammarFields(**{field: value})
+        sent = given.with_json_as_text()
+        assert sent.grammar_spec() == GrammarSpec(field, text, field)
+        assert not isinstance(getattr(sent, field), dict)
+    assert GrammarFields(json_schema={}, structural_tag={}).with_json_as_text().grammar_spec() is None
+    with pytest.raises(RequestError, match="nested too deeply"):
+        GrammarFields(json_schema=nested(3000)).with_json_as_text()

@@ -71,6 +71,12 @@ async def updates_of(frontend, **fields):
         return [update async for update in updates]
 
 
+async def updates_with(frontend, sampling):
+    text = ["a", "b"] if isinstance(sampling, list) else "a"
+    async with aclosing(frontend.generate_request(GenerateReqInput(text=text, sampling_params=sampling))) as updates:
+        return [update async for update in updates]
+
+
 async def until(condition):
     """Turns of the loop until it holds; the test's own limit ends what never does."""
     while not condition():  # noqa: ASYNC110, what is waited for has no event
@@ -100,6 +106,42 @@ async def test_updates_are_those_of_the_front_end(stream):
         assert await updates_of(remote, stream=stream) == await updates_of(home.frontend, stream=stream)
         assert home.frontend.calls[0] == home.frontend.calls[1]
         await until(lambda: home.door.num_calls == 0)
+
+
+@pytest.mark.parametrize("field", ["json_schema", "structural_tag"])
+async def test_a_schema_that_is_nested_too_deeply_for_a_message_is_a_refusal(field):
+    deep = {}
+    for _ in range(5000):
+        deep = {"format": deep}
+    async with house() as home:
+        remote = await home.worker(0)
+        calls = [SamplingParams(**{field: deep}), [SamplingParams(), SamplingParams(**{field: deep})]]
+        for sampling in calls:
+            with pytest.raises(RequestError, match="nested too deeply") as caught:
+                await updates_with(remote, sampling)
+            assert caught.value.param == field
+        await until(lambda: home.door.num_calls == 0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json_schema": {"b": 2**70, "a": [None, 1.5]}},
+        {"json_schema": True},
+        {"json_schema": {}},
+        {"json_schema": '{"b": 1}'},
+        {"structural_tag": {"format": {"type": "any_text"}}},
+        {"choice": ["a", "b"]},
+        {},
+    ],
+)
+async def test_a_grammar_is_that_of_the_front_end(params):
+    async with house() as home:
+        remote = await home.worker(0)
+        for frontend in (remote, home.frontend):
+            await updates_with(frontend, SamplingParams(**params))
+        here, there = home.frontend.resolved
+        assert here.grammar == there.grammar
 
 
 @pytest.mark.parametrize(

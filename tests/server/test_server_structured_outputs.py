@@ -1,5 +1,9 @@
 """What each API's fields for structured output mean, on both OpenAI routes: one grammar reaches the engine, or a 400 names the field."""
 
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -160,6 +164,13 @@ TWO: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def commands() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and body of every request that docs/structured-output.md sends with curl."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "structured-output.md").read_text()
+    for path, body in re.findall(r"^curl \S+:30000(\S+) [^\n]* -d '(.*?)'$", text, re.DOTALL | re.MULTILINE):
+        yield path, json.loads(body)
+
+
 def param_of(reply: httpx.Response) -> str:
     assert reply.status_code == 400, reply.text
     return str(reply.json()["error"]["param"])
@@ -256,6 +267,20 @@ def test_the_openai_client_sends_a_model_of_pydantic_as_a_schema(server: Running
     assert sampling.grammar.kind == "json_schema"
     assert '"properties":{"name":' in sampling.grammar.text
     assert '"additionalProperties":false' in sampling.grammar.text
+
+
+def test_the_docs_have_commands_for_every_route():
+    assert {path for path, _ in commands()} == {*ROUTES, NATIVE}
+
+
+@pytest.mark.parametrize(("path", "body"), [*commands()])
+def test_the_commands_of_the_docs_are_understood(client: httpx.Client, server: Running, path: str, body: Any):
+    """Whether a grammar can be followed is found out later."""
+    if "model" in body:
+        body["model"] = MODEL
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    assert all(sampling.grammar is not None for sampling in server.frontend.resolved)
 
 
 def test_a_deep_schema_is_refused(client: httpx.Client):

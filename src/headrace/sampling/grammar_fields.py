@@ -4,6 +4,8 @@ Owns the six fields, that at most one of them is used, and how each becomes text
 found out when it is compiled (`headrace.grammar`). No torch; any process.
 """
 
+from typing import Self
+
 import msgspec
 
 from headrace.errors import RequestError
@@ -49,6 +51,12 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
         text = self._text_of(kind)
         _check_size(kind, text)
         return GrammarSpec(kind, text, kind)
+
+    def with_json_as_text(self) -> Self:
+        """The same with objects written as JSON: a message can hold text of any nesting, with numbers of any size. Raises RequestError."""
+        given: tuple[GrammarKind, ...] = ("json_schema", "structural_tag")
+        objects = [kind for kind in given if isinstance(getattr(self, kind), dict) and getattr(self, kind)]
+        return msgspec.structs.replace(self, **{kind: _as_json(kind, getattr(self, kind)) for kind in objects})
 
     def _text_of(self, kind: GrammarKind) -> str:
         match kind:

@@ -40,8 +40,8 @@ class RemoteFrontend:
         default_max_new_tokens: int = -1,
         caller: Caller | None = None,
     ) -> AsyncGenerator[SampleUpdate, None]:
-        """See `RequestFrontend`. default_max_new_tokens: -1 = the main process's."""
-        arguments: dict[str, Any] = {"obj": obj}
+        """See `RequestFrontend`. default_max_new_tokens: -1 = the main process's. Raises RequestError."""
+        arguments: dict[str, Any] = {"obj": _with_json_as_text(obj)}
         if default_max_new_tokens >= 0:
             arguments["default_max_new_tokens"] = default_max_new_tokens
         if caller is not None:
@@ -82,6 +82,15 @@ class RemoteFrontend:
         """Of all workers' requests together."""
         text: bytes = await self._calls.call("metrics_text")
         return text
+
+
+def _with_json_as_text(obj: GenerateReqInput) -> GenerateReqInput:
+    """The call as a message can hold it, whatever its schemas are. Raises RequestError."""
+    given = obj.sampling_params
+    if given is None:
+        return obj
+    sent = [one.with_json_as_text() for one in given] if isinstance(given, list) else given.with_json_as_text()
+    return msgspec.structs.replace(obj, sampling_params=sent)
 
 
 class RemoteAdapters:
