@@ -226,7 +226,7 @@ def test_a_grammar_that_is_refused_is_named_and_ends_only_its_request(engine, pa
 
 def test_a_schema_that_is_refused_names_the_keyword_and_its_place(engine):
     schema = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
-    with pytest.raises(RequestError, match="uniqueItems.*#/properties/tags") as refusal:
+    with pytest.raises(RequestError, match=r"uniqueItems.*#/properties/tags") as refusal:
         engine.generate(PROMPT, {"json_schema": schema})
     assert refusal.value.param == "json_schema"
 

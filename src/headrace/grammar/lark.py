@@ -39,8 +39,11 @@ def literal(text: str, special_tokens: Mapping[str, int]) -> str:
 
 
 def regex(pattern: str) -> str:
-    """A regular expression as a lark terminal; the library checks it when it builds the matcher."""
-    return f"/{regex_to_lark(pattern, '')}/" if pattern else '""'
+    r"""A regular expression as a lark terminal; the library checks it when it builds the matcher.
+
+    \d is an ASCII digit, as in most other engines; \w and \s are Unicode.
+    """
+    return f"/{regex_to_lark(pattern, 'd')}/" if pattern else '""'
 
 
 def inline_schema(schema: object, field: str) -> str:
