@@ -6,8 +6,8 @@ FOLDER is a checkout's `maskbench/data`. Each schema is compiled as a request's 
 written as `json.dumps` does, and its tokens are followed one by one, with a mask before each. Printed for each group: schemas accepted, valid
 instances refused, invalid ones let through. `--coerce` says `"x-guidance": {"coerce_one_of": true}` in every schema.
 
-JSON has no order of properties and a grammar has: a valid instance counts as accepted if it is in some order of its properties. A number with a
-fraction of 0 is written without. Instances that are invalid only by a `format` that the grammar takes for an annotation are counted apart.
+JSON has no order of properties and a grammar has: a valid instance counts as accepted if it is in some order of its properties. In it, a number
+with a fraction of 0 is written without. Instances that are invalid only by a `format` that the grammar takes for an annotation are counted apart.
 """
 
 import argparse
@@ -216,10 +216,10 @@ def _by_overlap(keys: list[str], known: Sequence[Sequence[str]]) -> list[str]:
 
 def follow(bench: Bench, matcher: llguidance.LLMatcher, schema: Any, test: dict[str, Any]) -> bool:
     """Whether an instance is accepted; a valid one in any order of its properties."""
+    if not test["valid"]:
+        return bench.accepts(matcher, json.dumps(test["data"], ensure_ascii=False))
     if bench.accepts(matcher, written(test["data"])):
         return True
-    if not test["valid"]:
-        return False
     return OrderSearch(bench.tokenizer, matcher, schema).finds(_whole(test["data"]))
 
 

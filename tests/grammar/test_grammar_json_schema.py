@@ -183,6 +183,14 @@ def test_schemas_of_older_drafts(dialect):
     assert not json_takes(schema, [0])
 
 
+def test_what_is_beside_a_reference_counts_since_draft_2019():
+    schema = {"definitions": {"n": {"type": "integer"}}, "items": {"$ref": "#/definitions/n", "minimum": 5}}
+
+    assert json_takes({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, [1])
+    assert not json_takes(schema, [1])
+    assert json_takes(schema, [5])
+
+
 def test_recursive_schemas():
     schema = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
 

@@ -12,14 +12,15 @@ _VOCABULARY = 50_000
 def parser_limits(vocab_size: int) -> LLParserLimits:
     """The limits for a vocabulary of `vocab_size` tokens.
 
-    step_lexer_fuel: at most some 70 ms a mask (14,000 a millisecond). It is renewed by every mask and by nothing else: whoever consumes many tokens
-    without computing masks, as after a retraction, runs out of it. step_max_items: at most some 5 ms a mask (20,000 a millisecond) for each 50,000
-    tokens of the vocabulary; an ordinary schema needs more than the library's own 50,000 where V = 262,144. max_lexer_states: 1 to 2 kB each, so
-    at most some 100 MB. Errors without the grammar and the output in them: they go to clients and to the log.
+    step_lexer_fuel: at most some 30 ms a mask at the library's 14,000 a millisecond, some 200 ms for the worst regular expressions seen. It is
+    renewed by every mask and by nothing else: whoever consumes many tokens without computing masks, as after a retraction, runs out of it.
+    step_max_items: at most some 5 ms a mask (20,000 a millisecond) for each 50,000 tokens of the vocabulary; an ordinary schema needs more than
+    the library's own 50,000 where V = 262,144. max_lexer_states: 1 to 2 kB each, so at most some 100 MB.
+    Errors do not hold the grammar and the output: they go to clients and to the log.
     """
     scale = -(-vocab_size // _VOCABULARY)
     return LLParserLimits(
-        step_lexer_fuel=1_000_000,
+        step_lexer_fuel=400_000,
         step_max_items=100_000 * scale,
         max_lexer_states=50_000,
         verbose_errors=False,

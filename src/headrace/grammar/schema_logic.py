@@ -6,7 +6,6 @@ references are followed; the work on one schema is bounded.
 
 import copy
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,9 +32,6 @@ class SchemaLogic:
         self._root = root
         self._follow = follow
         self._steps = 0
-        dialect = root.get("$schema") if isinstance(root, dict) else None
-        # Up to draft 7 `$ref` stands alone: what is beside it says nothing.
-        self._lonely_references = isinstance(dialect, str) and re.search(r"draft-0[3467]", dialect) is not None
 
     # --- exclusion
 
@@ -52,8 +48,6 @@ class SchemaLogic:
             return []
         reference = schema.get("$ref")
         referenced = self.parts(self._target(reference), depth + 1)
-        if reference is not None and self._lonely_references:
-            return referenced
         found = [schema, *referenced]
         for part in _listed(schema.get("allOf")):
             found += self.parts(part, depth + 1)
@@ -120,8 +114,6 @@ class SchemaLogic:
             return not schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH or self._steps > _MAX_STEPS:
             return None
-        if "$ref" in schema and self._lonely_references:
-            schema = {"$ref": schema["$ref"]}
         options: list[Json] = []
         for keyword, value in schema.items():
             if keyword not in CONSTRAINTS:

@@ -4,10 +4,11 @@
 stays as it is, and the library refuses it by its name.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 from headrace.grammar.schema_logic import SchemaLogic
-from headrace.grammar.schema_walk import Json, subschemas
+from headrace.grammar.schema_walk import CONSTRAINTS, Json, subschemas
 
 _MAX_VARIANTS = 64
 """Of one schema: the library multiplies the options of every `anyOf` in it."""
@@ -17,12 +18,17 @@ _MAX_OPTIONS = 300
 
 _MAX_OVERLAPPING = 8
 
+_OLD_DRAFT = re.compile(r"json-schema\.org/draft-0[3467]/")
+
 _REWRITTEN = frozenset({"if", "then", "else", "not", "oneOf", "dependencies", "dependentRequired", "dependentSchemas"})
 
 
 def rewrite(schema: dict[str, Json], coerce_one_of: bool) -> None:
     """Rewrite a schema and all in it, in place. coerce_one_of: every `oneOf` is left to the library."""
     found = [part for _, part in subschemas(schema)]
+    if _OLD_DRAFT.search(str(schema.get("$schema", ""))):
+        for part in found:
+            _leave_reference_alone(part)
     # What a reference goes through stays where it is.
     kept = {keyword for part in found for keyword in str(part.get("$ref", "")).split("/") if keyword in _REWRITTEN}
     if coerce_one_of:
@@ -45,6 +51,13 @@ def rewrite(schema: dict[str, Json], coerce_one_of: bool) -> None:
                 if variants > _MAX_VARIANTS:
                     break
             _replace(part, keyword, made)
+
+
+def _leave_reference_alone(schema: dict[str, Json]) -> None:
+    """Up to draft 7 what is beside a `$ref` says nothing."""
+    if isinstance(schema.get("$ref"), str):
+        for keyword in (CONSTRAINTS - {"$ref"}) & schema.keys():
+            del schema[keyword]
 
 
 def _drop_idle(schema: dict[str, Json]) -> None:
