@@ -11,7 +11,7 @@ from headrace.messages.grammar import GrammarSpec, MaskWords
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling import grammar_rows
-from headrace.sampling.grammar_rows import ALLOWS_NOTHING, TOO_SLOW
+from headrace.sampling.grammar_rows import TOO_SLOW
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.sampling.sampler import BAD_LOGITS, NOTHING_LEFT, Sampler
 
@@ -39,10 +39,12 @@ class Countdown:
             self.gate.wait()
         if len(self.tokens) == self.broken:
             raise ExecutionError("the grammar is broken")
+        if not self.factor and not self.is_complete:
+            raise ExecutionError("nothing follows")
         bits = np.zeros(len(words) * 32, np.uint8)
         if self.is_complete:
             bits[EOS] = 1
-        elif self.factor:
+        else:
             bits[: VOCAB : self.factor] = 1
         words[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
@@ -202,7 +204,7 @@ def test_several_slow_masks_do_not_keep_a_quick_one_from_its_thread(make):
 def test_an_error_of_a_grammar_ends_its_row_alone(make):
     sampler = make(sequence(0), sequence(1, Countdown(3, broken=1)), sequence(2, Countdown(0)))
     first = step(sampler, table(3))
-    assert first.errors == {2: ALLOWS_NOTHING}
+    assert first.errors == {2: "nothing follows"}
     second = step(sampler, table(2), num_outputs=1)
     assert second.errors == {1: "the grammar is broken"}
     assert second.token_ids.tolist()[0] >= 0

@@ -36,7 +36,6 @@ LIMIT_S: Final = 0.5
 MAX_THREADS: Final = 3
 
 TOO_SLOW = f"the grammar takes more than {LIMIT_S:g} seconds to find the tokens that may come next; make it simpler"
-ALLOWS_NOTHING = "the grammar allows no token here"
 
 
 class _Row:
@@ -103,8 +102,6 @@ class _Row:
                 self.only_end = self.mask.is_complete
             if self._begins_at is None or (self._ignores_eos and not self.only_end):
                 _forbid(self.words, self._eos)
-            if not self.words.any():
-                self.error = ALLOWS_NOTHING
         except ExecutionError as error:
             self.error = error.message
         except Exception:  # an error ends only this sample
@@ -214,16 +211,22 @@ class GrammarRows:
 
 
 class _Threads:
-    """Threads that fill masks. Usually one does; another joins it when masks are late, so that a slow one does not delay those behind it."""
+    """Threads that fill masks, started with the first. Usually one works; another joins it when masks are late, so that a slow one does not delay those
+    behind it. On two cores several would only take turns."""
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
         self._filled = threading.Condition()
-        self._num_threads = 0
+        self._may_work: list[threading.Event] = []
+        self._num_working = 0
 
     def submit(self, row: _Row) -> None:
         """Fill the row's mask soon."""
-        if not self._num_threads:
+        if not self._may_work:
+            self._may_work = [threading.Event() for _ in range(MAX_THREADS)]
+            for may_work in self._may_work:
+                args = (may_work, self._todo, self._filled)
+                threading.Thread(target=_run, args=args, name="grammar-masks", daemon=True).start()
             self.add()
         self._todo.put(row)
 
@@ -233,19 +236,22 @@ class _Threads:
             self._filled.wait_for(lambda: how_many(not row.busy for row in rows), timeout_s)
 
     def add(self) -> None:
-        """One more thread, up to MAX_THREADS."""
-        if self._num_threads < MAX_THREADS:
-            self._num_threads += 1
-            threading.Thread(target=_run, args=(self._todo, self._filled), name="grammar-masks", daemon=True).start()
+        """Let one more of them work."""
+        if self._num_working < len(self._may_work):
+            self._may_work[self._num_working].set()
+            self._num_working += 1
 
     def close(self) -> None:
         """End the threads."""
-        for _ in range(self._num_threads):
+        for may_work in self._may_work:
+            may_work.set()
             self._todo.put(None)
-        self._num_threads = 0
+        self._may_work = []
+        self._num_working = 0
 
 
-def _run(todo: "queue.SimpleQueue[_Row | None]", filled: threading.Condition) -> None:
+def _run(may_work: threading.Event, todo: "queue.SimpleQueue[_Row | None]", filled: threading.Condition) -> None:
+    may_work.wait()
     while (row := todo.get()) is not None:
         row.fill()
         with filled:

@@ -86,6 +86,8 @@ class Sampler:
         self._draws = DrawTable(max_seqs)
         self._penalties = penalties
         self._grammars = GrammarRows(vocab_size)
+        # Kept from step to step, like the logits: mapping and clearing new memory takes longer than masking. Unused pages take none.
+        self._allowed = torch.empty(0, vocab_size, device=self._device)
         self.edited: set[int] = set()
 
     def add(self, seq: int, new: NewSequence) -> None:
@@ -114,6 +116,8 @@ class Sampler:
             constrained=new.grammar is not None,
         )
         self._grammars.add(seq, new)
+        if new.grammar is not None and not len(self._allowed):
+            self._allowed = torch.empty(len(self._table), self.vocab_size, device=self._device)
         if self._state(seq).is_plain:
             self.edited.discard(seq)
         else:
@@ -223,7 +227,7 @@ class Sampler:
     def _masked(
         self, logits: torch.Tensor, rows: list[int], masks: ReadyMasks, step_rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """float32[len(rows), V]: these rows of `logits` where their grammars allow it, -inf elsewhere.
+        """float32[len(rows), V]: these rows of `logits` where their grammars allow it, -inf elsewhere; until the next call.
 
         step_rows: the rows of the step that those of `logits` are; None = the same.
         """
@@ -231,7 +235,8 @@ class Sampler:
         index = masks.rows.index
         words = masks.words if of_step == masks.rows else masks.words[[index(row) for row in of_step]]
         device = self._device
-        return ops.mask_logits(logits, torch.tensor(rows, device=device), torch.from_numpy(words).to(device))
+        at_rows = torch.tensor(rows, device=device)
+        return ops.mask_logits(logits, at_rows, torch.from_numpy(words).to(device), self._allowed[: len(rows)])
 
     def _penalises(self, seqs: Sequence[int] | Int32Array) -> bool:
         return self._penalties is not None and self._penalties.any(seqs)
