@@ -7,6 +7,7 @@ A mask that is not ready when the logits are makes its row sit the step out, nev
 the mask that was filled meanwhile. So a grammar that is slow, or made to be slow, costs only its own sequence time.
 """
 
+import math
 import queue
 import threading
 import time
@@ -25,10 +26,10 @@ from headrace.messages.step import NewSequence
 logger = get_logger(__name__)
 
 PATIENCE_S: Final = 0.002
-"""How long a step waits for masks while it has rows that are ready."""
+"""How long a step waits for masks that were begun with it, and once more if another thread takes those that wait behind a slow one."""
 
 PATIENCE_ALONE_S: Final = 0.02
-"""The same if no row is ready: whoever comes meanwhile waits, too."""
+"""How long it waits for any mask if no row is ready: whoever comes meanwhile waits, too."""
 
 LIMIT_S: Final = 0.5
 """A sequence whose mask takes longer ends."""
@@ -42,7 +43,7 @@ class _Row:
     """One sequence. num_tokens: its prompt and the outputs that `mask` has accepted, so the index of the next one.
 
     words: where the next token's mask is filled. only_end: it allows nothing but the end. done: it is filled, or `error` says why it cannot be.
-    busy: a thread fills it, since begun_s. fill_s: seconds that this took.
+    busy: a thread fills it or will, since step number `step`. begun_s: when it began, infinite before. fill_s: seconds that it took.
     """
 
     def __init__(self, new: NewSequence, vocab_size: int) -> None:
@@ -55,7 +56,8 @@ class _Row:
         self.only_end = False
         self.done = False
         self.busy = False
-        self.begun_s = 0.0
+        self.step = 0
+        self.begun_s = math.inf
         self.fill_s = 0.0
         self.error = ""
         eos = [i for i in new.end_token_ids if 0 <= i < vocab_size and i not in params.stop_token_ids]
@@ -93,7 +95,7 @@ class _Row:
 
     def fill(self) -> None:
         """Fill `words`. In a thread of its own, during which nobody else uses the row."""
-        begin = time.perf_counter()
+        self.begun_s = time.monotonic()
         try:
             if self._begins_at is None:
                 self.words.fill(-1)
@@ -107,7 +109,7 @@ class _Row:
         except Exception:  # an error ends only this sample
             logger.exception("a grammar's mask could not be filled")
             self.error = "the grammar could not be applied"
-        self.fill_s = time.perf_counter() - begin
+        self.fill_s = time.monotonic() - self.begun_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class GrammarRows:
         self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
         self._threads = _Threads()
+        self._step = 0
         self._spent_s = 0.0
 
     def add(self, seq: int, new: NewSequence) -> None:
@@ -150,7 +153,7 @@ class GrammarRows:
         """Begin to fill the masks of those of `seqs` that are constrained. positions: index that the next token will have."""
         if not self._rows:
             return
-        now = time.monotonic()
+        self._step += 1
         for seq, position in zip(seqs, positions, strict=True):
             row = self._rows.get(seq)
             if row is None or row.busy or row.error or position > row.num_tokens:
@@ -159,7 +162,8 @@ class GrammarRows:
                 row.go_back(position)
             if not row.done:
                 row.busy = True
-                row.begun_s = now
+                row.step = self._step
+                row.begun_s = math.inf
                 self._threads.submit(row)
 
     def ready(self, seqs: Sequence[int], positions: Sequence[int]) -> ReadyMasks:
@@ -201,18 +205,18 @@ class GrammarRows:
 
     def _wait(self, rows: Sequence[_Row], alone: bool) -> None:
         """Wait until the masks of `rows` are filled, but not too long. alone: the step has no other rows."""
-        if not any(row.busy for row in rows):
-            return
-        self._threads.wait(rows, all, PATIENCE_S)
-        if any(row.busy for row in rows):
-            self._threads.add()
+        # One that was late before is not waited for again.
+        fresh = [row for row in rows if row.busy and row.step == self._step]
+        self._threads.wait(fresh, all, PATIENCE_S)
+        if any(row.busy and row.begun_s == math.inf for row in rows) and self._threads.add():
+            self._threads.wait(fresh, all, PATIENCE_S)
         if alone and all(row.busy for row in rows):
             self._threads.wait(rows, any, PATIENCE_ALONE_S)
 
 
 class _Threads:
-    """Threads that fill masks, started with the first. Usually one works; another joins it when masks are late, so that a slow one does not delay those
-    behind it. On two cores several would only take turns."""
+    """Threads that fill masks, started with the first. Usually one works: on few cores several would only take turns. Another joins it when masks are
+    late, so that a slow one does not delay those behind it."""
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
@@ -230,16 +234,18 @@ class _Threads:
             self.add()
         self._todo.put(row)
 
-    def wait(self, rows: Sequence[_Row], how_many: Callable[[Iterable[bool]], bool], timeout_s: float) -> None:
-        """Until all, or any, of the rows are not busy."""
+    def wait(self, rows: Sequence[_Row], how_many: Callable[[Iterable[bool]], bool], timeout_s: float) -> bool:
+        """Until all, or any, of the rows are not busy. Returns whether they are."""
         with self._filled:
-            self._filled.wait_for(lambda: how_many(not row.busy for row in rows), timeout_s)
+            return self._filled.wait_for(lambda: how_many(not row.busy for row in rows), timeout_s)
 
-    def add(self) -> None:
-        """Let one more of them work."""
-        if self._num_working < len(self._may_work):
-            self._may_work[self._num_working].set()
-            self._num_working += 1
+    def add(self) -> bool:
+        """Let one more of them work. Returns whether there was one."""
+        if self._num_working == len(self._may_work):
+            return False
+        self._may_work[self._num_working].set()
+        self._num_working += 1
+        return True
 
     def close(self) -> None:
         """End the threads."""
