@@ -202,6 +202,7 @@ def test_a_model_whose_output_cannot_follow_a_grammar_refuses_all(make):
         raise ConfigError("this model's tokenizer has no fixed bytes per token")
 
     compiler = make(make_vocabulary=no_vocabulary)
+    compiler.prepare()
     for field in ("regex", "ebnf"):
         refused = error(compiler.compile(spec("a", field)))
         assert isinstance(refused, RequestError)
@@ -242,6 +243,8 @@ def test_nothing_is_made_before_the_first_grammar():
     assert made == []
     assert compiler.stats().num_compiled == 0
     compiler.prepare()
+    assert made == [True]
+    assert compiler._tools.pool.pids == []
     result(compiler.compile(spec("a")))
     assert made == [True]
     compiler.close()

@@ -85,7 +85,7 @@ class Frames:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
-    def send(self, message: msgspec.Struct, timeout_s: float | None = None) -> None:
+    def send(self, message: msgspec.Struct | msgspec.Raw, timeout_s: float | None = None) -> None:
         """Raises TimeoutError, or OSError if the other side is gone."""
         data = msgspec.msgpack.encode(message)
         self._socket.settimeout(timeout_s)

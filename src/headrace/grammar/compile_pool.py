@@ -47,8 +47,8 @@ _SINGLE_THREADED = {
 class Child:
     """One child process, for one thread at a time."""
 
-    def __init__(self, setup: Setup, program: Sequence[str] = PROGRAM) -> None:
-        """Start it and wait until it can try grammars. Raises ExecutionError."""
+    def __init__(self, setup: msgspec.Raw, program: Sequence[str] = PROGRAM) -> None:
+        """Start it and wait until it can try grammars. setup: a `Setup`. Raises ExecutionError."""
         ours, its = socket.socketpair()
         self._frames = Frames(ours)
         self._trying = threading.Lock()
@@ -113,7 +113,9 @@ class CompilePool:
         memory_bytes: int = 1024 * MIB,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        self._setup = Setup(vocabulary, memory_bytes)
+        # Once for all children, because it takes the other threads' time.
+        self._setup = msgspec.Raw(msgspec.msgpack.encode(Setup(vocabulary, memory_bytes)))
+        self._memory_bytes = memory_bytes
         self._limit_s = limit_s
         self._program = program
         self._lock = threading.Lock()
@@ -176,7 +178,7 @@ class CompilePool:
             message = f"the grammar takes longer than {self._limit_s:g} s to compile"
         except EOFError:
             message = (
-                f"the grammar takes more memory to compile than one may ({self._setup.memory_bytes // MIB} MiB), "
+                f"the grammar takes more memory to compile than one may ({self._memory_bytes // MIB} MiB), "
                 "or it is nested too deeply"
             )
         self._end(child)

@@ -109,9 +109,9 @@ class _Wrapper(TokenizerWrapper):
         self._remembered = functools.lru_cache(maxsize=4096)(self._ids)
 
     def __call__(self, s: str) -> list[int]:
-        # Only the first token counts, and the library looks four tokens back. It asks again for every token, so encoding all of a long text
-        # would take time in the square of its length.
-        return self._remembered(s[: max(256, 8 * self._longest)])
+        # Only the first token after the last one counts, and the library sets aside two tokens' lengths at the end. It asks again for every
+        # token, so encoding all of a long text would take time in the square of its length.
+        return self._remembered(s[: max(64, 4 * self._longest)])
 
     def _ids(self, text: str) -> list[int]:
         wanted = text.encode()
