@@ -9,6 +9,7 @@ import pytest
 
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import ExecutionError
+from headrace.grammar import matcher
 from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
 from headrace.grammar.source import library_text
 from headrace.grammar.vocabulary import Vocabulary
@@ -157,6 +158,22 @@ def test_a_refused_token_changes_nothing(tokens: MatcherTokens, template: Templa
     mask.rollback(len(SMOLLM2.encode('{"name": "Zoë", "kind": "', add_special_tokens=False)))
     write(mask, INSTANCE)
     assert mask.is_complete
+
+
+@pytest.mark.parametrize("slow_s", [-1.0, 1000.0], ids=["slow", "fast"])
+def test_a_slow_matcher_follows_as_a_fast_one(tokens: MatcherTokens, template: Template, slow_s: float, monkeypatch):
+    monkeypatch.setattr(matcher, "SLOW_S", slow_s)
+    mask = template.start()
+    for _ in range(2):
+        for index in SMOLLM2.encode(INSTANCE, add_special_tokens=False):
+            assert index in allowed(tokens, mask)
+            mask.accept(index)
+        assert mask.is_complete
+        mask.rollback(len(SMOLLM2.encode(INSTANCE, add_special_tokens=False)))
+        assert not mask.is_complete
+    allowed(tokens, mask)
+    with pytest.raises(ExecutionError):
+        mask.accept(token("x"))
 
 
 @pytest.mark.parametrize("seed", range(6))

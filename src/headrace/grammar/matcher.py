@@ -4,15 +4,20 @@ Owns what the library does not do as the sampler needs it: the end of an output 
 refused token leaves the matcher as it was; ids that stand for nothing are never allowed. No logging: errors hold words of the request.
 """
 
+import functools
 import threading
+import time
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from headrace.errors import ExecutionError
 from headrace.grammar.limits import parser_limits
 from headrace.grammar.vocabulary import Encode, Vocabulary, library_tokenizer
 from headrace.messages.grammar import MaskWords
+
+SLOW_S = 0.0005
+"""A matcher that takes longer for one token is slow."""
 
 _MAX_REASON = 200
 """Characters of the library's own words in a message."""
@@ -34,6 +39,11 @@ class MatcherTokens:
         self.possible_before_end = vocabulary.possible(with_eos=False)
         self.eos_words = self.possible & ~self.possible_before_end
 
+    @functools.cached_property
+    def executor(self) -> LLExecutor:
+        """A thread of the library, for matchers that have become slow."""
+        return LLExecutor(1)
+
     def empty_mask(self) -> MaskWords:
         """Words for `TokenMask.fill`."""
         return np.zeros_like(self.possible)
@@ -48,6 +58,9 @@ class Matcher:
         # Tokens that the library was told of; the eos that came after them. Together they are the output.
         self._num_told = 0
         self._num_eos = 0
+        # While a token takes long, as in a very ambiguous grammar, it is accepted where other threads can run meanwhile.
+        self._is_slow = False
+        self._partner: LLMatcher | None = None
 
     def fill(self, words: MaskWords) -> None:
         """Set `words` to the tokens that may come next: int32[ceil(V / 32)], contiguous. Lets other threads run meanwhile.
@@ -59,7 +72,9 @@ class Matcher:
         if self._num_eos:
             words[:] = self._tokens.eos_words
             return
+        begin_s = time.perf_counter()
         self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._is_slow = time.perf_counter() - begin_s > SLOW_S
         self._check()
         whole = self._library.is_accepting()
         np.bitwise_and(words, self._tokens.possible if whole else self._tokens.possible_before_end, out=words)
@@ -67,12 +82,14 @@ class Matcher:
             raise LibraryError(f"the grammar allows no text of this model after {self._num_told} tokens")
 
     def accept(self, token_id: int) -> None:
-        """The next token. Raises ExecutionError for one that may not come next; it is as if it had not been accepted, then."""
+        """The next token. Raises ExecutionError for one that may not come next; it is as if it had not been accepted, then, unless the
+        grammar has become slow: then it cannot go on.
+        """
         if token_id in self._tokens.eos_ids and (self._num_eos or self._library.is_accepting()):
             self._num_eos += 1
             return
         is_text = 0 <= token_id < self._tokens.size and token_id not in self._tokens.eos_ids
-        if self._num_eos or not is_text or not self._library.try_consume_tokens([token_id]):
+        if self._num_eos or not is_text or not self._consume(token_id):
             self._check()
             raise ExecutionError(f"token {token_id} does not follow the grammar after {self._num_told} tokens")
         self._num_told += 1
@@ -92,6 +109,18 @@ class Matcher:
     def is_complete(self) -> bool:
         """Whether nothing but the end may come next, or it has come."""
         return bool(self._num_eos) or (self._library.is_stopped() and not self._library.is_error())
+
+    def _consume(self, token_id: int) -> bool:
+        """Whether the library takes the token."""
+        if not self._is_slow:
+            begin_s = time.perf_counter()
+            taken = self._library.try_consume_tokens([token_id])
+            self._is_slow = time.perf_counter() - begin_s > SLOW_S
+            return bool(taken)
+        # The library keeps the GIL for a single matcher, and releases it for two. A matcher in error does nothing.
+        if self._partner is None:
+            self._partner = LLMatcher(self._tokens.library, "", log_level=0)
+        return self._tokens.executor.consume_token_par([(self._library, token_id), (self._partner, token_id)])[0]
 
     def _check(self) -> None:
         if self._library.is_error():
