@@ -238,8 +238,34 @@ def test_a_grammar_that_allows_nothing_has_no_first_mask(tokens: MatcherTokens):
 
 
 def test_what_the_library_refuses_is_said_in_its_words(tokens: MatcherTokens):
-    with pytest.raises(LibraryError, match="unclosed"):
+    with pytest.raises(LibraryError) as failed:
         compiled(tokens, "regex", "a(b")
+    assert "unclosed" in failed.value.words
+
+
+def test_a_long_output_is_followed_again_without_its_masks(tokens: MatcherTokens, monkeypatch):
+    """The library limits what it spends on tokens between two masks, so there is a mask now and then."""
+    grammar = compiled(tokens, "regex", "([a-z]+[0-9]{1,9} ?)*")
+    rng = np.random.default_rng(5)
+    mask, ids = grammar.start(), []
+    while len(ids) < 200:
+        ids.append(int(rng.choice(sorted(set(allowed(tokens, mask)) - {EOS, OTHER_EOS}))))
+        mask.accept(ids[-1])
+    want = allowed(tokens, mask)
+    masks_after = []
+
+    def fill(self, words) -> None:
+        masks_after.append(self._num_told)
+        real(self, words)
+
+    real = Matcher.fill
+    monkeypatch.setattr(Matcher, "fill", fill)
+    again = grammar.start()
+    for index in ids:
+        again.accept(index)
+
+    assert masks_after == list(range(16, 200, 16))
+    assert allowed(tokens, again) == want
 
 
 def test_a_grammar_that_becomes_too_complex_fails_from_then_on(tokens: MatcherTokens):

@@ -19,9 +19,9 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from headrace.errors import ExecutionError, RequestError
+from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
-from headrace.grammar.matcher import Matcher, MatcherTokens, Template
+from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
 from headrace.grammar.source import explain, library_text
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
@@ -125,9 +125,9 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
         text = library_text(spec)
         template = Template(tokens, text)
         _follow_to_first_choice(tokens, template.start())
-    except ExecutionError as error:
-        return Refused(explain(spec, error.message).message)
-    except RequestError as error:
+    except LibraryError as error:
+        return Refused(explain(spec, error.words).message)
+    except HeadraceError as error:
         return Refused(error.message)
     except MemoryError:
         return Refused("the grammar takes more memory than one may")
@@ -140,7 +140,7 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
 
 
 def _follow_to_first_choice(tokens: MatcherTokens, matcher: Matcher) -> None:
-    """The first mask with a choice is the first that takes work. Raises ExecutionError if it cannot be computed."""
+    """The first mask with a choice is the first that takes work. Raises LibraryError if it cannot be computed."""
     words = tokens.empty_mask()
     for _ in range(_MAX_CERTAIN_TOKENS):
         matcher.fill(words)

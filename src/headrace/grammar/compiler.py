@@ -215,7 +215,7 @@ class GrammarCompiler:
             return Refused(error.message), _REFUSAL_BYTES + 4 * len(spec.text)
         except LibraryError as error:
             # A child does not write in the model's own tokens, so its masks are not quite these.
-            return Refused(explain(spec, error.message).message), _REFUSAL_BYTES + 4 * len(spec.text)
+            return Refused(explain(spec, error.words).message), _REFUSAL_BYTES + 4 * len(spec.text)
         except HeadraceError as error:
             logger.error("a grammar could not be tried: %s", error.message)
             return ExecutionError(error.message), 0

@@ -19,12 +19,20 @@ from headrace.messages.grammar import MaskWords
 SLOW_S = 0.0005
 """A matcher that takes longer for one token is slow."""
 
+_MAX_SINCE_MASK = 16
+"""Tokens accepted without a mask between them, as when an output is followed again from its beginning. What the library may spend on them is
+limited, and a mask renews it."""
+
 _MAX_REASON = 200
 """Characters of the library's own words in a message."""
 
 
 class LibraryError(ExecutionError):
-    """The library's own words about a grammar, which `source.explain` puts into the client's."""
+    """The library cannot go on with a grammar. words: its own, for `source.explain`; "" if nothing may come next."""
+
+    def __init__(self, message: str, words: str) -> None:
+        super().__init__(message)
+        self.words = words
 
 
 class MatcherTokens:
@@ -61,6 +69,7 @@ class Matcher:
         # While a token takes long, as in a very ambiguous grammar, it is accepted where other threads can run meanwhile.
         self._is_slow = False
         self._partner: LLMatcher | None = None
+        self._num_since_mask = 0
 
     def fill(self, words: MaskWords) -> None:
         """Set `words` to the tokens that may come next: int32[ceil(V / 32)], contiguous. Lets other threads run meanwhile.
@@ -72,6 +81,7 @@ class Matcher:
         if self._num_eos:
             words[:] = self._tokens.eos_words
             return
+        self._num_since_mask = 0
         begin_s = time.perf_counter()
         self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._is_slow = time.perf_counter() - begin_s > SLOW_S
@@ -79,7 +89,7 @@ class Matcher:
         whole = self._library.is_accepting()
         np.bitwise_and(words, self._tokens.possible if whole else self._tokens.possible_before_end, out=words)
         if not words.any():
-            raise LibraryError(f"the grammar allows no text of this model after {self._num_told} tokens")
+            raise LibraryError(f"the grammar allows no text of this model after {self._num_told} tokens", "")
 
     def accept(self, token_id: int) -> None:
         """The next token. Raises ExecutionError for one that may not come next; it is as if it had not been accepted, then, unless the
@@ -112,6 +122,9 @@ class Matcher:
 
     def _consume(self, token_id: int) -> bool:
         """Whether the library takes the token."""
+        if self._num_since_mask == _MAX_SINCE_MASK:
+            self.fill(self._tokens.empty_mask())
+        self._num_since_mask += 1
         if not self._is_slow:
             begin_s = time.perf_counter()
             taken = self._library.try_consume_tokens([token_id])
@@ -124,9 +137,8 @@ class Matcher:
 
     def _check(self) -> None:
         if self._library.is_error():
-            raise ExecutionError(
-                f"the grammar cannot be followed after {self._num_told} tokens: {_reason(self._library.get_error())}"
-            )
+            words = self._library.get_error()
+            raise LibraryError(f"the grammar cannot be followed after {self._num_told} tokens: {_reason(words)}", words)
 
 
 class Template:
@@ -141,12 +153,7 @@ class Template:
         self._library = LLMatcher(tokens.library, text, log_level=0, limits=tokens.limits)
         # A copy is made under a lock: the library does not say that copies may be made at the same time.
         self._lock = threading.Lock()
-        words = tokens.empty_mask()
-        if not self._library.is_error():
-            self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._library.is_error():
-            raise LibraryError(self._library.get_error())
-        self.start().fill(words)
+        Matcher(tokens, self._library).fill(tokens.empty_mask())
 
     def start(self) -> Matcher:
         """A matcher at the beginning of an output. From any thread."""
