@@ -191,6 +191,15 @@ def test_what_is_beside_a_reference_counts_since_draft_2019():
     assert json_takes(schema, [5])
 
 
+@pytest.mark.parametrize("draft, is_known", [("04", False), ("06", False), ("07", True)])
+def test_keywords_count_from_the_draft_that_has_them(draft, is_known):
+    condition = {"if": {"minimum": 5}, "then": {"multipleOf": 2}, "type": "integer"}
+    made = matcher("json_schema", {"$schema": f"http://json-schema.org/draft-{draft}/schema#", **condition})
+
+    assert takes(made, "6")
+    assert takes(made, "7") is not is_known
+
+
 def test_recursive_schemas():
     schema = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
 

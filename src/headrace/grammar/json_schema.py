@@ -48,7 +48,7 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
         name = part.get("format")
         if isinstance(name, str) and name not in FORMATS:
             del part["format"]
-    rewrite(schema, coerce_one_of=bool(options.get("coerce_one_of", False)))
+    rewrite(schema)
     for _, part in subschemas(schema):
         if isinstance(part.get("pattern"), str):
             part["pattern"] = library_pattern(part["pattern"])

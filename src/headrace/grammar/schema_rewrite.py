@@ -18,21 +18,19 @@ _MAX_OPTIONS = 300
 
 _MAX_OVERLAPPING = 8
 
-_OLD_DRAFT = re.compile(r"json-schema\.org/draft-0[3467]/")
+_OLD_DRAFT = re.compile(r"json-schema\.org/draft-0([3467])/")
 
 _REWRITTEN = frozenset({"if", "then", "else", "not", "oneOf", "dependencies", "dependentRequired", "dependentSchemas"})
 
 
-def rewrite(schema: dict[str, Json], coerce_one_of: bool) -> None:
-    """Rewrite a schema and all in it, in place. coerce_one_of: every `oneOf` is left to the library."""
+def rewrite(schema: dict[str, Json]) -> None:
+    """Rewrite a schema and all in it, in place."""
     found = [part for _, part in subschemas(schema)]
-    if _OLD_DRAFT.search(str(schema.get("$schema", ""))):
+    if draft := _OLD_DRAFT.search(str(schema.get("$schema", ""))):
         for part in found:
-            _leave_reference_alone(part)
+            _read_as_draft(part, int(draft[1]))
     # What a reference goes through stays where it is.
     kept = {keyword for part in found for keyword in str(part.get("$ref", "")).split("/") if keyword in _REWRITTEN}
-    if coerce_one_of:
-        kept.add("oneOf")
     # Within a schema with an `$id` of its own (`id` in draft 4), `#` means that schema and not the document.
     own_ids = any(isinstance(part.get(name), str) for part in found[1:] for name in ("$id", "id"))
     logic = SchemaLogic(schema, follow=not own_ids)
@@ -53,11 +51,12 @@ def rewrite(schema: dict[str, Json], coerce_one_of: bool) -> None:
             _replace(part, keyword, made)
 
 
-def _leave_reference_alone(schema: dict[str, Json]) -> None:
-    """Up to draft 7 what is beside a `$ref` says nothing."""
-    if isinstance(schema.get("$ref"), str):
-        for keyword in (CONSTRAINTS - {"$ref"}) & schema.keys():
-            del schema[keyword]
+def _read_as_draft(schema: dict[str, Json], draft: int) -> None:
+    """Leave out what says nothing in draft 3, 4, 6 or 7: what is beside a `$ref`, and keywords that came later."""
+    later = {"dependentRequired", "dependentSchemas"} | ({"if", "then", "else"} if draft < 7 else set())
+    beside = CONSTRAINTS - {"$ref"} if isinstance(schema.get("$ref"), str) else frozenset()
+    for keyword in (later | beside) & schema.keys():
+        del schema[keyword]
 
 
 def _drop_idle(schema: dict[str, Json]) -> None:
