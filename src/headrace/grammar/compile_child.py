@@ -122,7 +122,7 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
     give_back_free_memory()  # else what earlier grammars left would hide what this one takes
     before_bytes = _resident_bytes()
     try:
-        text = library_text(spec)
+        text = library_text(spec, tokens.special_texts)
         template = Template(tokens, text)
         _follow_to_first_choice(tokens, template.start())
     except LibraryError as error:

@@ -41,6 +41,7 @@ class MatcherTokens:
     def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
         self.size = vocabulary.size
         self.eos_ids = frozenset(vocabulary.eos_ids)
+        self.special_texts = vocabulary.special_texts()
         self.library: LLTokenizer = library_tokenizer(vocabulary, encode)
         self.limits = parser_limits(vocabulary.size)
         self.possible = vocabulary.possible(with_eos=True)

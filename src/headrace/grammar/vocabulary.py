@@ -73,6 +73,11 @@ class Vocabulary(msgspec.Struct, frozen=True):
         """V."""
         return len(self.tokens)
 
+    def special_texts(self) -> dict[str, int]:
+        """Text -> id of the special tokens that have a text, those that end an output excepted: an end is not part of it."""
+        ids = set(self.special_ids).difference(self.eos_ids)
+        return {self.tokens[index].decode(errors="replace"): index for index in sorted(ids) if self.tokens[index]}
+
     def possible(self, with_eos: bool) -> MaskWords:
         """int32[ceil(V / 32)]: the tokens that any grammar may allow. with_eos: the eos among them, or none of them."""
         bits = np.zeros(-(-self.size // 32) * 32, np.bool_)
