@@ -4,10 +4,11 @@ import json
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from server_process import ServerProcess, events, serving
@@ -164,6 +165,46 @@ def test_more_than_the_context_is_refused(client: openai.OpenAI) -> None:
         client.chat.completions.create(**{**GREEDY, "max_tokens": 100_000})
 
     assert refused.value.param == "max_tokens"
+
+
+class City(pydantic.BaseModel):
+    """What the model is asked to say of a city."""
+
+    name: Annotated[str, pydantic.StringConstraints(max_length=20)]
+    country: Literal["France", "Italy", "Spain"]
+    rivers: Annotated[list[Literal["Seine", "Tiber", "Ebro"]], pydantic.Field(min_length=1, max_length=2)]
+    population: Annotated[int, pydantic.Field(ge=0, le=99_999_999)] | None
+
+
+def test_a_reply_is_parsed_into_a_model(client: openai.OpenAI) -> None:
+    asked = {name: value for name, value in GREEDY.items() if name != "max_tokens"} | {"max_completion_tokens": 200}
+    answer = client.chat.completions.parse(**asked, response_format=City)
+    assert answer.choices[0].finish_reason == "stop"
+    city = answer.choices[0].message.parsed
+    assert isinstance(city, City)
+    assert city.country == "France"
+    with client.chat.completions.stream(**asked, response_format=City) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_completion().choices[0].message.parsed == city
+
+
+def test_a_json_object_is_an_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**GREEDY | {"max_tokens": 300}, response_format={"type": "json_object"})
+    text = answer.choices[0].message.content
+    assert text is not None
+    assert text.startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_is_refused_is_a_400_that_names_keyword_and_place(client: openai.OpenAI, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=r"uniqueItems.*#/properties/tags") as refusal:
+        client.chat.completions.create(**GREEDY, response_format=asked, stream=stream)
+    assert refusal.value.param == "response_format"
 
 
 def test_completions_have_16_tokens_unless_told(client: openai.OpenAI) -> None:
