@@ -200,6 +200,35 @@ def test_logprobs_are_those_of_the_unconstrained_model(engine):
     assert any(value < top for value, top in zip(values, tops, strict=True)), "a random model does not want to say yes"
 
 
+def test_a_grammar_may_begin_after_a_token(engine, tokenizer):
+    end = "<|im_start|>"  # any special token may end the thoughts
+    bias = {str(tokenizer.special_tokens[end]): 8.0}
+    params = params_of("pair", "seeded", grammar_after=end, logit_bias=bias, skip_special_tokens=False)
+    thoughts, _, rest = engine.generate(PROMPT, params)["text"].partition(end)
+    assert len(thoughts) > 0
+    check("pair", rest.removesuffix("<|im_end|>"))
+    for wrong, message in ((" several tokens", "one token"), ("\ud800", "Unicode")):
+        with pytest.raises(RequestError, match=message):
+            engine.generate(PROMPT, params_of("pair", "greedy", grammar_after=wrong))
+    with pytest.raises(RequestError, match="needs a grammar"):
+        engine.generate(PROMPT, {"grammar_after": end})
+
+
+def test_embeddings_may_be_a_prompt(engine):
+    answer = engine.generate(input_embeds=[[0.1] * 64] * 3, sampling_params=params_of("choice", "greedy"))
+    check("choice", answer["text"])
+
+
+def test_a_session_goes_on_with_another_grammar(engine):
+    session = engine.open_session(1000)
+    params = {"session_params": {"id": session}}
+    first = engine.generate(PROMPT, params_of("regex", "seeded"), **params)
+    second = engine.generate(" and", params_of("choice", "seeded"), **params)
+    check("regex", first["text"])
+    check("choice", second["text"])
+    engine.close_session(session)
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -262,6 +262,7 @@ def test_every_sampling_parameter_is_checked_here():
         "n",
         "sampling_seed",  # in tests/sampling
         *GRAMMAR_KINDS,
+        "grammar_after",  # in tests/e2e
     }
 
 

@@ -48,7 +48,7 @@ async def test_a_long_grammar_is_cut(make_frontend, caplog):
     [short] = await lines(frontend, caplog, "a", sampling_params=ROOMY | {"regex": "[a-z]+"})
     [long] = await lines(frontend, caplog, "a", sampling_params=ROOMY | {"regex": "b" * 1000})
 
-    assert '"grammar":["regex","[a-z]+","regex"]' in short
+    assert '"grammar":["regex","[a-z]+","regex",-1]' in short
     assert f'"{"b" * LOGGED_GRAMMAR_CHARS}... (1000 characters)"' in long
 
 

@@ -15,13 +15,14 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
-from headrace.frontend.inputs import PromptInput, encode_inputs, is_large
+from headrace.frontend.inputs import PromptInput, check_text, encode_inputs, is_large
 from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, split_call
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.messages.control import ReadyInfo
+from headrace.messages.grammar import GrammarSpec
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
@@ -36,6 +37,9 @@ from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer, TextTokeni
 DUMPED_CHARACTERS = 200
 """Length of a prompt's text in dumps."""
 DUMPED_IDS = 50
+
+MAX_TOKEN_CHARACTERS = 256
+"""Longer texts are hardly one token."""
 
 
 class Encoder:
@@ -99,7 +103,8 @@ class Encoder:
             if prompt.session is not None:
                 content = self._go_on(prompt, content, own[0])
             try:
-                sampling = self._resolve(prompt, content.num_tokens, bad_word_ids, default_max_new_tokens)
+                grammar = await self._grammar(prompt)
+                sampling = self._resolve(prompt, content.num_tokens, bad_word_ids, grammar, default_max_new_tokens)
                 logprobs = _logprob_spec(prompt, content)
             except RequestError as error:
                 if len(call.prompts) > 1:
@@ -121,6 +126,19 @@ class Encoder:
         sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
         return [list(ids) for ids in sequences if ids]
 
+    async def _grammar(self, prompt: Prompt) -> GrammarSpec | None:
+        """The prompt's grammar, with the token after which it begins. Raises RequestError if that is not one token."""
+        after = prompt.sampling.grammar_after
+        if prompt.grammar is None or not after:
+            return prompt.grammar
+        check_text("grammar_after", after, MAX_TOKEN_CHARACTERS)
+        [ids] = await self._batch_tokenizer.encode_words([after], allow_special=True)
+        if len(ids) != 1:
+            raise RequestError(
+                f"grammar_after must be the text of one token of the model; {after!r} has {len(ids)}", "grammar_after"
+            )
+        return msgspec.structs.replace(prompt.grammar, after_id=ids[0])
+
     def _go_on(self, prompt: Prompt, content: PromptContent, sample: ReqState) -> PromptContent:
         """The tokens of the session so far, followed by those of the prompt. Raises RequestError, CapacityError."""
         assert prompt.session is not None
@@ -132,7 +150,12 @@ class Encoder:
         return PromptContent(pack_int32(ids))
 
     def _resolve(
-        self, prompt: Prompt, num_tokens: int, bad_word_ids: list[list[int]], default_max_new_tokens: int
+        self,
+        prompt: Prompt,
+        num_tokens: int,
+        bad_word_ids: list[list[int]],
+        grammar: GrammarSpec | None,
+        default_max_new_tokens: int,
     ) -> ResolvedSamplingParams:
         """Check a prompt of `num_tokens` tokens against the context, and resolve its sampling parameters."""
         room = self._room(prompt, num_tokens)
@@ -142,7 +165,7 @@ class Encoder:
             default_max_new_tokens=default_max_new_tokens,
             room_tokens=room,
             bad_word_ids=bad_word_ids,
-            grammar=prompt.grammar,
+            grammar=grammar,
             seed=self._seeds.getrandbits(63),
             max_n=self._args.max_n,
         )

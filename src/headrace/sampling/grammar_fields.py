@@ -28,6 +28,7 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: a schema, or its JSON; `true` and the text `{}` allow every JSON value. The order of `properties` is that of the output.
     regex: matches the whole output. ebnf: GBNF, with a rule `root`. lark: with a rule `start`. choice: the output is one of these strings.
     structural_tag: free text with constrained parts, as an object or its JSON: either `structures` and `triggers`, or `format`.
+    grammar_after: the text of one token, such as `</think>`: the output is free up to that token, and must match from there on.
     """
 
     json_schema: str | Schema | None = None
@@ -36,6 +37,7 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
     lark: str | None = None
     choice: list[str] | None = None
     structural_tag: str | dict[str, object] | None = None
+    grammar_after: str | None = None
 
     def grammar_spec(self) -> GrammarSpec | None:
         """The grammar that is asked for; None = none.
@@ -45,6 +47,8 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
         """
         asked = [kind for kind in GRAMMAR_KINDS if not is_empty(getattr(self, kind))]
         if not asked:
+            if self.grammar_after:
+                raise RequestError("grammar_after needs a grammar, for example json_schema", "grammar_after")
             return None
         check_only_one(asked)
         kind = asked[0]

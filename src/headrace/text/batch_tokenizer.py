@@ -107,10 +107,10 @@ class AsyncDynamicBatchTokenizer:
                 long = sum(map(len, batch)) > LONG_CHARACTERS
                 return await self._in_thread(self._long if long else self._short, batch)
 
-    async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word, without special tokens."""
+    async def encode_words(self, words: Sequence[str], allow_special: bool = False) -> list[list[int]]:
+        """Token ids of each word, and nothing around it. allow_special: the texts of special tokens mean these tokens."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._short, self._tokenizer.encode_batch, words, False, False
+            self._short, self._tokenizer.encode_batch, words, False, allow_special
         )
 
     def close(self) -> None:

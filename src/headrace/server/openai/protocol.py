@@ -128,6 +128,7 @@ class GenerationRequest(StructuredFields, frozen=True, kw_only=True, forbid_unkn
         """The sampling parameters of the request under the runtime's names. Raises RequestError, see `asked_grammar`."""
         asked = self.asked_grammar()
         sampling = SamplingParams(
+            grammar_after=self.grammar_after,
             max_new_tokens=None if max_new_tokens == AS_MANY_AS_FIT else max_new_tokens,
             min_new_tokens=self.min_tokens or 0,
             stop=self.stop,
