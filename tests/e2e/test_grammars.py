@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import pytest
 from engines import running_engine
 
@@ -55,9 +55,9 @@ def check(name: str, text: str) -> None:
     """Whether the output matches its grammar, by somebody else's judgement."""
     match name:
         case "person":
-            jsonschema.validate(json.loads(text), PERSON)
+            jsonschema_rs.validate(PERSON, json.loads(text))
         case "pair":
-            jsonschema.validate(json.loads(text), PAIR)
+            jsonschema_rs.validate(PAIR, json.loads(text))
         case "regex":
             assert re.fullmatch(r"[a-c]{2,5}-\d{3}", text, re.ASCII), text
         case "choice":
