@@ -27,6 +27,9 @@ logger = get_logger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for a grammar that is being compiled here."""
 
+CACHE_BYTES = 48 * MIB
+"""What remembered grammars may occupy: hundreds of ordinary ones. One that takes more is compiled for each request."""
+
 _TEMPLATE_BYTES = 64 << 10
 _TEMPLATE_BYTES_PER_CHARACTER = 32
 """What a compiled grammar occupies at least, whatever the child measured."""
@@ -91,7 +94,7 @@ class GrammarCompiler:
         make_vocabulary: Callable[[], Vocabulary],
         encode: Encode | None = None,
         *,
-        cache_bytes: int = 256 * MIB,
+        cache_bytes: int = CACHE_BYTES,
         num_children: int = 2,
         limit_s: float = 5.0,
         memory_bytes: int = 1024 * MIB,

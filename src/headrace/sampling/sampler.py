@@ -177,10 +177,14 @@ class Sampler:
         errors = dict(masks.errors)
         left_out = {*masks.late, *masks.errors}
         plain = [row for row, state in enumerate(states) if state.history is None and not state.constrained]
-        token_ids = self._pick(source, seqs, plain, positions, errors, BAD_LOGITS)
-        if masked := [row for row in masks.rows if states[row].history is None]:
-            allowed = self._masked(source, masked, masks)
-            self._pick_into(token_ids, allowed, seqs, masked, range(len(masked)), positions, errors, BAD_LOGITS)
+        masked = [row for row in masks.rows if states[row].history is None]
+        allowed = self._masked(source, masked, masks) if masked else source
+        if len(masked) == len(seqs):
+            token_ids = self._pick(allowed, seqs, masked, positions, errors, BAD_LOGITS)
+        else:
+            token_ids = self._pick(source, seqs, plain, positions, errors, BAD_LOGITS)
+            if masked:
+                self._pick_into(token_ids, allowed, seqs, masked, range(len(masked)), positions, errors, BAD_LOGITS)
         if edited := [row for row, state in enumerate(states) if state.history is not None and row not in left_out]:
             copies = self._copy(logits, edited)
             passed: list[int] = []
