@@ -138,6 +138,8 @@ class FakeGrammars:
         self.started.append((spec, Future()))
         return self.started[-1][1]
 
+    def prepare(self) -> None: ...
+
     def finish(self, text: str, result: object) -> None:
         """End the compilation of every grammar of this text. result: the grammar, or an error."""
         for spec, future in self.started:

@@ -61,7 +61,11 @@ def run_scheduler(
     to_tokenizer = channels.sender("to_tokenizer")
     model = read_model_config(args)
     tokenizer = _LateTokenizer(args)
+    grammars = _grammars(args, tokenizer, model)
+    preparation = threading.Thread(target=grammars.prepare, name="prepare-grammars", daemon=True)
+    preparation.start()  # beside the weights
     worker, ready = build_worker(args, on_progress)
+    preparation.join()
     watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
     scheduler = Scheduler(
         scheduler_config(args, model, ready, replica),
@@ -73,7 +77,7 @@ def run_scheduler(
         lambda request: _stop_checker(tokenizer.get(), request),
         on_turn=watchdog.feed,
         source=source,
-        grammars=_grammars(args, tokenizer, ready.vocab_size, model),
+        grammars=grammars,
     )
     watchdog.start()
     on_ready(ready)
@@ -83,8 +87,8 @@ def run_scheduler(
     watchdog.stop()
 
 
-def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", vocab_size: int, model: "ModelConfig") -> "Grammars":
-    """What compiles the grammars of requests. Nothing is started before the first of them."""
+def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig") -> "Grammars":
+    """What compiles the grammars of requests. No process is started before the first of them."""
     from headrace.grammar.compiler import GrammarCompiler
     from headrace.grammar.vocabulary import Vocabulary
     from headrace.scheduler.grammar_queue import NO_GRAMMARS
@@ -92,7 +96,7 @@ def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", vocab_size: int, mo
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return NO_GRAMMARS
     return GrammarCompiler(
-        lambda: Vocabulary.of(tokenizer.get(), vocab_size, model.eos_token_ids),
+        lambda: Vocabulary.of(tokenizer.get(), model.vocab_size, model.eos_token_ids),
         encode=lambda text: tokenizer.get().encode(text, add_special_tokens=False),
     )
 

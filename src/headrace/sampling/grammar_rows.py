@@ -40,10 +40,11 @@ TOO_SLOW = f"the grammar takes more than {LIMIT_S:g} seconds to find the tokens 
 
 
 class _Row:
-    """One sequence. num_tokens: its prompt and the outputs that `mask` has accepted, so the index of the next one.
+    """One sequence.
 
-    words: where the next token's mask is filled. only_end: it allows nothing but the end. done: it is filled, or `error` says why it cannot be.
-    busy: a thread fills it or will, since step number `step`. begun_s: when it began, infinite before. fill_s: seconds that it took.
+    num_tokens: its prompt and the outputs so far, so the index of the next one. words: where that one's mask is filled. only_end: the mask allows
+    nothing but the end. done: it is filled, or `error` says why it cannot be. busy: a thread fills it or will, since step number `step`. begun_s:
+    when it began, infinite before. fill_s: seconds that it took.
     """
 
     def __init__(self, new: NewSequence, vocab_size: int) -> None:
@@ -60,6 +61,9 @@ class _Row:
         self.begun_s = math.inf
         self.fill_s = 0.0
         self.error = ""
+        # What `mask` is still to be told: to forget so many tokens, and then these. In its thread, not between two steps.
+        self._num_to_forget = 0
+        self._unread: list[int] = []
         eos = [i for i in new.end_token_ids if 0 <= i < vocab_size and i not in params.stop_token_ids]
         self._eos = np.array(eos, np.int64)
         self._ignores_eos = params.ignore_eos
@@ -70,25 +74,23 @@ class _Row:
             self.accept(token_id)
 
     def accept(self, token_id: int) -> None:
-        """The next token. If the grammar does not allow it, the next step ends the sequence."""
+        """The next token. If the grammar does not allow it, the step after it ends the sequence."""
         self.done = False
         self.num_tokens += 1
         if self._begins_at is None:
             if token_id == self._after_id:
                 self._begins_at = self.num_tokens
-        elif not self.error:
-            try:
-                self.mask.accept(token_id)
-            except ExecutionError as error:
-                self.error = error.message
+        else:
+            self._unread.append(token_id)
 
     def go_back(self, num_tokens: int) -> None:
         """Forget the tokens from index `num_tokens` on. Not after an error."""
         self.done = False
         if self._begins_at is not None:
-            accepted = self.num_tokens - max(num_tokens, self._begins_at)
-            if accepted:
-                self.mask.rollback(accepted)
+            count = self.num_tokens - max(num_tokens, self._begins_at)
+            num_read = max(0, count - len(self._unread))
+            self._num_to_forget += num_read
+            del self._unread[len(self._unread) - (count - num_read) :]
             if num_tokens < self._begins_at:
                 self._begins_at = None
         self.num_tokens = num_tokens
@@ -97,6 +99,12 @@ class _Row:
         """Fill `words`. In a thread of its own, during which nobody else uses the row."""
         self.begun_s = time.monotonic()
         try:
+            if self._num_to_forget:
+                self.mask.rollback(self._num_to_forget)
+                self._num_to_forget = 0
+            for token_id in self._unread:
+                self.mask.accept(token_id)
+            self._unread.clear()
             if self._begins_at is None:
                 self.words.fill(-1)
             else:

@@ -54,6 +54,9 @@ class _NoGrammars:
         refused.set_exception(RequestError(f"{spec.field}: this server does not constrain outputs", spec.field))
         return refused
 
+    def prepare(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
