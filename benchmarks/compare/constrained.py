@@ -80,7 +80,9 @@ async def chat(session: aiohttp.ClientSession, number: int, schema: dict[str, An
 
 async def ask(url: str, streams: int) -> dict[str, float]:
     """Milliseconds per token without and with a schema, and the share of the small outputs that are valid."""
-    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=120)) as session:
+    # llama.cpp's server closes its connection after a stream.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
         found: dict[str, float] = {}
         for name, schemas in (
             ("plain_ms", [None] * streams),
@@ -90,11 +92,11 @@ async def ask(url: str, streams: int) -> dict[str, float]:
             found[name] = statistics.mean(seconds / max(1, chunks - 1) for _, seconds, chunks in done) * 1e3
         valid = 0
         for number, schema in enumerate(SMALL):
-            text, _, _ = await chat(session, number, schema)
             try:
+                text, _, _ = await chat(session, number, schema)
                 valid += jsonschema_rs.is_valid(schema, json.loads(text))
-            except ValueError:
-                continue
+            except (ValueError, RuntimeError, aiohttp.ClientError) as error:
+                print(f"{url}, small schema {number}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return found | {"valid": valid / len(SMALL)}
 
 
