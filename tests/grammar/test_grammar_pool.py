@@ -15,8 +15,9 @@ import pytest
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import ExecutionError
 from headrace.grammar import compile_pool
-from headrace.grammar.compile_child import MIB, Passed, Refused
+from headrace.grammar.compile_child import MIB, Passed, Refused, try_grammar
 from headrace.grammar.compile_pool import CompilePool, child_environment
+from headrace.grammar.matcher import MatcherTokens
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
 from headrace.text.tokenizers import load_tokenizer
@@ -257,6 +258,7 @@ def test_a_child_ends_with_its_parent():
     program = """
 import os, sys, signal
 from headrace.grammar.compile_pool import CompilePool
+from headrace.grammar.matcher import MatcherTokens
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
 pool = CompilePool(Vocabulary([b"a", b"<end>"], [1], [1]), num_children=1)
@@ -323,3 +325,11 @@ def test_a_hostile_grammar_ends_and_leaves_nothing_behind(real_pool: CompilePool
             break
     assert isinstance(after, Passed)
     assert len(real_pool.pids) == 1
+
+
+def test_a_grammar_that_is_too_complex_after_its_first_token_is_refused():
+    schema = {"type": "object", "properties": {f"property_{i}": {"type": "integer"} for i in range(2500)}}
+    tokens = MatcherTokens(BYTES)
+    verdict = try_grammar(tokens, GrammarSpec("json_schema", json.dumps(schema), "json_schema"))
+    assert isinstance(verdict, Refused)
+    assert "too complex" in verdict.message

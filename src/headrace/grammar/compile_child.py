@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
-from headrace.grammar.matcher import LibraryError, Matcher, MatcherTokens, Template
+from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.source import explain, library_text
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
@@ -35,6 +35,7 @@ STACK_BYTES = 8 * MIB
 """Of the thread that compiles. The server gives its own threads twice as much: what recurses too deeply ends a child."""
 
 _MAX_CERTAIN_TOKENS = 64
+_MAX_OPTIONS = 4
 """How far a grammar is followed while only one token may come next."""
 
 _LENGTH = struct.Struct("<I")
@@ -124,7 +125,7 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
     try:
         text = library_text(spec, tokens.special_texts)
         template = Template(tokens, text)
-        _follow_to_first_choice(tokens, template.start())
+        _follow(tokens, template)
     except LibraryError as error:
         return Refused(explain(spec, error.words).message)
     except HeadraceError as error:
@@ -139,15 +140,29 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
     return Passed(text, max(memory_bytes, 0))
 
 
-def _follow_to_first_choice(tokens: MatcherTokens, matcher: Matcher) -> None:
-    """The first mask with a choice is the first that takes work. Raises LibraryError if it cannot be computed."""
+def _follow(tokens: MatcherTokens, template: Template) -> None:
+    """Follow what is certain to the first choice, and a few of its tokens to the mask after them: some grammars are too complex only there.
+
+    Raises LibraryError if one of these masks cannot be computed.
+    """
+    certain: list[int] = []
+    matcher = template.start()
     words = tokens.empty_mask()
     for _ in range(_MAX_CERTAIN_TOKENS):
         matcher.fill(words)
-        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
         if len(ids) > 1 or matcher.is_complete:
-            return
-        matcher.accept(int(ids[0]))
+            break
+        certain += ids
+        matcher.accept(ids[0])
+    else:
+        return
+    for token_id in ids[:_MAX_OPTIONS]:
+        if token_id not in tokens.eos_ids:
+            option = template.start()
+            for known in (*certain, token_id):
+                option.accept(known)
+            option.fill(words)
 
 
 def serve(frames: Frames) -> None:

@@ -230,7 +230,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[[re.Match[str]], _Reason]]] = [
             _plain("the JSON schema is too large or nested too deeply"),
         ),
         (
-            r"(?i)too many|fuel|limit|too large|too big|too complex",
+            r"(?i)too many|items; max is|fuel|limit|too large|too big|too complex",
             _plain(
                 "the grammar is too complex: it needs more work or memory than one request may take; make it smaller or simpler"
             ),
