@@ -98,6 +98,12 @@ class Frames:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, until_s))
         return decoder.decode(self._read(length, until_s))
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether something has arrived, or the other side has gone, within that time."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def close(self) -> None:
         """Close the socket, which no thread may be using."""
         self._socket.close()

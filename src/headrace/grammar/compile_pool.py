@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import psutil
 
 from headrace.errors import ExecutionError
 from headrace.grammar.compile_child import MIB, READY, VERDICTS, Frames, Refused, Setup, Verdict
@@ -26,6 +28,9 @@ PROGRAM = (sys.executable, "-m", "headrace.grammar.compile_child")
 
 START_LIMIT_S = 60.0
 """How long a child may take to start: imports, and 2 us a token."""
+
+PATIENCE = 6
+"""A grammar may take this many times its limit of processor time if the machine has other things to do."""
 
 MAX_LEFT_BYTES = 256 * MIB
 """A child that keeps more than this after a grammar is replaced."""
@@ -82,13 +87,25 @@ class Child:
         return self._popen.poll() is not None
 
     def try_spec(self, spec: GrammarSpec, limit_s: float) -> Verdict:
-        """Raises TimeoutError or EOFError; the child is of no use then."""
+        """Raises TimeoutError or EOFError; the child is of no use then. limit_s: of processor time, so that a busy machine refuses nothing."""
         with self._trying:
+            before_s, give_up_s = self._processor_s(), time.monotonic() + PATIENCE * limit_s
             try:
                 self._frames.send(spec, limit_s)
             except ConnectionError:
                 raise EOFError("the child is gone") from None
+            while not self._frames.wait(limit_s / 10):
+                if self._processor_s() - before_s >= limit_s or time.monotonic() >= give_up_s:
+                    raise TimeoutError
             return self._frames.receive(VERDICTS, limit_s)
+
+    def _processor_s(self) -> float:
+        """Seconds of processor time that the child has taken; 0 if it is gone."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return float(times.user + times.system)
 
     def end(self) -> int:
         """Kill it, unless it has ended, and wait for its end. Returns its exit code. Idempotent, from any thread."""
@@ -102,7 +119,7 @@ class Child:
 class CompilePool:
     """Tries grammars in children.
 
-    limit_s: time for one grammar. memory_bytes: memory for one, beyond the child's own. program: the command that a child runs.
+    limit_s: processor time for one grammar. memory_bytes: memory for one, beyond the child's own. program: the command that a child runs.
     """
 
     def __init__(
