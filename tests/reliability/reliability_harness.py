@@ -189,7 +189,10 @@ class Server:
             for body in (long, long | {"stream": True}, {"text": "x" * 4000, "sampling_params": greedy(1)}):
                 client.post("/generate", json=body)
             each_at_once(lambda i: self.generate(client, [5 + i] * 60, 60), range(MAX_RUNNING + 4), 12)
+            # Certain text is tokenized, in threads of the tokenizer.
+            schema = {"type": "object", "properties": {"warm": {"enum": ["certainly"]}}, "required": ["warm"]}
             grammars = [{"max_new_tokens": 8, "regex": f"[a-z]{{{i}}}"} for i in range(4, 10)]
+            grammars.append({"max_new_tokens": 32, "json_schema": schema | {"additionalProperties": False}})
             each_at_once(lambda p: client.post("/generate", json={"text": "hi", "sampling_params": p}), grammars, 6)
             for text in ("y" * 200_000, "z " * 50_000):
                 client.post("/tokenize", json={"prompt": text})
