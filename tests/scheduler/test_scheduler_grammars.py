@@ -89,3 +89,21 @@ def test_a_row_that_sits_out_computes_the_same_tokens():
     assert rig.ids["other"] == expected_outputs([1, 1, 0, 0, 1], 12, 9)
     assert rig.state.counters.num_sat_out > 5
     rig.check_idle()
+
+
+def test_the_worker_hears_which_constrained_rows_are_left():
+    rig = Rig()
+    seen = []
+    submit = rig.worker.submit
+    rig.worker.submit = lambda batch: (seen.append(batch), submit(batch))
+    rig.add("first", PROMPT, 4, grammar=A)
+    rig.turn()
+    rig.grammars.finish("a", Compiled())
+    rig.drain()
+    [row] = [new.seq for batch in seen for new in batch.new]
+    seen.clear()
+    rig.add("plain", PROMPT, 4)
+    rig.drain()
+    rig.add("other", PROMPT, 4)
+    rig.drain()
+    assert [seq for batch in seen for seq in batch.left] == [row]

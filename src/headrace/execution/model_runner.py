@@ -74,7 +74,9 @@ class ModelRunner:
         return self.compute(plan, on_layers)
 
     def add(self, plan: ModelWorkerBatch) -> None:
-        """Enter the plan's new sequences in the tables."""
+        """Enter the plan's new sequences in the tables, and forget the grammars of those that have left."""
+        for seq in plan.left:
+            self.sampler.forget_grammar(seq)
         for new in plan.new:
             self.table.add(new, self._input_embeds(new))
             self.sampler.add(new.seq, new)

@@ -56,6 +56,7 @@ class ModelWorkerBatch:
     written at position starts[r]+counts[r].
     out_slots: int32[sum(counts)], the KV slots to write, row after row.
     new: sequences to add before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
+    left: rows whose sequences had a grammar and are in no later step, except that `new` may reuse them: what they hold may be large.
     faults: test hook, see FaultReq.
     """
 
@@ -66,6 +67,7 @@ class ModelWorkerBatch:
     counts: Int32Array
     num_logits: Int32Array
     out_slots: Int32Array
+    left: tuple[int, ...] = ()
     faults: tuple[FaultReq, ...] = ()
 
     @property

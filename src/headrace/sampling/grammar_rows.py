@@ -150,12 +150,13 @@ class GrammarRows:
 
     def add(self, seq: int, new: NewSequence) -> None:
         """Put `new`, with the outputs that it already has, in row `seq`, replacing the old content; only the latter if it has no grammar."""
-        self._rows.pop(seq, None)
+        self.discard(seq)
         if new.grammar is not None:
             self._rows[seq] = _Row(new, self._vocab_size)
 
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._rows
+    def discard(self, seq: int) -> None:
+        """Forget row `seq`. A mask that is being filled for it is not looked at."""
+        self._rows.pop(seq, None)
 
     def begin(self, seqs: Sequence[int], positions: Sequence[int]) -> None:
         """Begin to fill the masks of those of `seqs` that are constrained. positions: index that the next token will have."""

@@ -123,6 +123,10 @@ class Sampler:
         else:
             self.edited.add(seq)
 
+    def forget_grammar(self, seq: int) -> None:
+        """The sequence in row `seq` is in no later step."""
+        self._grammars.discard(seq)
+
     def all_greedy(self, seqs: Int32Array) -> bool:
         """Whether each of these sequences takes the most likely token of the unedited logits."""
         return self._draws.all_greedy(seqs) and not self._penalises(seqs)

@@ -21,7 +21,7 @@ num_logits: 1 = the step also samples the token after them, else 0.
 class ScheduleBatch:
     """The plan of one step.
 
-    planned_s: when the step was planned. out_slots: where the KV of the rows' tokens goes, row after row.
+    planned_s: when the step was planned. left: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes, row after row.
     num_prompt_tokens: how many of the tokens catch up with known ones; expected_s: how long the step should then take. 0 if that is not known.
     """
 
@@ -31,6 +31,7 @@ class ScheduleBatch:
     rows: list[Row] = field(default_factory=list)
     out_slots: "array[int]" = field(default_factory=lambda: array("i"))
     new: list[NewSequence] = field(default_factory=list)
+    left: tuple[int, ...] = ()
     faults: list[FaultReq] = field(default_factory=list)
     num_prompt_tokens: int = 0
     expected_s: float = 0.0
@@ -60,6 +61,7 @@ class ScheduleBatch:
         return ModelWorkerBatch(
             step=self.step,
             new=tuple(self.new),
+            left=self.left,
             seqs=np.array([req.seq for req in reqs], np.int32),
             starts=np.array(starts, np.int32),
             counts=np.array(counts, np.int32),

@@ -25,6 +25,7 @@ class KVManager:
         self.page_size = allocator.page_size
         self.max_seqs = max_seqs
         self._free_seqs = list(range(max_seqs - 1, -1, -1))
+        self._left: list[int] = []
         self._owned_pages = 0
 
     @property
@@ -90,8 +91,15 @@ class KVManager:
         self._owned_pages -= len(own)
         self.cache.release(req.lease)
         self._free_seqs.append(req.seq)
+        if req.grammar is not None:
+            self._left.append(req.seq)
         req.seq, req.lease, req.pages, req.num_tree_pages, req.duplicate_pages = -1, None, [], 0, []
         req.rewind(0)
+
+    def take_left(self) -> tuple[int, ...]:
+        """Rows of the worker's tables that constrained requests have left since the last call."""
+        left, self._left = tuple(self._left), []
+        return left
 
     def prefix_slots(self, req: Req) -> Int32Array:
         """Slots of the request's computed tokens, int32[num_computed]."""

@@ -47,6 +47,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
         return None
     if state.faults:
         _arm_faults(state, batch)
+    batch.left = state.kv.take_left()
     state.next_step += 1
     state.ratio.step()
     return batch
