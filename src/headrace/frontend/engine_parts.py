@@ -108,7 +108,7 @@ class EngineParts:
         """A process is back. index, source, sender: of a restarted scheduler."""
         if not self._engine_loop.is_here(self.up, name, index, source, sender):
             return
-        self._heartbeats.forget(name)
+        self._heartbeats.begin_anew(name)
         self.num_restarts += 1
         self._metrics.count_restart(name)
         if index is None or sender is None:

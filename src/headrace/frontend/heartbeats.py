@@ -24,8 +24,12 @@ class Heartbeats:
         self._dropped_frames[message.process] = message.dropped_frames
 
     def forget(self, process: str) -> None:
-        """The process has died, or another one starts under its name."""
+        """The process has died."""
         self._heard_s.pop(process, None)
+
+    def begin_anew(self, process: str) -> None:
+        """Another process has started under this name; that it did counts as heard."""
+        self._heard_s[process] = self._clock()
 
     def age_s(self, process: str) -> float | None:
         """Seconds since a process was last heard; None if it never was. May be called from any thread."""

@@ -197,6 +197,8 @@ def _heartbeats(to_tokenizer: Sender, process: str, enabled: bool) -> Iterator[N
     stop = threading.Event()
 
     def beat() -> None:
+        # The first at once: a process that was never heard is not known to be silent.
+        to_tokenizer.send(Heartbeat(process))
         while not stop.wait(HEARTBEAT_S):
             to_tokenizer.send(Heartbeat(process))
 
