@@ -266,6 +266,20 @@ def test_a_grammar_that_edits_leave_nothing_of_ends_with_a_message(engine):
     check("choice", engine.generate(PROMPT, params_of("choice", "greedy"))["text"])
 
 
+def test_what_becomes_of_grammars_is_counted(engine):
+    before = engine.internal_state().grammars
+    for _ in range(2):
+        engine.generate(PROMPT, {"regex": "count|counted", "max_new_tokens": 8})
+        with pytest.raises(RequestError):
+            engine.generate(PROMPT, {"regex": "count(", "max_new_tokens": 8})
+    after = engine.internal_state().grammars
+    assert after.num_compiled == before.num_compiled + 1
+    assert after.num_refused == before.num_refused + 1
+    assert after.num_cache_hits == before.num_cache_hits + 2
+    assert after.num_killed == before.num_killed
+    assert after.cached_bytes > before.cached_bytes
+
+
 def test_a_timeline_says_when_the_grammar_was_compiled(engine):
     engine.generate(PROMPT, {"regex": "timeline|line", "max_new_tokens": 8}, rid="compiled")
     [timeline] = engine.explain_request("compiled")

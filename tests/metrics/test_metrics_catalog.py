@@ -6,6 +6,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
+from headrace.messages.grammar import GrammarStats
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
 
@@ -115,6 +116,21 @@ def test_what_grammars_cost_is_counted():
     assert [value for key, value in got.items() if key[0] == "num_grammar_queue_reqs"] == [0.0]
     assert got[("grammar_sat_out_rows_total",)] == 6 + 1
     assert got[("grammar_mask_seconds_total",)] == 1.25 + 0.25
+
+
+def test_what_becomes_of_grammars_is_counted_over_restarts():
+    metrics = Metrics("tiny")
+    for compiled, hits, refused, killed, cached_bytes in ((3, 5, 1, 0, 700), (4, 9, 3, 2, 900), (1, 0, 2, 1, 100)):
+        stats = GrammarStats(compiled, hits, refused, killed, 1, cached_bytes)
+        metrics.set_scheduler_state(state(grammars=stats))
+
+    got = values(metrics)
+
+    assert got[("grammar_compiles_total",)] == 4 + 1
+    assert got[("grammar_cache_hits_total",)] == 9
+    assert got[("grammar_refusals_total",)] == 3 + 2
+    assert got[("grammar_kills_total",)] == 2 + 1
+    assert [value for key, value in got.items() if key[0] == "grammar_cache_bytes"] == [100]
 
 
 def test_the_time_of_steps_with_prompts_is_counted_beside_what_was_expected():

@@ -16,7 +16,7 @@ from headrace.cache.allocator import PageAllocator
 from headrace.cache.chunk_cache import ChunkCache
 from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
-from headrace.messages.grammar import CompiledGrammar, GrammarSpec
+from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
 from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
@@ -139,6 +139,9 @@ class FakeGrammars:
         return self.started[-1][1]
 
     def prepare(self) -> None: ...
+
+    def stats(self) -> GrammarStats:
+        return GrammarStats(num_compiled=sum(future.done() for _, future in self.started))
 
     def finish(self, text: str, result: object) -> None:
         """End the compilation of every grammar of this text. result: the grammar, or an error."""

@@ -6,7 +6,6 @@ a child has (`compile_pool`) or what is refused (`source`). `compile` and `stats
 
 import queue
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.source import explain
 from headrace.grammar.vocabulary import Encode, Vocabulary
 from headrace.log import get_logger
-from headrace.messages.grammar import CompiledGrammar, GrammarKind, GrammarSpec
+from headrace.messages.grammar import CompiledGrammar, GrammarKind, GrammarSpec, GrammarStats
 
 logger = get_logger(__name__)
 
@@ -39,19 +38,6 @@ _TRIM_BYTES = 16 * MIB
 """When as much is forgotten at once, the memory is given back to the system."""
 
 Key = tuple[GrammarKind, str]
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarStats:
-    """Counts since the start. compile_s: seconds for each grammar compiled since the stats were last asked for."""
-
-    num_compiled: int
-    num_cache_hits: int
-    num_refused: int
-    num_killed: int
-    num_cached: int
-    cached_bytes: int
-    compile_s: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -115,7 +101,6 @@ class GrammarCompiler:
         self._tools_lock = threading.Lock()
         self._tools: _Tools | ConfigError | None = None
         self._num_compiled = self._num_cache_hits = self._num_refused = 0
-        self._compile_s: list[float] = []
 
     def compile(self, spec: GrammarSpec) -> "Future[CompiledGrammar]":
         """Begin to compile; returns at once. A future that is cancelled is forgotten, and disturbs no other request for the same grammar.
@@ -150,9 +135,8 @@ class GrammarCompiler:
             pass  # who asks for a grammar is told
 
     def stats(self) -> GrammarStats:
-        """Counts, and the times since the last call."""
+        """Counts since the start."""
         with self._lock:
-            times, self._compile_s = tuple(self._compile_s), []
             return GrammarStats(
                 num_compiled=self._num_compiled,
                 num_cache_hits=self._num_cache_hits,
@@ -160,7 +144,6 @@ class GrammarCompiler:
                 num_killed=self._tools.pool.num_killed if isinstance(self._tools, _Tools) else 0,
                 num_cached=self._cache.num_entries,
                 cached_bytes=self._cache.num_bytes,
-                compile_s=times,
             )
 
     def close(self) -> None:
@@ -207,7 +190,6 @@ class GrammarCompiler:
 
     def _outcome(self, spec: GrammarSpec) -> tuple[Template | Refused | ExecutionError, int]:
         """What becomes of a grammar, and the bytes that remembering it costs."""
-        begin_s = time.perf_counter()
         try:
             tools = self._get_tools()
             verdict = tools.pool.try_spec(spec)
@@ -225,8 +207,6 @@ class GrammarCompiler:
         except Exception:
             logger.exception("a grammar could not be compiled")
             return ExecutionError("internal error"), 0
-        with self._lock:
-            self._compile_s.append(time.perf_counter() - begin_s)
         least = _TEMPLATE_BYTES + _TEMPLATE_BYTES_PER_CHARACTER * len(verdict.text)
         return template, max(verdict.memory_bytes, least)
 

@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from headrace.messages.grammar import GrammarStats
+
 
 class _Control(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of control messages."""
@@ -63,7 +65,8 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     overlap mostly while a step ran. prompt_steps, prompt_steps_s, prompt_steps_expected_s: number of the steps with prompt tokens whose time
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
-    masks_s: seconds that were spent on masks of grammars, beside the layers. paused: the pause mode, empty while generation runs.
+    masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them.
+    paused: the pause mode, empty while generation runs.
     released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
@@ -93,6 +96,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     num_grammar_queue: int = 0
     num_sat_out: int = 0
     masks_s: float = 0.0
+    grammars: GrammarStats = GrammarStats()
     paused: str = ""
     released: tuple[str, ...] = ()
     weight_version: str = "default"

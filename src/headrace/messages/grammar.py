@@ -31,6 +31,22 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     after_id: int = -1
 
 
+class GrammarStats(msgspec.Struct, frozen=True, gc=False):
+    """What has become of grammars since the start.
+
+    num_compiled: grammars compiled, each once for all requests that wait for it. num_cache_hits: requests whose grammar was known, or was being
+    compiled for another one. num_refused: grammars refused, the killed ones included; a refusal that is remembered counts once. num_killed: of
+    those, how many cost a child its life, because they exceeded a limit. num_cached, cached_bytes: what is remembered now, refusals included.
+    """
+
+    num_compiled: int = 0
+    num_cache_hits: int = 0
+    num_refused: int = 0
+    num_killed: int = 0
+    num_cached: int = 0
+    cached_bytes: int = 0
+
+
 class TokenMask(Protocol):
     """Follows the output of one sequence and says which tokens may come next. Used by one thread at a time."""
 
@@ -64,6 +80,9 @@ class Grammars(Protocol):
 
     def prepare(self) -> None:
         """Make what the first grammar needs: microseconds per token of the vocabulary, during which no other thread may run. For before serving."""
+
+    def stats(self) -> GrammarStats:
+        """Counts since the start. Never waits for a grammar."""
 
     def close(self) -> None:
         """Stop. What is still being compiled is abandoned."""

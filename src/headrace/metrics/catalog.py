@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace.messages.control import InternalState
+from headrace.messages.grammar import GrammarStats
 
 _SECONDS_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _SECONDS_LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300, 600)
@@ -118,6 +119,15 @@ class Metrics:
             "grammar_sat_out_rows", "Rows not sampled: their grammar's mask was not ready."
         )
         self.grammar_mask_s = self._counter("grammar_mask_seconds", "Spent on filling the masks of grammars.")
+        self.grammar_compiles = self._counter("grammar_compiles", "Grammars compiled: those that no cache held.")
+        self.grammar_cache_hits = self._counter(
+            "grammar_cache_hits", "Samples whose grammar was known, or being compiled already."
+        )
+        self.grammar_refusals = self._counter("grammar_refusals", "Grammars refused, each once while it is remembered.")
+        self.grammar_kills = self._counter(
+            "grammar_kills", "Grammars that exceeded their time or memory; refusals too."
+        )
+        self.grammar_cache_bytes = self._gauge("grammar_cache_bytes", "Compiled grammars that are kept.")
         self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
         self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that no request uses.")
         self.cache_hit_rate = self._gauge("cache_hit_rate", "Share of the tokens looked up that were cached, 0 to 1.")
@@ -143,6 +153,7 @@ class Metrics:
         self.num_running.labels(*labels).set(state.num_running)
         self.num_queued.labels(*labels).set(state.num_waiting)
         self.num_grammar_queued.labels(*labels).set(state.num_grammar_queue)
+        self.grammar_cache_bytes.labels(*labels).set(state.grammars.cached_bytes)
         self.gen_throughput.labels(*labels).set(state.gen_throughput)
         self.kv_available.labels(*labels).set(pool.free_tokens)
         self.kv_evictable.labels(*labels).set(pool.evictable_tokens)
@@ -164,6 +175,11 @@ class Metrics:
         self.prompt_step_s.inc(_added(state.prompt_steps_s, last.prompt_steps_s if last else 0.0))
         expected_s = last.prompt_steps_expected_s if last else 0.0
         self.prompt_step_expected_s.inc(_added(state.prompt_steps_expected_s, expected_s))
+        grammars, before = state.grammars, last.grammars if last else GrammarStats()
+        self.grammar_compiles.inc(_added(grammars.num_compiled, before.num_compiled))
+        self.grammar_cache_hits.inc(_added(grammars.num_cache_hits, before.num_cache_hits))
+        self.grammar_refusals.inc(_added(grammars.num_refused, before.num_refused))
+        self.grammar_kills.inc(_added(grammars.num_killed, before.num_killed))
         self._last_states[state.replica] = state
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -9,7 +9,7 @@ from typing import Final
 
 from headrace.errors import ExecutionError, HeadraceError, RequestError
 from headrace.log import get_logger
-from headrace.messages.grammar import CompiledGrammar, Grammars, GrammarSpec
+from headrace.messages.grammar import CompiledGrammar, Grammars, GrammarSpec, GrammarStats
 from headrace.scheduler.request import Req
 
 logger = get_logger(__name__)
@@ -41,6 +41,10 @@ class GrammarQueue:
         self._pending = [(req, future) for req, future in self._pending if not future.done() and req.finish is None]
         return [(req, _enter(req, future, now_s)) for req, future in done]
 
+    def stats(self) -> GrammarStats:
+        """What has become of grammars since the start."""
+        return self._grammars.stats()
+
     def close(self) -> None:
         """Stop compiling."""
         self._grammars.close()
@@ -56,6 +60,9 @@ class _NoGrammars:
 
     def prepare(self) -> None:
         pass
+
+    def stats(self) -> GrammarStats:
+        return GrammarStats()
 
     def close(self) -> None:
         pass
