@@ -130,6 +130,14 @@ def test_formats_in_every_kind_of_subschema_and_behind_references():
         (r"^\[\^-\]$", ["[^-]"], ["b"]),
         (r"^\S\D\W$", ['""!', "\\\\\\"], ["  1"]),
         ("b$", ["ab", "b"], ["a", "ba"]),
+        (r"^[\x00-!#-~]$", ["!", "\\", "a", "\n"], ['"', "é"]),
+        (r"^[\u0000-\u001f]|a$", ["\n", "a"], ['"', "\\"]),
+        (r"^\P{P}$", ["a", "+"], ['"', "\\", "!"]),
+        (r"^[^\P{P}]$", ["!", '"', "\\"], ["a", "+"]),
+        (r"^\p{Cc}$", ["\n"], ['"', "\\", "a"]),
+        ("^[[a]]$", ["a]", "[]"], ["a", "]"]),
+        ("^[a&&b~~]$", ["a", "b", "&", "~"], ["&&", "~~", ""]),
+        ('^[^"&&a]$', ["b", "["], ['"', "a", "&"]),
     ],
 )
 def test_patterns_hold_for_quotes_and_backslashes(pattern, valid, invalid):
@@ -137,6 +145,46 @@ def test_patterns_hold_for_quotes_and_backslashes(pattern, valid, invalid):
 
     assert [value for value in valid if not json_takes(schema, value)] == []
     assert [value for value in invalid if json_takes(schema, value)] == []
+
+
+@pytest.mark.parametrize("pattern", ['^[^"]*$', r"^[^\\]+$", "^[^a]$", r"^\S+$", "^.$", "^a"])
+@pytest.mark.parametrize("others", [False, {"type": "string"}], ids=["closed", "open"])
+def test_patterns_of_names_hold_for_quotes_and_backslashes(pattern, others):
+    schema = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}, "additionalProperties": others}
+    oracle = jsonschema_rs.validator_for(schema)
+    values = [{name: value} for name in ("", "a", "b", '"', 'a"', "\\", "b\\", "\n", "é", " ") for value in (1, "x")]
+
+    assert [value for value in values if json_takes(schema, value) != oracle.is_valid(value)] == []
+
+
+@pytest.mark.parametrize("written", [r"\u0061", r"\u000a", r"\u000A", r"\ud800", r"\u0022"])
+def test_a_property_has_one_name(written):
+    """Whoever reads the JSON finds a property of the schema with a value that it does not allow; or no Unicode."""
+    known = {"type": "object", "properties": {"a": {"type": "integer"}, "\n": {"type": "integer"}, '"': False}}
+    for schema in (known, {"patternProperties": {'^[a\n"]': {"type": "integer"}}, **known}):
+        assert not takes(matcher("json_schema", schema), f'{{"{written}": "x"}}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "minProperties": 2},
+        {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 3, "required": ["a"]},
+        {"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False, "minProperties": 2.0},
+        {"anyOf": [{"minProperties": 2}]},
+    ],
+    ids=json.dumps,
+)
+def test_names_that_repeat_do_not_count_twice(schema):
+    assert "could repeat" in refusal("json_schema", schema)
+
+
+def test_one_further_name_may_be_wanted():
+    schema = {"type": "object", "required": ["a"], "minProperties": 2}
+
+    assert json_takes(schema, {"a": 1, "b": 2})
+    assert not json_takes(schema, {"a": 1})
+    assert not takes(matcher("json_schema", schema), '{"a": 1, "a": 2}')
 
 
 # --- schemas
@@ -224,7 +272,10 @@ def test_recursive_schemas():
         ({"items": {"properties": []}}, "`properties`", "#/items/properties"),
         ({"items": {"multipleOf": 0}}, "`multipleOf`", "#/items/multipleOf"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "'a'", "#/required"),
-        ({"properties": {"a": {}}, "minProperties": 2}, "`minProperties`", "#"),
+        ({"properties": {"a": {}}, "minProperties": 1}, "`minProperties`", "#"),
+        ({"items": {"minProperties": 2}}, "`minProperties`", "#/items/minProperties"),
+        ({"patternProperties": {"^[^a]": {}, "^[^b]": {}}}, "/^[^b]/", "#/patternProperties"),
+        ({"patternProperties": {"^[^a]": {}, r"^[^a]\1": {}}}, "backreferences", "#"),
     ],
 )
 def test_a_refusal_names_the_keyword_and_its_place(schema, said, place):

@@ -19,6 +19,10 @@ WHITESPACE = r" |\n(?: {0,40}|\t{0,12})"
 """What may stand between two tokens of JSON, once: a space, or a line break and an indent. So `json.dumps` prints it, with any indent down to ten
 levels of four spaces, and a model cannot go on with whitespace for ever."""
 
+ESCAPES = 'nrbtf\\"'
+"""What may follow a backslash in a string. Without `u`, a property has only one name: the library compares names as they are written, so the further
+property "\\u0061" would not be the property "a". Every character but control characters can be written without it."""
+
 _OPTIONS: dict[str, type] = {
     "item_separator": str,
     "key_separator": str,
@@ -48,24 +52,86 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
         name = part.get("format")
         if isinstance(name, str) and name not in FORMATS:
             del part["format"]
+    _check_num_properties(schema, field)
     rewrite(schema)
     for _, part in subschemas(schema):
         if isinstance(part.get("pattern"), str):
             part["pattern"] = library_pattern(part["pattern"])
+        by_pattern = part.get("patternProperties")
+        if isinstance(by_pattern, dict):
+            part["patternProperties"] = {library_pattern(pattern): value for pattern, value in by_pattern.items()}
     # Last, because the library takes the options out and puts the last keyword where they were.
     return {**schema, "x-guidance": options}
 
 
-_NEGATED_CLASS = re.compile(r"(?P<escape>\\.)|\[\^(?!\])(?P<hyphen>-?)", re.DOTALL)
+_PIECES = re.compile(
+    r"\[\^\]|\[\]|\[\^-?|\[|\]"
+    r"|(?P<first>(?:\\x0[01]|\\u000[01]|[\x00\x01])-)"
+    r"|\\P(?P<others>\{\^?\w+\}|\w)|\\p(?P<control>\{C\w*\}|C)"
+    r"|(?P<escape>\\.)|[&~]",
+    re.DOTALL,
+)
+"""What is written differently for the library: classes of characters, and what can stand for all control characters."""
 
 
 def library_pattern(pattern: str) -> str:
-    """A `pattern` as the library takes it: no `[^...]` in it matches U+0001.
+    """A regular expression of a schema as the library takes it.
 
-    The library allows an escaped quote and an escaped backslash wherever a class has all control characters, even if the class excludes
-    them. A class without one control character is read exactly.
+    No class in it matches U+0001, unless it has quotes and backslashes too: the library allows an escaped quote and an escaped backslash wherever
+    a class has all control characters, even if the class excludes them. A class without one control character is read exactly, and no string has
+    that one (`ESCAPES`). Within a class `[`, `&` and `~` are themselves, and the classes `[]` and `[^]` are nothing and anything, as in ECMA-262.
+    `asked_pattern` is the way back.
     """
-    return _NEGATED_CLASS.sub(lambda found: found["escape"] or r"[^\x{1}" + (r"\-" if found["hyphen"] else ""), pattern)
+    in_class = False
+
+    def write(found: re.Match[str]) -> str:
+        nonlocal in_class
+        piece = found[0]
+        if found["first"]:
+            return r"\x{2}-"
+        if found["others"]:
+            return rf"[^\x{{1}}\p{found['others']}]"
+        if found["control"]:
+            return rf"[\p{found['control']}&&[^\x{{1}}]]"
+        if found["escape"]:
+            return piece
+        if in_class:
+            in_class = "]" not in piece
+            return re.sub(r"(?=[\[^&~-])", r"\\", piece)
+        in_class = piece in ("[", "[^", "[^-")
+        if piece in ("[]", "[^]"):
+            return r"[^\s\S]" if piece == "[]" else r"[\s\S]"
+        return piece.replace("[^-", r"[^\-").replace("[^", r"[^\x{1}")
+
+    return _PIECES.sub(write, pattern)
+
+
+def asked_pattern(pattern: str) -> str:
+    """What `library_pattern` was given, but for rare classes; for messages."""
+    return pattern.replace(r"[^\x{1}\-", "[^-").replace(r"[^\x{1}", "[^")
+
+
+def _check_num_properties(schema: dict[str, Json], field: str) -> None:
+    """Raises RequestError where `minProperties` could be satisfied by a name that is there twice: JSON counts it once.
+
+    The library keeps apart the names that a schema lists and those that it does not, but not two of the latter.
+    """
+    for place, part in subschemas(schema):
+        least, required = part.get("minProperties"), part.get("required")
+        if not isinstance(least, int | float) or "object" not in _listed(part.get("type", "object")):
+            continue
+        is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+        num_listed = len({name for name in _listed(required) if isinstance(name, str)})
+        if least > num_listed + 1 and not is_closed:
+            raise RequestError(
+                "`minProperties` is supported only up to one more than the properties in `required`, because further names could repeat"
+                f" (at {place}/minProperties)",
+                field,
+            )
+
+
+def _listed(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else [value]
 
 
 def _options(own: Json, field: str) -> dict[str, Json]:
@@ -85,6 +151,8 @@ def _options(own: Json, field: str) -> dict[str, Json]:
             raise RequestError(
                 f"{name!r} in `x-guidance` must be a {'boolean' if _OPTIONS[name] is bool else 'string'}", field
             )
-    if "whitespace_flexible" in own or "whitespace_pattern" in own:
-        return own
-    return {**own, "whitespace_pattern": WHITESPACE}
+    if "whitespace_flexible" not in own and "whitespace_pattern" not in own:
+        own["whitespace_pattern"] = WHITESPACE
+    if "json_allowed_escapes" not in own and not own.get("json_allow_general_unicode_escapes"):
+        own["json_allowed_escapes"] = ESCAPES
+    return own

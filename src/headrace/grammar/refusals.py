@@ -12,6 +12,7 @@ import msgspec
 from llguidance import regex_to_lark
 
 from headrace.errors import RequestError
+from headrace.grammar.json_schema import asked_pattern, library_pattern
 from headrace.grammar.schema_walk import Json, decode_json, subschemas
 from headrace.messages.grammar import GrammarSpec
 
@@ -96,13 +97,15 @@ def _pattern(match: re.Match[str]) -> _Reason:
         "WordAscii": r"word boundaries (`\b`) are not supported",
     }.get(what, what)
     pattern = (match["pattern"] or match["shown"] or "").strip()
-    pattern = pattern.replace(r"[^\x{1}\-", "[^-").replace(r"[^\x{1}", "[^")  # see `library_pattern`
+    pattern = asked_pattern(pattern)
 
     def holds(schema: dict[str, Json]) -> bool:
         by_name = schema.get("patternProperties")
         patterns = [schema.get("pattern"), *(by_name if isinstance(by_name, dict) else ())]
         return any(
-            isinstance(own, str) and pattern in (own.strip(), regex_to_lark(own, "dw").strip()) for own in patterns
+            isinstance(own, str)
+            and pattern in (own.strip(), asked_pattern(regex_to_lark(library_pattern(own), "dw")).strip())
+            for own in patterns
         )
 
     return _Reason(f"the regular expression {pattern[:120]!r} is not supported: {said}", "", holds)
@@ -110,7 +113,7 @@ def _pattern(match: re.Match[str]) -> _Reason:
 
 def _pattern_properties(match: re.Match[str]) -> _Reason:
     return _Reason(
-        f"`patternProperties` must exclude each other, which could not be shown for {match[1]} and {match[2]}",
+        f"`patternProperties` must exclude each other, which could not be shown for {asked_pattern(match[1])} and {asked_pattern(match[2])}",
         "patternProperties",
         lambda schema: len(schema.get("patternProperties", ())) > 1,
     )
