@@ -16,7 +16,6 @@ void silu_mul(const GatedArgs&);
 void gelu_tanh_mul(const GatedArgs&);
 void embedding(const EmbeddingArgs&);
 void argmax(const ArgmaxArgs&);
-void mask_logits(const MaskArgs&);
 void layer_norm(const LayerNormArgs&);
 void draw(const DrawArgs&);
 void exp_sums(const ExpSumsArgs&);

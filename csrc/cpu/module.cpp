@@ -124,13 +124,6 @@ void argmax(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size
   kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, size});
 }
 
-void mask_logits(Address x, int64_t x_stride, int64_t num_rows, Address rows, Address masks, Address out, int64_t out_stride,
-                 int64_t count, int64_t size) {
-  check_indices("mask_logits: row", at<int64_t>(rows), count, 0, num_rows);
-  kernels().mask_logits(
-      {at<float>(x), x_stride, at<int64_t>(rows), at<uint32_t>(masks), at<float>(out), out_stride, count, size});
-}
-
 void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address out, int64_t rows,
                 int64_t size, float eps) {
   kernels().layer_norm(
@@ -138,9 +131,10 @@ void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, A
 }
 
 void draw(Address x, int64_t x_stride, Address temperature, Address top_k, Address top_p, Address min_weight, Address u,
-          Address out, int64_t rows, int64_t size) {
+          Address masks, Address mask_rows, int64_t num_masks, Address out, int64_t rows, int64_t size) {
+  if (masks != 0) check_indices("draw: mask", at<int64_t>(mask_rows), rows, -1, num_masks);
   kernels().draw({at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k), at<double>(top_p),
-                  at<int64_t>(min_weight), at<double>(u), at<int64_t>(out), rows, size});
+                  at<int64_t>(min_weight), at<double>(u), at<uint32_t>(masks), at<int64_t>(mask_rows), at<int64_t>(out), rows, size});
 }
 
 void exp_sums(Address x, int64_t x_stride, Address peaks, Address sums, int64_t rows, int64_t size) {
@@ -213,7 +207,6 @@ NB_MODULE(_native, m) {
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
-  m.def("mask_logits", &mask_logits, unlocked);
   m.def("layer_norm", &layer_norm, unlocked);
   m.def("draw", &draw, unlocked);
   m.def("exp_sums", &exp_sums, unlocked);

@@ -262,20 +262,10 @@ struct ArgmaxArgs {
   int64_t rows, size;
 };
 
-// out[i] [size] = row rows[i] of x where bit t % 32 of word t / 32 of masks[i] is set, -inf elsewhere. masks: [count][size / 32 rounded
-// up]; bits beyond size are ignored. out must not overlap x.
-struct MaskArgs {
-  const float* x;
-  int64_t x_stride;
-  const int64_t* rows;
-  const uint32_t* masks;
-  float* out;
-  int64_t out_stride;
-  int64_t count, size;
-};
-
 // Greedy where temperature is 0, not wanted (out = -1) where it is negative. top_k 0 and top_p 1: off. min_weight: see drawing.py.
 // out is -1, too, when a row holds a NaN or no finite largest logit.
+// masks: [any][size / 32 rounded up], or null. Of a row with mask_rows >= 0 only logits are seen that this mask allows: token t if bit
+// t % 32 of word t / 32 is set; bits beyond size are ignored.
 struct DrawArgs {
   const float* x;
   int64_t x_stride;
@@ -284,6 +274,8 @@ struct DrawArgs {
   const double* top_p;
   const int64_t* min_weight;
   const double* u;
+  const uint32_t* masks;
+  const int64_t* mask_rows;
   int64_t* out;
   int64_t rows, size;
 };
@@ -332,7 +324,6 @@ struct KernelTable {
   void (*gelu_tanh_mul)(const GatedArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*argmax)(const ArgmaxArgs&);
-  void (*mask_logits)(const MaskArgs&);
   void (*layer_norm)(const LayerNormArgs&);
   void (*draw)(const DrawArgs&);
   void (*exp_sums)(const ExpSumsArgs&);

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kBlock = 512;       // logits whose weights are summed together
 constexpr int64_t kTops = 16;         // maxima kept of a block, each of every 16th logit
+constexpr int64_t kWord = 32;         // tokens of a word of a mask
 constexpr int kCuts = 4;              // places where top-p tries its cut at once
 constexpr float kFirstCuts[kCuts] = {14.0f, 8.0f, 4.0f, 2.0f};  // the first ones: temperatures below the peak
 constexpr int64_t kSortedAtOnce = 256;
@@ -71,22 +72,52 @@ int64_t block_sum(const float* weights, int64_t count) {
 
 // A row and what its first pass found.
 struct Row {
-  const float* x;
+  const float* x;  // what no mask forbids; undefined in blocks whose block_top is -inf
   int64_t size, blocks;
   float peak;        // NaN when the row holds a NaN
   float* tops;       // [blocks * kTops]; those that do not exist are -inf
   float* block_top;  // [blocks]
   int64_t block_size(int64_t block) const { return min_of(kBlock, size - block * kBlock); }
+  bool is_below(int64_t block, float lowest) const { return block_top[block] < lowest || block_top[block] == -kInf; }
 };
 
-void find_tops(Row& row) {
+// One block of logits where a mask allows them, -inf elsewhere and from `count` on. Returns whether it allows any; if not, out is not
+// written. Logits of words without a bit are not read: most words of a grammar's mask are such.
+bool mask_block(const float* x, const uint32_t* words, int64_t count, float* out) {
+  const int64_t whole = count / kWord, num_words = ceil_div(count, kWord);
+  uint32_t any = 0;
+  for (int64_t w = 0; w < num_words; ++w) any |= words[w];
+  if (any == 0) return false;
+  const vf none = splat(-kInf);
+  for (int64_t w = 0; w < kBlock / kWord; ++w) {
+    const float* const from = x + w * kWord;
+    float* const to = out + w * kWord;
+    if (w < whole && words[w] != 0) {
+      HEADRACE_UNROLL for (int i = 0; i < kWord; i += kLanes) store(to + i, if_set(words[w] >> i, load(from + i), none));
+    } else {
+      HEADRACE_UNROLL for (int i = 0; i < kWord; i += kLanes) store(to + i, none);
+    }
+  }
+  for (int64_t i = whole * kWord; i < count; ++i) out[i] = (words[whole] >> (i % kWord) & 1u) != 0 ? x[i] : -kInf;
+  return true;
+}
+
+// words: the row's mask, or null; masked: where its logits are put, then, [blocks * kBlock].
+void find_tops(Row& row, const uint32_t* words, float* masked) {
   constexpr int32_t kInfBits = 0x7f800000;  // magnitudes of NaNs are larger
   float peak = -kInf;
   vi most = splat_int(0);
   for (int64_t block = 0; block < row.blocks; ++block) {
     const float* x = row.x + block * kBlock;
     float padded[kBlock];
-    if (row.block_size(block) < kBlock) {
+    if (words != nullptr) {
+      if (!mask_block(x, words + block * (kBlock / kWord), row.block_size(block), masked + block * kBlock)) {
+        store16(row.tops + block * kTops, splat16(-kInf));
+        row.block_top[block] = -kInf;
+        continue;
+      }
+      x = masked + block * kBlock;
+    } else if (row.block_size(block) < kBlock) {
       for (int64_t i = 0; i < kBlock; ++i) padded[i] = i < row.block_size(block) ? x[i] : -kInf;
       x = padded;
     }
@@ -104,6 +135,7 @@ void find_tops(Row& row) {
     peak = row.block_top[block] > peak ? row.block_top[block] : peak;
   }
   row.peak = reduce_max_int(most) > kInfBits ? __builtin_nanf("") : peak;
+  if (words != nullptr) row.x = masked;
 }
 
 int64_t first_peak(const Row& row) {
@@ -130,7 +162,7 @@ int64_t gather(const Row& row, float lowest, float limit, Candidate* out) {
   int64_t count = 0;
   const f32x16 floor = splat16(lowest);
   for (int64_t block = 0; block < row.blocks; ++block) {
-    if (row.block_top[block] < lowest) continue;
+    if (row.is_below(block, lowest)) continue;
     const int64_t end = block * kBlock + row.block_size(block);
     for (int64_t begin = block * kBlock; begin < end; begin += 16) {
       const int64_t stop = min_of(begin + 16, end);
@@ -197,7 +229,7 @@ void add_above(const float* x, const float* weights, int64_t size, const float (
 }
 
 struct Scratch {
-  float *weights, *tops, *block_top, *near, *near_weights;
+  float *weights, *tops, *block_top, *near, *near_weights, *masked;
   int64_t* sums;
   Candidate* candidates;
 };
@@ -211,7 +243,7 @@ Cut top_p_cut(const Row& row, const Scratch& s, int64_t total, double top_p, flo
   int64_t sums[kCuts] = {};
   for (int j = 0; j < kCuts; ++j) cut[j] = row.peak - kFirstCuts[j] * temperature;
   for (int64_t block = 0; block < row.blocks; ++block) {
-    if (row.block_top[block] < cut[0]) continue;
+    if (row.is_below(block, cut[0])) continue;
     add_above(row.x + block * kBlock, s.weights + block * kBlock, row.block_size(block), cut, sums);
   }
   bracket.narrow(cut, sums, limit);
@@ -290,12 +322,15 @@ int64_t draw_row(const DrawArgs& a, int64_t r, const Scratch& s) {
   const float temperature = a.temperature[r];
   if (temperature < 0.0f) return -1;
   Row row = {a.x + r * a.x_stride, a.size, ceil_div(a.size, kBlock), 0.0f, s.tops, s.block_top};
-  find_tops(row);
+  const bool is_masked = a.masks != nullptr && a.mask_rows[r] >= 0;
+  find_tops(row, is_masked ? a.masks + a.mask_rows[r] * ceil_div(a.size, kWord) : nullptr, s.masked);
   if (!(row.peak > -kInf && row.peak < kInf)) return -1;
   if (temperature == 0.0f || a.top_k[r] == 1) return first_peak(row);
   if (a.top_k[r] > 0 && a.top_k[r] < a.size) return draw_of_top_k(a, r, row, s);
   int64_t total = 0;
   for (int64_t block = 0; block < row.blocks; ++block) {
+    s.sums[block] = 0;
+    if (row.is_below(block, -kInf)) continue;
     float* const weights = s.weights + block * kBlock;
     weigh(row.x + block * kBlock, row.block_size(block), row.peak, temperature, weights);
     s.sums[block] = block_sum(weights, row.block_size(block));
@@ -310,7 +345,7 @@ int64_t draw_row(const DrawArgs& a, int64_t r, const Scratch& s) {
     total = 0;
     for (int64_t block = 0; block < row.blocks; ++block) {
       s.sums[block] = 0;
-      if (row.block_top[block] < cut.value) continue;
+      if (row.is_below(block, cut.value)) continue;
       const float* const x = row.x + block * kBlock;
       float* const weights = s.weights + block * kBlock;
       const int64_t last = cut.id - block * kBlock, count = row.block_size(block);
@@ -339,7 +374,7 @@ int64_t draw_row(const DrawArgs& a, int64_t r, const Scratch& s) {
 // Memory of one thread for rows of `size`.
 Scratch scratch_of(int64_t size) {
   const int64_t blocks = ceil_div(size, kBlock), padded = blocks * kBlock;
-  const int64_t bytes = padded * 4 + blocks * (kTops * 4 + 64 + 64) + padded * static_cast<int64_t>(sizeof(Candidate) + 8) + 64;
+  const int64_t bytes = padded * 8 + blocks * (kTops * 4 + 64 + 64) + padded * static_cast<int64_t>(sizeof(Candidate) + 8) + 64;
   char* at = static_cast<char*>(thread_scratch(static_cast<size_t>(bytes)));
   Scratch s;
   s.sums = reinterpret_cast<int64_t*>(at);
@@ -348,7 +383,8 @@ Scratch scratch_of(int64_t size) {
   s.tops = reinterpret_cast<float*>(at += padded * 4);
   s.block_top = reinterpret_cast<float*>(at += blocks * kTops * 4);
   s.near = reinterpret_cast<float*>(at += blocks * 4);
-  s.near_weights = reinterpret_cast<float*>(at + padded * 4);
+  s.near_weights = reinterpret_cast<float*>(at += padded * 4);
+  s.masked = reinterpret_cast<float*>(at + padded * 4);
   return s;
 }
 
@@ -366,7 +402,7 @@ void exp_sums(const ExpSumsArgs& a) {
     const Scratch s = scratch_of(a.size);
     for (int64_t r = begin; r < end; ++r) {
       Row row = {a.x + r * a.x_stride, a.size, ceil_div(a.size, kBlock), 0.0f, s.tops, s.block_top};
-      find_tops(row);
+      find_tops(row, nullptr, nullptr);
       a.peaks[r] = row.peak;
       a.sums[r] = 0;
       if (!(row.peak > -kInf && row.peak < kInf)) continue;

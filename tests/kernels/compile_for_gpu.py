@@ -97,6 +97,9 @@ for rows in (2, 64):
 invariant_ops.linear(x, linear(1024, 4096), None, False)
 logits, parameter = torch.zeros(2, 128256), torch.zeros(2)
 sampling.argmax(logits)
-ops.mask_logits(logits, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4008, dtype=torch.int32), None)
 sampling.exp_sums(logits)
-sampling.draw(logits, parameter, parameter.long(), parameter.double(), parameter.long(), parameter.double())
+column, masks = (
+    (parameter, parameter.long(), parameter.double(), parameter.long(), parameter.double()),
+    torch.zeros(2, 4008),
+)
+sampling.draw(logits, *column, masks.int(), parameter.long())

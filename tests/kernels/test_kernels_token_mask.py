@@ -1,4 +1,4 @@
-"""Token masks on packed bits, bit for bit against numpy."""
+"""Draws under token masks on packed bits: the ids of the same draw with -inf where a mask, read by numpy, has no bit."""
 
 import numpy as np
 import pytest
@@ -6,119 +6,130 @@ import torch
 
 from headrace import kernels
 from headrace.kernels import cpu
+from headrace.kernels.drawing import ONE
+
+SETTINGS = [
+    # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.3, 5, 1.0, 0.0),
+    (1.0, 2000, 0.5, 0.0),
+    (2.0, 0, 1.0, 0.05),
+    (1e30, 0, 0.8, 0.0),
+    (-1.0, 0, 1.0, 0.0),
+]
+
+
+def columns(rows: int) -> list[torch.Tensor]:
+    """The parameters of `rows` rows, of all settings in turn, and a random number for each."""
+    temperature, top_k, top_p, min_p = zip(*(SETTINGS[i % len(SETTINGS)] for i in range(rows)), strict=True)
+    min_weights = (torch.tensor(min_p, dtype=torch.float64) * ONE).ceil().long()
+    random = torch.rand(rows, dtype=torch.float64)
+    return [torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p).double(), min_weights, random]
 
 
 def random_masks(count: int, size: int) -> torch.Tensor:
-    """int32[count, words]: words without any bit, with all of them and with random ones, beyond `size` too."""
+    """int32[count, words]: words without any bit, with all of them and with random ones, beyond `size` too, and some long ways without any."""
     shape = (count, -(-size // 32))
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
     kind = torch.randint(0, 3, shape)
-    return torch.where(kind == 0, 0, torch.where(kind == 1, -1, words)).to(torch.int32)
+    some = torch.where(kind == 0, 0, torch.where(kind == 1, -1, words))
+    return torch.where(torch.randint(0, 2, (count, 1)).bool() & (torch.arange(shape[1]) % 48 < 40), 0, some).int()
 
 
-def reference(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> np.ndarray:
+def where_allowed(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> torch.Tensor:
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
-    return np.where(bits == 1, logits.numpy()[rows.numpy()], np.float32(-np.inf))
+    every = np.ones((1, logits.shape[1]), np.uint8)
+    return torch.from_numpy(
+        np.where(np.concatenate((bits, every))[mask_rows.numpy()] == 1, logits.numpy(), np.float32(-np.inf))
+    )
 
 
-def same_bits(got: torch.Tensor, want: np.ndarray) -> bool:
-    assert got.dtype == torch.float32
-    assert got.shape == want.shape
-    return np.array_equal(got.numpy().view(np.int32), want.view(np.int32))
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 95, 512, 577, 1000, 5000, 49152])
+def test_what_a_mask_forbids_is_as_if_it_were_not_there(implementation, size):
+    rows = 2 * len(SETTINGS) + 1
+    logits = (torch.randn(rows, 2 * size + 3) * 4)[:, 3 : 3 + size]
+    logits[-3:] = logits[-3:].round()  # ties
+    before, parameters = logits.clone(), columns(rows)
+    for count in (1, 3, rows):
+        masks, mask_rows = random_masks(count, size), torch.randint(-1, count, (rows,))
 
+        got = kernels.draw(logits, *parameters, masks, mask_rows)
 
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 95, 577, 1000, 49152])
-def test_a_mask_keeps_its_bits_and_forbids_the_rest(implementation, size):
-    logits = torch.randn(7, 2 * size + 3)[:, 3 : 3 + size]
-    before = logits.clone()
-    for count in (0, 1, 3, 20):
-        rows, masks = torch.randint(0, 7, (count,)), random_masks(count, size)
-
-        got = kernels.mask_logits(logits, rows, masks)
-
-        assert got.is_contiguous()
-        assert same_bits(got, reference(logits, rows, masks))
+        assert got.tolist() == kernels.draw(where_allowed(logits, masks, mask_rows), *parameters).tolist()
     assert torch.equal(logits, before)
 
 
-def test_masks_of_one_kind(implementation):
-    logits = torch.randn(4, 100)
-    rows = torch.tensor([2, 2, 0])
-    none, every = torch.zeros(3, 4, dtype=torch.int32), torch.full((3, 4), -1, dtype=torch.int32)
-    assert (kernels.mask_logits(logits, rows, none) == -torch.inf).all()
-    assert torch.equal(kernels.mask_logits(logits, rows, every), logits[rows])
-    for token in (0, 31, 32, 63, 64, 99):
-        single = none.clone()
-        single[:, token // 32] = torch.tensor(1 << token % 32).to(torch.int32)
-        allowed = kernels.mask_logits(logits, rows, single) != -torch.inf
-        assert allowed.nonzero()[:, 1].tolist() == [token] * 3
+def test_masks_of_no_token_of_one_and_of_all(implementation):
+    size, parameters = 1200, columns(3)
+    parameters[0] = torch.tensor([0.0, 1.0, 1.0])
+    logits = torch.randn(3, size)
+    every = torch.full((1, 38), -1, dtype=torch.int32)
+    mask_rows = torch.zeros(3, dtype=torch.int64)
+    assert kernels.draw(logits, *parameters, every * 0, mask_rows).tolist() == [-1, -1, -1]
+    assert torch.equal(kernels.draw(logits, *parameters, every, mask_rows), kernels.draw(logits, *parameters))
+    for token in (0, 31, 32, 511, 512, 1023, 1024, size - 1):
+        single = every * 0
+        single[0, token // 32] = torch.tensor(1 << token % 32).to(torch.int32)
+        assert kernels.draw(logits, *parameters, single, mask_rows).tolist() == [token] * 3
+    beyond = every * 0
+    beyond[0, -1] = torch.tensor(-1 << size % 32).to(torch.int32)
+    assert kernels.draw(logits, *parameters, beyond, mask_rows).tolist() == [-1, -1, -1]
 
 
-def test_nan_infinities_and_signs_of_zero_are_kept_where_allowed(implementation):
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -3.0])
-    logits = special.repeat(2, 40)
-    # A NaN with a payload of its own.
-    logits.view(torch.int32)[:, ::49] = 0x7FC12345
-    rows, masks = torch.tensor([1, 0, 1]), random_masks(3, 280)
-    masks[2] = -1
+def test_nan_and_infinities_count_where_they_are_allowed(implementation):
+    logits = torch.randn(7, 1100)
+    parameters = columns(7)
+    parameters[0] = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    masks = torch.zeros(2, 35, dtype=torch.int32)
+    masks[0, 2], masks[1, 30] = 7, 1 << 5
+    allowed, forbidden = 65, 68
+    logits[0, allowed] = torch.nan
+    logits[1, allowed] = torch.inf
+    logits[2, 64:67] = -torch.inf
+    logits[3, [forbidden, 900]] = torch.nan
+    logits[4, [forbidden, 900]] = torch.inf
+    logits[5] = torch.nan
+    logits[5, 965] = -3.0
+    logits[6] = -torch.inf
+    logits[6, 64:67] = -3e38
 
-    got = kernels.mask_logits(logits, rows, masks)
+    got = kernels.draw(logits, *parameters, masks, torch.tensor([0, 0, 0, 0, 0, 1, 0])).tolist()
 
-    assert same_bits(got, reference(logits, rows, masks))
-    assert got[2].isnan().sum() == 40
-
-
-def test_the_result_goes_into_out(implementation):
-    logits, wide = torch.randn(5, 90), torch.full((3, 200), 7.0)
-    rows, masks = torch.tensor([4, 1, 4]), random_masks(3, 90)
-    out = wide[:, 50:140]
-
-    assert kernels.mask_logits(logits, rows, masks, out).data_ptr() == out.data_ptr()
-
-    assert same_bits(out.contiguous(), reference(logits, rows, masks))
-    assert (wide[:, :50] == 7.0).all()
-    assert (wide[:, 140:] == 7.0).all()
+    assert got[:3] == [-1, -1, -1]
+    assert got[3] == 64 + logits[3, 64:67].argmax()
+    assert got[4] in (64, 65, 66)
+    assert got[5] == 965
+    assert got[6] in (64, 65, 66)
 
 
-def test_thread_counts_and_instruction_sets_give_equal_bits(native):
-    logits, rows, masks = torch.randn(50, 2001), torch.randint(0, 50, (40,)), random_masks(40, 2001)
-    want = reference(logits, rows, masks)
+def test_thread_counts_and_instruction_sets_give_equal_ids(native):
+    logits, parameters = torch.randn(50, 2001) * 5, columns(50)
+    masks, mask_rows = random_masks(20, 2001), torch.randint(-1, 20, (50,))
+    with kernels.prefer("torch"):
+        want = kernels.draw(logits, *parameters, masks, mask_rows)
     for isa in [isa for isa, reason in cpu.isas() if not reason]:
         cpu.select_isa(isa)
         for threads in (1, 2, 5):
             kernels.set_num_threads(threads)
-            assert same_bits(kernels.mask_logits(logits, rows, masks), want)
+            assert torch.equal(kernels.draw(logits, *parameters, masks, mask_rows), want)
 
 
-@pytest.mark.parametrize("bad", [-1, 3])
-def test_a_row_that_is_not_there_is_refused(implementation, bad):
-    out = torch.zeros(2, 40)
-    with pytest.raises(ValueError, match=r"mask_logits: row .* not in \[0, 3\)"):
-        kernels.mask_logits(torch.randn(3, 40), torch.tensor([0, bad]), random_masks(2, 40), out)
-    assert (out == 0.0).all()
+@pytest.mark.parametrize("bad", [-2, 3])
+def test_a_mask_that_is_not_there_is_refused(implementation, bad):
+    with pytest.raises(ValueError, match=r"draw: mask .* not in \[-1, 3\)"):
+        kernels.draw(torch.randn(2, 40), *columns(2), random_masks(3, 40), torch.tensor([0, bad]))
 
 
-def test_tensors_that_do_not_fit_are_refused(implementation):
-    logits, rows, masks = torch.randn(3, 40), torch.tensor([0, 2]), random_masks(2, 40)
-    with pytest.raises(ValueError, match="logits must be"):
-        kernels.mask_logits(logits.double(), rows, masks)
-    with pytest.raises(ValueError, match="logits must be"):
-        kernels.mask_logits(logits[0], rows, masks)
-    with pytest.raises(ValueError, match="rows must be"):
-        kernels.mask_logits(logits, rows.int(), masks)
-    with pytest.raises(ValueError, match="rows must be"):
-        kernels.mask_logits(logits, torch.arange(4)[::2], masks)
-    for wrong in (masks[:1], masks[:, :1].contiguous(), masks.long(), random_masks(2, 80)[:, ::2]):
+def test_masks_that_do_not_fit_are_refused(implementation):
+    logits, mask_rows, masks = torch.randn(3, 40), torch.tensor([0, -1, 1]), random_masks(2, 40)
+    parameters = columns(3)
+    for wrong in (mask_rows.int(), mask_rows[:2], torch.arange(6)[::2]):
+        with pytest.raises(ValueError, match="mask_rows must be"):
+            kernels.draw(logits, *parameters, masks, wrong)
+    for wrong in (masks[:, :1].contiguous(), masks.long(), random_masks(2, 80)[:, ::2]):
         with pytest.raises(ValueError, match="masks must be"):
-            kernels.mask_logits(logits, rows, wrong)
-    for out in (torch.empty(3, 40), torch.empty(2, 41), torch.empty(2, 40).double()):
-        with pytest.raises(ValueError, match="out must be"):
-            kernels.mask_logits(logits, rows, masks, out)
-
-
-def test_rows_with_gaps_between_their_elements_are_refused(native):
-    rows, masks = torch.tensor([0, 2]), random_masks(2, 40)
-    with pytest.raises(ValueError, match=r"logits must be .* contiguous rows"):
-        kernels.mask_logits(torch.randn(3, 80)[:, ::2], rows, masks)
-    with pytest.raises(ValueError, match=r"out must be .* contiguous rows"):
-        kernels.mask_logits(torch.randn(3, 40), rows, masks, torch.empty(2, 80)[:, ::2])
+            kernels.draw(logits, *parameters, wrong, mask_rows)
+    with pytest.raises(ValueError, match="go together"):
+        kernels.draw(logits, *parameters, masks)

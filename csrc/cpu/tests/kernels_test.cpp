@@ -228,7 +228,7 @@ void rows() {
           top_p[i] = i % 2 == 0 ? 1.0 : 0.5;
           u[i] = static_cast<double>(i) / static_cast<double>(count);
         }
-        kernels().draw({x.get(), size, temperature.get(), top_k.get(), top_p.get(), min_weight.get(), u.get(), out.get(), count, size});
+        kernels().draw({x.get(), size, temperature.get(), top_k.get(), top_p.get(), min_weight.get(), u.get(), nullptr, nullptr, out.get(), count, size});
         kernels().exp_sums({x.get(), size, peaks.get(), sums.get(), count, size});
         for (int64_t i = 0; i < count; ++i) {
           expect(out[i] < size && (out[i] >= 0) == (temperature[i] >= 0.0f), "draw gives an id where one is wanted" + shape({count, size}));
@@ -256,18 +256,25 @@ void rows() {
       const int64_t words = round_up(size, 32) / 32;
       const Buffer<uint32_t> masks(count * words);
       for (int64_t i = 0; i < masks.size(); ++i) masks[i] = i % 3 == 0 ? next_random() : i % 3 == 1 ? 0u : ~0u;
-      same_for_any_threads("masks" + shape({count, size}), [&] {
-        const Buffer<int64_t> source(count);
-        const Buffer<float> out(count * size);
-        for (int64_t i = 0; i < count; ++i) source[i] = 2 * (count - 1 - i) / 3;  // rows from the last, some of them twice
-        kernels().mask_logits({x.get(), 2 * size, source.get(), masks.get(), out.get(), size, count, size});
-        bool is_right = true;
-        for (int64_t i = 0; i < count * size; ++i) {
-          const int64_t row = i / size, token = i % size;
-          const bool allowed = (masks[row * words + token / 32] >> (token % 32) & 1u) != 0;
-          is_right = is_right && out[i] == (allowed ? x[source[row] * 2 * size + token] : -INFINITY);
+      same_for_any_threads("draw with masks" + shape({count, size}), [&] {
+        const Buffer<float> temperature(count);
+        const Buffer<int64_t> top_k(count), min_weight(count), mask_rows(count), out(count);
+        const Buffer<double> top_p(count), u(count);
+        for (int64_t i = 0; i < count; ++i) {
+          temperature[i] = static_cast<float>(i % 3);
+          top_k[i] = i % 5;
+          top_p[i] = i % 2 == 0 ? 1.0 : 0.5;
+          mask_rows[i] = count - 2 - i;
         }
-        expect(is_right, "a mask keeps its bits" + shape({count, size}));
+        kernels().draw({x.get(), size, temperature.get(), top_k.get(), top_p.get(), min_weight.get(), u.get(), masks.get(),
+                        mask_rows.get(), out.get(), count, size});
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t mask = mask_rows[i], token = out[i];
+          const bool allowed = token >= 0 && (mask < 0 || (masks[mask * words + token / 32] >> (token % 32) & 1u) != 0);
+          bool any = mask < 0;
+          for (int64_t t = 0; t < size && !any; ++t) any = (masks[mask * words + t / 32] >> (t % 32) & 1u) != 0;
+          expect(token < size && allowed == any && (token >= 0) == any, "a mask allows what is drawn" + shape({count, size}));
+        }
         return out.bytes();
       });
     }

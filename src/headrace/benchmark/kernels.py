@@ -216,7 +216,7 @@ def _rowwise(name: str, s: ModelShape, rows: int, context: int) -> list[Case]:
 
 
 def _lookups(name: str, s: ModelShape, rows: int, dtype: torch.dtype) -> list[Case]:
-    """What moves rows in and out of big tables: the KV write, the embedding, the most likely token, token masks."""
+    """What moves rows in and out of big tables: the KV write, the embedding, the most likely token, draws under token masks."""
     k = torch.randn(rows, s.num_kv_heads, s.head_dim)
     slots = torch.arange(rows, dtype=torch.int32)
     k_shape, v_shape = kernels.kv_cache_shapes(-(-rows // kernels.PAGE_SIZE), s.num_kv_heads, s.head_dim, dtype)
@@ -234,23 +234,27 @@ def _lookups(name: str, s: ModelShape, rows: int, dtype: torch.dtype) -> list[Ca
         logits = torch.randn(rows, s.vocab)
         read = logits.numel() * _FLOAT
         cases.append(Case("argmax", name, str(s.vocab), rows, read, 0, lambda: kernels.argmax(logits)))
-        cases += [_mask(name, s.vocab, logits, num_allowed) for num_allowed in (10, s.vocab - 10)]
+        cases += [_masked_draw(name, s.vocab, logits, num_allowed) for num_allowed in (10, s.vocab - 10)]
     return cases
 
 
-def _mask(name: str, vocab: int, logits: torch.Tensor, num_allowed: int) -> Case:
-    """Masks that allow `num_allowed` tokens of each row, others in each, into a buffer that is kept."""
+def _masked_draw(name: str, vocab: int, logits: torch.Tensor, num_allowed: int) -> Case:
+    """Draws of which a mask allows `num_allowed` tokens in each row, others in each."""
     rows = logits.shape[0]
     random = np.random.default_rng(0)
     allowed = np.zeros((rows, -(-vocab // 32) * 32), dtype=np.bool_)
     for row in allowed:
         row[random.permutation(vocab)[:num_allowed]] = True
     masks = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
-    out, order = torch.empty_like(logits), torch.arange(rows)
+    off = torch.zeros(rows, dtype=torch.int64)
+    u = torch.rand(rows, dtype=torch.float64)
     # A word of the mask without a bit reads no logits.
-    num_bytes = masks.nbytes + (int((masks != 0).sum()) * 32 + rows * vocab) * _FLOAT
+    num_bytes = masks.nbytes + int((masks != 0).sum()) * 32 * _FLOAT
     detail = f"{vocab}, {num_allowed} allowed"
-    return Case("mask_logits", name, detail, rows, num_bytes, 0, lambda: kernels.mask_logits(logits, order, masks, out))
+    parameters = (torch.full((rows,), 0.8), off, torch.ones(rows, dtype=torch.float64), off, u)
+    return Case(
+        "draw", name, detail, rows, num_bytes, 0, lambda: kernels.draw(logits, *parameters, masks, torch.arange(rows))
+    )
 
 
 def _attention(shape: str, s: ModelShape, num_seqs: int, context: int, new_tokens: int, dtype: torch.dtype) -> Case:

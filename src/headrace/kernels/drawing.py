@@ -64,6 +64,25 @@ def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return peaks, torch.where(peaks.isfinite(), sums, 0)
 
 
+def check_mask_rows(mask_rows: torch.Tensor, num_masks: int) -> None:
+    """ValueError for a mask that is not there, if they are on the CPU."""
+    if mask_rows.device.type == "cpu" and mask_rows.numel():
+        lowest, highest = int(mask_rows.min()), int(mask_rows.max())
+        if lowest < -1 or highest >= num_masks:
+            raise ValueError(f"draw: mask {lowest} or {highest} is not in [-1, {num_masks})")
+
+
+def masked(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> torch.Tensor:
+    """float32[rows, V] logits where their masks allow them, -inf elsewhere; see `headrace.kernels.ops.draw`."""
+    device = logits.device
+    check_mask_rows(mask_rows, len(masks))
+    every = torch.full((1, masks.shape[1]), -1, dtype=torch.int32, device=device)
+    # Row -1 is the last.
+    words = torch.cat((masks.to(device, non_blocking=True), every))[mask_rows.to(device, non_blocking=True)]
+    bits = words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=device) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
 def draw(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -71,8 +90,12 @@ def draw(
     top_p: torch.Tensor,
     min_weights: torch.Tensor,
     u: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.draw`. Does not wait for the device. Sorts whole rows when a row has top-k or top-p."""
+    if masks is not None and mask_rows is not None:
+        logits = masked(logits, masks, mask_rows)
     device, (rows, size) = logits.device, logits.shape
     is_greedy = temperatures == 0.0
     limited = bool((((top_k > 0) & (top_k < size)) | (top_p < 1.0)).any())

@@ -174,33 +174,6 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, select("argmax", x.device.type)(x))
 
 
-def mask_logits(
-    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Rows of float32[R, V] logits with -inf for the tokens that a mask forbids -> float32[n, V].
-
-    Row i of the result is row rows[i] of `logits` where bit t % 32 of word t // 32 of masks[i] is set, and -inf elsewhere; bits beyond V
-    are ignored. rows: int64[n], in any order, may repeat. masks: int32[n, V / 32 rounded up]. Both are contiguous, and on the device of
-    `logits` or on the CPU; from pinned memory they are copied without waiting, and must stay as they are until the copy is done.
-    out: float32[n, V] that is written and returned; must not overlap `logits`. A buffer that is kept from step to step saves the page
-    faults of new memory where the result has 32 MiB or more. ValueError for a row outside `logits` (if rows are on the CPU).
-    """
-    if logits.dim() != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"mask_logits: logits must be float32 [R, V], got {logits.dtype} {tuple(logits.shape)}")
-    n, size = rows.numel(), logits.shape[1]
-    for name, given, dtype, shape in (
-        ("rows", rows, torch.int64, (n,)),
-        ("masks", masks, torch.int32, (n, -(-size // 32))),
-    ):
-        if given.dtype != dtype or given.shape != shape or not given.is_contiguous():
-            raise ValueError(
-                f"mask_logits: {name} must be contiguous {dtype} {shape}, got {given.dtype} {tuple(given.shape)}"
-            )
-    if out is not None and (out.dtype != torch.float32 or out.shape != (n, size)):
-        raise ValueError(f"mask_logits: out must be float32 {(n, size)}, got {out.dtype} {tuple(out.shape)}")
-    return cast(torch.Tensor, select("mask_logits", logits.device.type)(logits, rows, masks, out))
-
-
 def lora_delta(y: torch.Tensor, x: torch.Tensor, rows: LoraRows, adapters: Mapping[int, LoraFactors]) -> None:
     """y[row] += (x[row] @ A^T) @ B^T with the factors of the row's adapter, in place; an adapter that is not in `adapters` adds nothing.
 
@@ -217,14 +190,34 @@ def draw(
     top_p: torch.Tensor,
     min_weights: torch.Tensor,
     u: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """int64[rows]: an id of each row of float32[rows, V] logits; every implementation gives the same ones (`drawing` defines them).
 
     temperatures: float32[rows]; 0: the largest logit, the lowest id on ties; negative: the row is not needed. top_k: int64[rows], 0 = off.
     top_p: float64[rows], 1 = off. min_weights: int64[rows], min_p * `drawing.ONE` rounded up. u: float64[rows] in [0, 1). All of
     these on the CPU. -1 for a row that is not needed, holds a NaN or has no finite largest logit.
+
+    masks: int32[n, V / 32 rounded up]. Row r sees only the tokens that row mask_rows[r] of them allows, as if the other logits were -inf, and all
+    of them if mask_rows[r] is -1. Bit t % 32 of word t // 32 allows token t; bits beyond V are ignored. mask_rows: int64[rows]. Both are contiguous,
+    and on the CPU or on the device of `logits`; from pinned memory they are copied without waiting, and must stay as they are until the copy
+    is done. ValueError for a mask that is not there (if mask_rows are on the CPU).
     """
-    return cast(torch.Tensor, select("draw", logits.device.type)(logits, temperatures, top_k, top_p, min_weights, u))
+    if masks is not None and mask_rows is not None:
+        rows, size = logits.shape
+        for name, given, dtype, shape in (
+            ("masks", masks, torch.int32, (masks.shape[0], -(-size // 32))),
+            ("mask_rows", mask_rows, torch.int64, (rows,)),
+        ):
+            if given.dtype != dtype or given.shape != shape or not given.is_contiguous():
+                raise ValueError(
+                    f"draw: {name} must be contiguous {dtype} {shape}, got {given.dtype} {tuple(given.shape)}"
+                )
+    elif masks is not None or mask_rows is not None:
+        raise ValueError("draw: masks and mask_rows go together")
+    op = select("draw", logits.device.type)
+    return cast(torch.Tensor, op(logits, temperatures, top_k, top_p, min_weights, u, masks, mask_rows))
 
 
 def exp_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

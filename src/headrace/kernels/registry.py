@@ -34,7 +34,6 @@ OPS = (
     "argmax",
     "draw",
     "exp_sums",
-    "mask_logits",
     "lora_delta",
 )
 
@@ -48,7 +47,6 @@ TRITON_OPS = (
     "argmax",
     "draw",
     "exp_sums",
-    "mask_logits",
 )
 
 

@@ -40,7 +40,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "lora_delta",
-    "mask_logits",
     "moe",
     "pack_linear",
     "paged_attention",
@@ -313,20 +312,6 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     index = torch.arange(x.shape[1], device=x.device).expand_as(x)
     lowest = torch.where(is_top, index, x.shape[1]).min(dim=-1).values
     return torch.where(x.isnan().any(dim=-1), -1, lowest)
-
-
-def mask_logits(
-    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, out: torch.Tensor | None
-) -> torch.Tensor:
-    """See `headrace.kernels.ops.mask_logits`."""
-    num_rows, size = logits.shape
-    if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-        raise ValueError(f"mask_logits: row {int(rows.min())} or {int(rows.max())} is not in [0, {num_rows})")
-    words = masks.to(logits.device, non_blocking=True).unsqueeze(2)
-    bits = words >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
-    chosen = logits[rows.to(logits.device, non_blocking=True)]
-    masked = chosen.masked_fill_(bits.flatten(1)[:, :size] == 0, -torch.inf)
-    return masked if out is None else out.copy_(masked)
 
 
 def _in_row_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

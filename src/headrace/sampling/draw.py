@@ -37,6 +37,18 @@ class Filters:
     min_p: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens the rows of a step may draw. words: int32[n, V / 32 rounded up], packed bits. rows: int64[R], for each row its mask, -1 = all."""
+
+    words: Int32Array
+    rows: Int64Array
+
+    def of(self, rows: Sequence[int]) -> "TokenMasks":
+        """The masks of these rows of the step."""
+        return TokenMasks(self.words, self.rows[rows])
+
+
 class DrawTable:
     """Filters and seed of each sequence, and the draw of one id for each row of a step."""
 
@@ -62,10 +74,13 @@ class DrawTable:
         """Whether each of these sequences takes its most likely token."""
         return not self._temperatures[seqs].any()
 
-    def draw(self, logits: torch.Tensor, seqs: Ints, positions: Ints, rows: Ints) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, seqs: Ints, positions: Ints, rows: Ints, masks: TokenMasks | None = None
+    ) -> torch.Tensor:
         """int64[R] on the device of float32[R, V] logits: an id for each of `rows`, -1 for the others.
 
-        Row r is of sequence seqs[r]; positions: index that its token will have. -1, too, for a row with NaN or no finite largest logit.
+        Row r is of sequence seqs[r]; positions: index that its token will have. -1, too, for a row with NaN or no finite largest logit
+        among the tokens that its mask allows.
         """
         index = np.array(seqs)
         temperatures = self._temperatures[index]
@@ -78,7 +93,8 @@ class DrawTable:
         if len(drawn):
             u[drawn] = uniform(self._seeds[index[drawn]], np.array(positions)[drawn])
         parameters = (temperatures, self._top_k[index], self._top_p[index], self._min_weights[index], u)
-        return ops.draw(logits, *(torch.from_numpy(values) for values in parameters))
+        own = () if masks is None else (masks.words, masks.rows)
+        return ops.draw(logits, *(torch.from_numpy(values) for values in (*parameters, *own)))
 
 
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from headrace.errors import ExecutionError
 from headrace.log import get_logger
 from headrace.messages.grammar import MaskWords, TokenMask
 from headrace.messages.step import NewSequence
+from headrace.sampling.draw import TokenMasks
 
 logger = get_logger(__name__)
 
@@ -122,19 +123,18 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class ReadyMasks:
-    """The masks of a step's constrained rows. rows: those that are ready, with words int32[len(rows), W]; only_end: of them, those that may only end.
+    """The masks of a step's constrained rows. tokens: what those may draw that are ready, or None; only_end: those of them that may only end.
 
     late: those that sit the step out. errors: messages with which rows end.
     """
 
-    rows: list[int]
-    words: MaskWords
+    tokens: TokenMasks | None = None
     only_end: frozenset[int] = frozenset()
     late: list[int] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
 
 
-NO_MASKS: Final = ReadyMasks([], np.empty((0, 0), np.int32))
+NO_MASKS: Final = ReadyMasks()
 """Of a step without constrained rows."""
 
 
@@ -195,9 +195,13 @@ class GrammarRows:
             else:
                 rows.append(i)
                 self._spent_s += row.fill_s
-        words = [self._rows[seqs[i]].words for i in rows]
         only_end = frozenset(i for i in rows if self._rows[seqs[i]].only_end)
-        return ReadyMasks(rows, np.stack(words) if words else np.empty((0, 0), np.int32), only_end, late, errors)
+        if not rows:
+            return ReadyMasks(None, only_end, late, errors)
+        index = np.full(len(seqs), -1, np.int64)
+        index[rows] = np.arange(len(rows))
+        words = np.stack([self._rows[seqs[i]].words for i in rows])
+        return ReadyMasks(TokenMasks(words, index), only_end, late, errors)
 
     def accept(self, seq: int, token_id: int) -> None:
         """The token that a sequence has sampled."""

@@ -23,8 +23,8 @@ from headrace.messages.outputs import LogprobBlock
 from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
 from headrace.sampling.device_penalties import DevicePenalties
-from headrace.sampling.draw import DrawTable, Filters, Int32Array, greedy_ids
-from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows, ReadyMasks
+from headrace.sampling.draw import DrawTable, Filters, Int32Array, TokenMasks, greedy_ids
+from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
 from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits, edits_only_by_penalties
@@ -86,8 +86,6 @@ class Sampler:
         self._draws = DrawTable(max_seqs)
         self._penalties = penalties
         self._grammars = GrammarRows(vocab_size)
-        # Kept from step to step, like the logits: mapping and clearing new memory takes longer than masking. Unused pages take none.
-        self._allowed = torch.empty(0, vocab_size, device=self._device)
         self.edited: set[int] = set()
 
     def add(self, seq: int, new: NewSequence) -> None:
@@ -116,8 +114,6 @@ class Sampler:
             constrained=new.grammar is not None,
         )
         self._grammars.add(seq, new)
-        if new.grammar is not None and not len(self._allowed):
-            self._allowed = torch.empty(len(self._table), self.vocab_size, device=self._device)
         if self._state(seq).is_plain:
             self.edited.discard(seq)
         else:
@@ -180,15 +176,8 @@ class Sampler:
         masks = self._grammars.ready(seqs, positions) if any(state.constrained for state in states) else NO_MASKS
         errors = dict(masks.errors)
         left_out = {*masks.late, *masks.errors}
-        plain = [row for row, state in enumerate(states) if state.history is None and not state.constrained]
-        masked = [row for row in masks.rows if states[row].history is None]
-        allowed = self._masked(source, masked, masks) if masked else source
-        if len(masked) == len(seqs):
-            token_ids = self._pick(allowed, seqs, masked, positions, errors, BAD_LOGITS)
-        else:
-            token_ids = self._pick(source, seqs, plain, positions, errors, BAD_LOGITS)
-            if masked:
-                self._pick_into(token_ids, allowed, seqs, masked, range(len(masked)), positions, errors, BAD_LOGITS)
+        as_is = [row for row, state in enumerate(states) if state.history is None and row not in left_out]
+        token_ids = self._pick(source, seqs, as_is, positions, errors, BAD_LOGITS, masks.tokens)
         if edited := [row for row, state in enumerate(states) if state.history is not None and row not in left_out]:
             copies = self._copy(logits, edited)
             passed: list[int] = []
@@ -200,9 +189,8 @@ class Sampler:
                     errors[row] = error
                 else:
                     passed.append(i)
-            if constrained := [i for i in passed if states[edited[i]].constrained]:
-                copies[constrained] = self._masked(copies, constrained, masks, edited)
-            self._pick_into(token_ids, copies, seqs, edited, passed, positions, errors, NOTHING_LEFT)
+            tokens = None if masks.tokens is None else masks.tokens.of(edited)
+            self._pick_into(token_ids, copies, seqs, edited, passed, positions, errors, NOTHING_LEFT, tokens)
         logprobs = self._take(token_ids, logits, seqs, states, {*errors, *masks.late})
         return SamplerOutput(token_ids, errors, logprobs, masks.late)
 
@@ -232,20 +220,6 @@ class Sampler:
                 logprobs[row] = token_logprobs(logits[row], host_ids[row], state.logprobs)
         return logprobs
 
-    def _masked(
-        self, logits: torch.Tensor, rows: list[int], masks: ReadyMasks, step_rows: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """float32[len(rows), V]: these rows of `logits` where their grammars allow it, -inf elsewhere; until the next call.
-
-        step_rows: the rows of the step that those of `logits` are; None = the same.
-        """
-        of_step = rows if step_rows is None else [step_rows[row] for row in rows]
-        index = masks.rows.index
-        words = masks.words if of_step == masks.rows else masks.words[[index(row) for row in of_step]]
-        device = self._device
-        at_rows = torch.tensor(rows, device=device)
-        return ops.mask_logits(logits, at_rows, torch.from_numpy(words).to(device), self._allowed[: len(rows)])
-
     def _penalises(self, seqs: Sequence[int] | Int32Array) -> bool:
         return self._penalties is not None and self._penalties.any(seqs)
 
@@ -272,9 +246,10 @@ class Sampler:
         positions: Sequence[int],
         errors: dict[int, str],
         message: str,
+        masks: TokenMasks | None,
     ) -> torch.Tensor:
         """int64[R]: ids in `rows`, -1 in the others and in those without a finite maximum, which get `message`."""
-        token_ids = self._draws.draw(logits, seqs, positions, rows)
+        token_ids = self._draws.draw(logits, seqs, positions, rows, masks)
         if len(rows) < len(seqs) or int(token_ids.min()) < 0:
             host_ids = token_ids.tolist()
             errors.update((row, message) for row in rows if host_ids[row] < 0)
@@ -290,11 +265,12 @@ class Sampler:
         positions: Sequence[int],
         errors: dict[int, str],
         message: str,
+        masks: TokenMasks | None,
     ) -> None:
         """As `_pick`, for `rows` of the step, whose logits float32[len(rows), V] these are; of them only those with an index in `wanted`."""
         failed: dict[int, str] = {}
         own_seqs, own_positions = [seqs[row] for row in rows], [positions[row] for row in rows]
-        token_ids[rows] = self._pick(logits, own_seqs, wanted, own_positions, failed, message)
+        token_ids[rows] = self._pick(logits, own_seqs, wanted, own_positions, failed, message, masks)
         errors.update((rows[i], text) for i, text in failed.items())
 
     def _copy(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -70,12 +70,12 @@ def op_checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, C
     top_p = torch.tensor([1.0, 0.9, 0.5] * 12 + [0.99], dtype=torch.float64)
     least = torch.tensor([0, 1 << 36, 0] * 12 + [0])
     u = torch.rand(37, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    masked_rows, masks = torch.arange(36, -1, -1) // 2, _token_masks(37, 5000)
+    mask_rows, masks = torch.arange(35, -2, -1), _token_masks(37, 5000)
     equal: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "argmax": kernels.argmax,
         "draw": lambda where: kernels.draw(where, temperatures, top_k, top_p, least, u),
         "exp_sums": lambda where: kernels.exp_sums(where)[1],
-        "mask_logits": lambda where: kernels.mask_logits(where, masked_rows, masks),
+        "draw with masks": lambda where: kernels.draw(where, temperatures, top_k, top_p, least, u, masks, mask_rows),
     }
     for name, choose in equal.items():
 

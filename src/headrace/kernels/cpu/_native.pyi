@@ -111,9 +111,6 @@ def embedding(
     scale: float,
 ) -> None: ...
 def argmax(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
-def mask_logits(
-    x: int, x_stride: int, num_rows: int, rows: int, masks: int, out: int, out_stride: int, count: int, size: int
-) -> None: ...
 def layer_norm(
     x: int, x_stride: int, residual: int, weight: int, bias: int, out: int, rows: int, size: int, eps: float
 ) -> None: ...
@@ -125,6 +122,9 @@ def draw(
     top_p: int,
     min_weight: int,
     u: int,
+    masks: int,
+    mask_rows: int,
+    num_masks: int,
     out: int,
     rows: int,
     size: int,

@@ -371,29 +371,6 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def mask_logits(
-    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, out: torch.Tensor | None
-) -> torch.Tensor:
-    """See `headrace.kernels.ops.mask_logits`."""
-    size = logits.shape[1]
-    num_rows, x_stride = _rows("mask_logits: logits", logits, size)
-    if out is None:
-        out = torch.empty(rows.shape[0], size)
-    count, out_stride = _rows("mask_logits: out", out, size)
-    _native.mask_logits(
-        logits.data_ptr(),
-        x_stride,
-        num_rows,
-        rows.data_ptr(),
-        masks.data_ptr(),
-        out.data_ptr(),
-        out_stride,
-        count,
-        size,
-    )
-    return out
-
-
 def draw(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -401,6 +378,8 @@ def draw(
     top_p: torch.Tensor,
     min_weights: torch.Tensor,
     u: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.draw`."""
     rows, stride, size = _logits("draw", logits)
@@ -425,6 +404,9 @@ def draw(
         top_p.data_ptr(),
         min_weights.data_ptr(),
         u.data_ptr(),
+        0 if masks is None else masks.data_ptr(),
+        0 if mask_rows is None else mask_rows.data_ptr(),
+        0 if masks is None else masks.shape[0],
         out.data_ptr(),
         rows,
         size,

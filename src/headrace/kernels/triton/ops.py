@@ -3,7 +3,6 @@
 from headrace.kernels.triton.matmul import moe
 from headrace.kernels.triton.rows import gelu_tanh_mul, layer_norm, rms_norm, rotary, silu_mul
 from headrace.kernels.triton.sampling import argmax, draw, exp_sums
-from headrace.kernels.triton.token_mask import mask_logits
 
 __all__ = [
     "argmax",
@@ -11,7 +10,6 @@ __all__ = [
     "exp_sums",
     "gelu_tanh_mul",
     "layer_norm",
-    "mask_logits",
     "moe",
     "rms_norm",
     "rotary",

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.token_mask import masked
+
 _NO_FUSION = {"enable_fp_fusion": False}
 _PEAK_BLOCK = 4096
 _DRAW_BLOCK = 2048
@@ -352,12 +354,16 @@ def draw(
     top_p: torch.Tensor,
     min_weights: torch.Tensor,
     u: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `headrace.kernels.ops.draw`. The parameters may be on the CPU (two copies take them over) or on the device."""
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return out
+    if masks is not None and mask_rows is not None:
+        logits = masked(logits, masks, mask_rows)
     floats = _on_device([temperatures.double(), top_p.double(), u.double()], logits.device)
     integers = _on_device([top_k, min_weights], logits.device)
     values, ids = _peaks(logits)

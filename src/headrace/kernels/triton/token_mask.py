@@ -1,4 +1,4 @@
-"""Token masks on packed bits, in Triton: rows of logits with -inf where their mask has no bit.
+"""Token masks on packed bits, in Triton: rows of logits with -inf where their mask, if they have one, has no bit.
 
 A program writes one block of a row. It reads the logits of the words of the mask that have any bit, and most have none.
 """
@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.drawing import check_mask_rows
+
 _BLOCK_WORDS = 64
 
 _WORD = tl.constexpr(32)
@@ -14,35 +16,34 @@ _WORD = tl.constexpr(32)
 
 @triton.jit
 def _mask_kernel(
-    logits_ptr, row_stride, rows_ptr, masks_ptr, out_ptr, out_stride, size, num_words, BLOCK_WORDS: tl.constexpr
+    logits_ptr, row_stride, masks_ptr, mask_rows_ptr, out_ptr, out_stride, size, num_words, BLOCK_WORDS: tl.constexpr
 ):
     i = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[:, None]
     bits = tl.arange(0, _WORD)[None, :]
     ids = words * _WORD + bits
     inside = ids < size
-    row = tl.load(rows_ptr + i)
-    mask = tl.load(masks_ptr + i * num_words + words, mask=words < num_words, other=0)
-    x = tl.load(logits_ptr + row * row_stride + ids, mask=inside & (mask != 0), other=float("-inf"))
+    row = tl.load(mask_rows_ptr + i)
+    # Without a mask every bit is set.
+    mask = tl.load(masks_ptr + row * num_words + words, mask=(words < num_words) & (row >= 0), other=-1)
+    x = tl.load(logits_ptr + i * row_stride + ids, mask=inside & (mask != 0), other=float("-inf"))
     allowed = ((mask >> bits) & 1) != 0
     tl.store(out_ptr + i * out_stride + ids, tl.where(allowed, x, float("-inf")), mask=inside)
 
 
-def mask_logits(
-    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, out: torch.Tensor | None
-) -> torch.Tensor:
-    """See `headrace.kernels.ops.mask_logits`."""
-    if out is None:
-        out = torch.empty(len(rows), logits.shape[1], device=logits.device)
-    if logits.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError(f"mask_logits: rows must be contiguous, got strides {logits.stride()} and {out.stride()}")
+def masked(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> torch.Tensor:
+    """float32[rows, V] logits where their masks allow them, -inf elsewhere; see `headrace.kernels.ops.draw`."""
+    if logits.stride(1) != 1:
+        raise ValueError(f"draw: rows of logits must be contiguous, got strides {logits.stride()}")
+    check_mask_rows(mask_rows, len(masks))
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if out.numel():
         num_words = masks.shape[1]
-        _mask_kernel[(len(rows), triton.cdiv(num_words, _BLOCK_WORDS))](
+        _mask_kernel[(len(logits), triton.cdiv(num_words, _BLOCK_WORDS))](
             logits,
             logits.stride(0),
-            rows.to(logits.device, non_blocking=True),
             masks.to(logits.device, non_blocking=True),
+            mask_rows.to(logits.device, non_blocking=True),
             out,
             out.stride(0),
             logits.shape[1],
