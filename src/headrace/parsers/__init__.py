@@ -1,0 +1,9 @@
+"""Reading what models write: reasoning, content and tool calls, out of tokens and text, while they are generated.
+
+Read first: base.py, the pieces that go in and the events that come out; then engine.py, the one machine that reads every format.
+
+- Choosing: registry.py (formats by name and by chat template; `OutputFormat`)
+- The machine: engine.py, program.py (a format bound to a tokenizer), table.py (how a format is written down)
+- Parts of formats: json_text.py (calls as JSON), parameters.py (parameters as text, made JSON by their schemas)
+- formats/: one table for each format
+"""

@@ -1,0 +1,121 @@
+"""A format bound to a tokenizer: which terminals are one token and match by id, and which match by text."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from headrace.parsers.table import Go, Kind, ReasoningTable, State, Table
+
+_SHORTEST_PART = 3
+"""Added tokens with fewer characters are no part of a terminal worth a mark: line breaks, runs of blanks, single brackets."""
+
+
+@dataclass(slots=True)
+class BoundState:
+    """A state as the machine runs it. marks: terminals by token id. texts: terminals by text; pattern finds the first, the longest of several."""
+
+    name: str
+    kind: Kind
+    table: State
+    marks: dict[int, Go] = field(default_factory=dict)
+    texts: dict[str, Go] = field(default_factory=dict)
+    pattern: re.Pattern[str] | None = None
+    longest: int = 0
+    beginnings: frozenset[str] = frozenset()
+    first: tuple[str, ...] = ()
+
+    def settle(self) -> None:
+        """Prepare the search for the terminals in `texts`."""
+        if not self.texts:
+            return
+        texts = sorted(self.texts, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, texts)))
+        self.longest = len(texts[0])
+        self.beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        self.first = tuple({text[0] for text in texts})
+
+    def settled_end(self, text: str, at: int) -> int:
+        """The end of what is certain in `text` from `at` on: from there to the end it could begin a terminal, or one longer than it is."""
+        size = len(text)
+        at = max(at, size - self.longest + 1)
+        starts = [start for character in self.first if (start := text.find(character, at)) >= 0]
+        if not starts:
+            return size
+        return next((start for start in range(min(starts), size) if text[start:] in self.beginnings), size)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the machine runs.
+
+    states: by name. start: the first. texts: the text of each mark. live: marks that are terminals of some state; the others are read as their
+    text.
+    """
+
+    states: Mapping[str, BoundState]
+    start: str
+    texts: Mapping[int, str]
+    live: frozenset[int]
+
+
+def terminals(table: Table | None, reasoning: ReasoningTable | None) -> list[str]:
+    """All terminals of a format."""
+    found: dict[str, None] = {}
+    if table is not None:
+        for on in (table.opens, *(state.on for state in table.states.values())):
+            found.update(dict.fromkeys(on))
+    if reasoning is not None:
+        found.update(dict.fromkeys([*reasoning.opens, *reasoning.closes]))
+    return list(found)
+
+
+def marks(texts: Iterable[str], special: Mapping[str, int]) -> dict[int, str]:
+    """The added tokens that these terminals consist of, or contain: id -> text."""
+    found: dict[int, str] = {}
+    for text in texts:
+        if text in special:
+            found[special[text]] = text
+        else:
+            found.update(
+                (token_id, part)
+                for part, token_id in special.items()
+                if len(part) >= _SHORTEST_PART and part in text and part.strip()
+            )
+    return found
+
+
+def bind(
+    table: Table | None, reasoning: ReasoningTable | None, special: Mapping[str, int], known: Mapping[int, str]
+) -> Program:
+    """A program of the given tables. special: texts of added tokens and their ids. known: all marks that may come (`marks`)."""
+    tables: dict[str, State] = {"content": State(Kind.CONTENT)}
+    start = "content"
+    if table is not None:
+        tables.update(table.states)
+        tables["content"] = _with(tables["content"], table.opens)
+        start = table.start
+    if reasoning is not None:
+        into = {text: Go("reasoning") for text in reasoning.opens}
+        out = {text: Go(start, closes=True) for text in reasoning.closes}
+        # A model that begins a call has ended its reasoning; only a special token says so for certain.
+        ended = {text: go for text, go in (table.opens if table is not None else {}).items() if text in special}
+        tables["reasoning"] = State(Kind.REASONING, {**ended, **out})
+        tables["content"] = _with(tables["content"], into)
+    states = {name: _bound(name, state, special) for name, state in tables.items()}
+    live = frozenset(token_id for state in states.values() for token_id in state.marks)
+    return Program(states, start, known, live)
+
+
+def _with(state: State, on: Mapping[str, Go]) -> State:
+    return replace(state, on={**on, **state.on})
+
+
+def _bound(name: str, table: State, special: Mapping[str, int]) -> BoundState:
+    state = BoundState(name, table.kind, table)
+    for text, go in table.on.items():
+        if text in special:
+            state.marks[special[text]] = go
+        else:
+            state.texts[text] = go
+    state.settle()
+    return state
