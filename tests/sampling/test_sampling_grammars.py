@@ -1,6 +1,7 @@
 """Rows whose output a grammar constrains: what they sample, when they wait, and that nobody else notices."""
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -215,6 +216,25 @@ def test_several_slow_masks_do_not_keep_a_quick_one_from_its_thread(make, hurrie
     assert output.late == [0, 1]
     assert output.token_ids[2].item() % 5 == 0
     gate.set()
+
+
+def test_a_sequence_that_leaves_takes_its_grammar_with_it_though_its_mask_was_never_begun(make, hurried):
+    gate, started = threading.Event(), []
+
+    class Watched(Countdown):
+        def start(self) -> Countdown:
+            copy = Countdown(self.factor)
+            started.append(weakref.ref(copy))
+            return copy
+
+    sampler = make(*(sequence(seq, Countdown(3, gate=gate)) for seq in range(3)), sequence(3, Watched(5)))
+    # The first is in a thread, at least, and the last behind them.
+    assert step(sampler, table(4)).late == [0, 1, 2, 3]
+    assert started[0]() is not None
+    sampler.forget_grammar(3)
+    assert started[0]() is None
+    gate.set()
+    assert until_sampled(sampler, table(1), 0, seq=2) % 3 == 0
 
 
 def test_an_error_of_a_grammar_ends_its_row_alone(make):

@@ -71,6 +71,9 @@ class Matcher:
         self._is_slow = False
         self._partner: LLMatcher | None = None
         self._num_since_mask = 0
+        # Where masks were put last, and its address, which takes longer to find out than an ordinary mask has left to do.
+        self._words: MaskWords | None = None
+        self._address = 0
 
     def fill(self, words: MaskWords) -> None:
         """Set `words` to the tokens that may come next: int32[ceil(V / 32)], contiguous. Lets other threads run meanwhile.
@@ -83,13 +86,15 @@ class Matcher:
             words[:] = self._tokens.eos_words
             return
         self._num_since_mask = 0
+        if words is not self._words:
+            self._words, self._address = words, words.ctypes.data
         begin_s = time.perf_counter()
-        self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._library.unsafe_compute_mask_ptr(self._address, words.nbytes)
         self._is_slow = time.perf_counter() - begin_s > SLOW_S
         self._check()
         whole = self._library.is_accepting()
         np.bitwise_and(words, self._tokens.possible if whole else self._tokens.possible_before_end, out=words)
-        if not words.any():
+        if not np.count_nonzero(words):
             raise LibraryError(f"the grammar allows no text of this model after {self._num_told} tokens", "")
 
     def accept(self, token_id: int) -> None:

@@ -7,10 +7,11 @@ A mask that is not ready when the logits are makes its row sit the step out, nev
 the mask that was filled meanwhile. So a grammar that is slow, or made to be slow, costs only its own sequence time.
 """
 
+import contextlib
 import math
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -67,6 +68,7 @@ class _Row:
         self._unread: list[int] = []
         eos = [i for i in new.end_token_ids if 0 <= i < vocab_size and i not in params.stop_token_ids]
         self._eos = np.array(eos, np.int64)
+        self._eos_bits = [(i // 32, int(np.int32(1) << np.int32(i % 32))) for i in eos]
         self._ignores_eos = params.ignore_eos
         self._after_id = params.grammar.after_id
         # Index of the first token that the grammar is about; None = it has not begun.
@@ -112,7 +114,9 @@ class _Row:
                 self.mask.fill(self.words)
                 self.only_end = self.mask.is_complete
             if self._begins_at is None or (self._ignores_eos and not self.only_end):
-                _forbid(self.words, self._eos)
+                allowed = self.words.item
+                if any(allowed(word) & bit for word, bit in self._eos_bits):
+                    _forbid(self.words, self._eos)
         except ExecutionError as error:
             self.error = error.message
         except Exception:  # an error ends only this sample
@@ -147,6 +151,8 @@ class GrammarRows:
         self._threads = _Threads()
         self._step = 0
         self._spent_s = 0.0
+        # The words of a step's rows, kept from step to step.
+        self._words = np.empty((0, 0), np.int32)
 
     def add(self, seq: int, new: NewSequence) -> None:
         """Put `new`, with the outputs that it already has, in row `seq`, replacing the old content; only the latter if it has no grammar."""
@@ -156,13 +162,16 @@ class GrammarRows:
 
     def discard(self, seq: int) -> None:
         """Forget row `seq`. A mask that is being filled for it is not looked at."""
-        self._rows.pop(seq, None)
+        row = self._rows.pop(seq, None)
+        if row is not None and row.busy:
+            self._threads.withdraw(row)
 
     def begin(self, seqs: Sequence[int], positions: Sequence[int]) -> None:
         """Begin to fill the masks of those of `seqs` that are constrained. positions: index that the next token will have."""
         if not self._rows:
             return
         self._step += 1
+        todo: list[_Row] = []
         for seq, position in zip(seqs, positions, strict=True):
             row = self._rows.get(seq)
             if row is None or row.busy or row.error or position > row.num_tokens:
@@ -173,17 +182,23 @@ class GrammarRows:
                 row.busy = True
                 row.step = self._step
                 row.begun_s = math.inf
-                self._threads.submit(row)
+                todo.append(row)
+        if todo:
+            self._threads.submit(todo)
 
     def ready(self, seqs: Sequence[int], positions: Sequence[int]) -> ReadyMasks:
-        """The masks of a step's rows, for which `begin` has been called. Waits for those that are nearly ready."""
-        found = [(i, self._rows[seq]) for i, seq in enumerate(seqs) if seq in self._rows]
+        """The masks of a step's rows, for which `begin` has been called; valid until the next call. Waits for those that are nearly ready."""
+        get = self._rows.get
+        found = [(i, row) for i, seq in enumerate(seqs) if (row := get(seq)) is not None]
         # The step was planned before the one that the row sat out, or whose error ended it, was collected.
         current = [(i, row) for i, row in found if positions[i] <= row.num_tokens]
-        self._wait([row for _, row in current], alone=len(current) == len(seqs))
+        late = [i for i, row in found if positions[i] > row.num_tokens]
+        if any(row.busy for _, row in current):
+            self._wait([row for _, row in current], alone=len(current) == len(seqs))
         now = time.monotonic()
         rows: list[int] = []
-        late = [i for i, row in found if positions[i] > row.num_tokens]
+        words: list[MaskWords] = []
+        only_end: list[int] = []
         errors: dict[int, str] = {}
         for i, row in current:
             if row.busy and now - row.begun_s > LIMIT_S:
@@ -194,14 +209,18 @@ class GrammarRows:
                 errors[i] = row.error
             else:
                 rows.append(i)
+                words.append(row.words)
                 self._spent_s += row.fill_s
-        only_end = frozenset(i for i in rows if self._rows[seqs[i]].only_end)
+                if row.only_end:
+                    only_end.append(i)
         if not rows:
-            return ReadyMasks(None, only_end, late, errors)
+            return ReadyMasks(None, frozenset(), late, errors)
+        if len(rows) > len(self._words):
+            self._words = np.empty((len(rows), len(words[0])), np.int32)
         index = np.full(len(seqs), -1, np.int64)
         index[rows] = np.arange(len(rows))
-        words = np.stack([self._rows[seqs[i]].words for i in rows])
-        return ReadyMasks(TokenMasks(words, index), only_end, late, errors)
+        ready = TokenMasks(np.stack(words, out=self._words[: len(rows)]), index)
+        return ReadyMasks(ready, frozenset(only_end), late, errors)
 
     def accept(self, seq: int, token_id: int) -> None:
         """The token that a sequence has sampled."""
@@ -228,24 +247,30 @@ class GrammarRows:
 
 
 class _Threads:
-    """Threads that fill masks, started with the first. Usually one works: on few cores several would only take turns. Another joins it when masks are
-    late, so that a slow one does not delay those behind it."""
+    """Threads that fill masks. Usually there is one: on few cores several would only take turns. Another joins it when masks are late, so that a
+    slow one does not delay those behind it."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
-        self._filled = threading.Condition()
-        self._may_work: list[threading.Event] = []
-        self._num_working = 0
+        self._todo: deque[_Row] = deque()
+        lock = threading.Lock()
+        # There is more to do, or nothing any more; a mask is filled.
+        self._work = threading.Condition(lock)
+        self._filled = threading.Condition(lock)
+        self._num_threads = 0
+        self._is_closed = False
 
-    def submit(self, row: _Row) -> None:
-        """Fill the row's mask soon."""
-        if not self._may_work:
-            self._may_work = [threading.Event() for _ in range(MAX_THREADS)]
-            for may_work in self._may_work:
-                args = (may_work, self._todo, self._filled)
-                threading.Thread(target=_run, args=args, name="grammar-masks", daemon=True).start()
+    def submit(self, rows: Sequence[_Row]) -> None:
+        """Fill the rows' masks soon."""
+        with self._work:
+            self._todo.extend(rows)
+            self._work.notify_all()
+        if not self._num_threads:
             self.add()
-        self._todo.put(row)
+
+    def withdraw(self, row: _Row) -> None:
+        """Do not fill the row's mask, unless a thread has begun to."""
+        with self._work, contextlib.suppress(ValueError):
+            self._todo.remove(row)
 
     def wait(self, rows: Sequence[_Row], how_many: Callable[[Iterable[bool]], bool], timeout_s: float) -> bool:
         """Until all, or any, of the rows are not busy. Returns whether they are."""
@@ -253,29 +278,32 @@ class _Threads:
             return self._filled.wait_for(lambda: how_many(not row.busy for row in rows), timeout_s)
 
     def add(self) -> bool:
-        """Let one more of them work. Returns whether there was one."""
-        if self._num_working == len(self._may_work):
+        """Let one more fill masks. Returns False if there are enough."""
+        if self._num_threads == MAX_THREADS:
             return False
-        self._may_work[self._num_working].set()
-        self._num_working += 1
+        self._num_threads += 1
+        threading.Thread(target=self._run, name="grammar-masks", daemon=True).start()
         return True
 
     def close(self) -> None:
-        """End the threads."""
-        for may_work in self._may_work:
-            may_work.set()
-            self._todo.put(None)
-        self._may_work = []
-        self._num_working = 0
+        """End the threads, after the masks that are begun."""
+        with self._work:
+            self._is_closed = True
+            self._work.notify_all()
 
-
-def _run(may_work: threading.Event, todo: "queue.SimpleQueue[_Row | None]", filled: threading.Condition) -> None:
-    may_work.wait()
-    while (row := todo.get()) is not None:
-        row.fill()
-        with filled:
-            row.done, row.busy = True, False
-            filled.notify_all()
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._is_closed or self._todo)
+                if self._is_closed:
+                    return
+                row = self._todo.popleft()
+            row.fill()
+            with self._filled:
+                row.done, row.busy = True, False
+                self._filled.notify_all()
+            # What a sequence that has left held must not wait here for the next one.
+            del row
 
 
 def _forbid(words: MaskWords, ids: npt.NDArray[np.int64]) -> None:
