@@ -6,8 +6,10 @@ FOLDER is a checkout's `maskbench/data`. Each schema is compiled as a request's 
 written as `json.dumps` does, and its tokens are followed one by one, with a mask before each. Printed for each group: schemas accepted, valid
 instances refused, invalid ones let through. `--coerce` says `"x-guidance": {"coerce_one_of": true}` in every schema.
 
-JSON has no order of properties and a grammar has: a valid instance counts as accepted if it is in some order of its properties. In it, a number
-with a fraction of 0 is written without. Instances that are invalid only by a `format` that the grammar takes for an annotation are counted apart.
+JSON has no order of properties and several ways to write a number, and a grammar has one: a valid instance counts as accepted if it is in some order
+of its properties, with its numbers with or without an exponent. In it, a number with a fraction of 0 is written without. An invalid instance is let
+through if it is as `json.dumps` writes it, or without exponents. Instances that are invalid only by a `format` that the grammar takes for an
+annotation are counted apart.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,10 @@ from headrace.benchmark.figures import percentile
 from headrace.benchmark.machine import revision, this_machine
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
+from headrace.grammar import vocabulary as grammar_vocabulary
 from headrace.grammar.limits import parser_limits
+from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
+from headrace.grammar.probe import probe
 from headrace.grammar.schema_walk import subschemas
 from headrace.grammar.source import explain, library_text
 from headrace.messages.grammar import GrammarSpec
@@ -81,10 +87,12 @@ class Group:
 
 @dataclass(slots=True)
 class Times:
-    """Milliseconds. compile: from the request's text to a matcher; first_mask: with the lexer's first states; mask: each later one."""
+    """Milliseconds. compile: from the request's text to a matcher; first_mask: with the lexer's first states; probe: the short outputs that a
+    compile child tries; mask: each later one."""
 
     compile: list[float] = field(default_factory=list)
     first_mask: list[float] = field(default_factory=list)
+    probe: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
 
 
@@ -96,13 +104,17 @@ class Bench:
         self._library = llguidance.LLTokenizer(Vocabulary(tokenizer), slices=llguidance.LLTokenizer.json_slices())
         self._limits = parser_limits(self._library.vocab_size)
         self._words = np.zeros(-(-self._library.vocab_size // 32), np.int32)
+        self._tokens = MatcherTokens(
+            grammar_vocabulary.Vocabulary.of(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+        )
         self.times = Times()
 
     def compile(self, schema: Any) -> llguidance.LLMatcher:
         """A matcher whose first mask was computed. Raises RequestError for a schema that is refused."""
         spec = GrammarSpec("json_schema", json.dumps(schema), "json_schema")
         begin = time.perf_counter()
-        matcher = llguidance.LLMatcher(self._library, library_text(spec), log_level=0, limits=self._limits)
+        text = library_text(spec)
+        matcher = llguidance.LLMatcher(self._library, text, log_level=0, limits=self._limits)
         built = time.perf_counter()
         if not matcher.is_error():
             self._fill(matcher)
@@ -110,7 +122,18 @@ class Bench:
             raise explain(spec, matcher.get_error())
         self.times.compile.append((built - begin) * 1e3)
         self.times.first_mask.append((time.perf_counter() - built) * 1e3)
+        self._probe(spec, text)
         return matcher
+
+    def _probe(self, spec: GrammarSpec, text: str) -> None:
+        """What a compile child does then, with a matcher of its own. Raises RequestError."""
+        try:
+            template = Template(self._tokens, text)
+            begin = time.perf_counter()
+            probe(self._tokens, template)
+        except LibraryError as err:
+            raise explain(spec, err.words) from None
+        self.times.probe.append((time.perf_counter() - begin) * 1e3)
 
     def accepts(self, template: llguidance.LLMatcher, text: str) -> bool:
         """Whether the masks allow each token of a text, and then its end. Raises RuntimeError when the matcher fails."""
@@ -132,8 +155,18 @@ class Bench:
 
 
 def written(value: Any) -> str:
-    """As JSON on one line, numbers with a fraction of 0 without it."""
-    return json.dumps(_whole(value), ensure_ascii=False)
+    """As JSON on one line, numbers with a fraction of 0 without it, and without exponents."""
+    value = _whole(value)
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {written(item)}" for name, item in value.items())
+            + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ", ".join(map(written, value)) + "]"
+    shown = json.dumps(value, ensure_ascii=False)
+    return f"{Decimal(shown):f}" if isinstance(value, float) and "e" in shown else shown
 
 
 def _whole(value: Any) -> Any:
@@ -149,22 +182,29 @@ class OrderSearch:
 
     def __init__(self, tokenizer: Tokenizer, matcher: llguidance.LLMatcher, schema: Any) -> None:
         self._tokenizer = tokenizer
-        self._matcher = matcher.deep_copy()
+        self._template = matcher
+        self._matcher = matcher
         lists = [[*names(part.get("properties")), *names(part.get("required"))] for _, part in subschemas(schema)]
         self._known = [list(dict.fromkeys(order)) for order in lists if order]
+        self._in_text = [list(dict.fromkeys(name for order in self._known for name in order))]
         self._steps = 0
 
     def finds(self, value: Any) -> bool:
-        """Whether there is one, within a bounded number of attempts."""
+        """Whether there is one, within a bounded number of attempts: by the schema that has most of the names, then in the order of the text."""
         sys.setrecursionlimit(100_000)
-        return self._take(value, lambda: self._matcher.is_accepting())
+        return any(self._finds(value, known) for known in (self._known, self._in_text))
+
+    def _finds(self, value: Any, known: Sequence[Sequence[str]]) -> bool:
+        self._known, self._steps, self._matcher = known, 0, self._template.deep_copy()
+        return self._take(value, self._matcher.is_accepting)
 
     def _take(self, value: Any, then: Callable[[], bool]) -> bool:
         if isinstance(value, dict):
             return self._text("{", lambda: self._properties(value, _by_overlap(list(value), self._known), "", then))
         if isinstance(value, list):
             return self._text("[", lambda: self._items(value, 0, then))
-        return self._text(json.dumps(value, ensure_ascii=False), then)
+        texts = dict.fromkeys((json.dumps(value, ensure_ascii=False), written(value)))
+        return any(self._text(text, then) for text in texts)
 
     def _properties(self, value: dict[str, Any], left: list[str], comma: str, then: Callable[[], bool]) -> bool:
         if not left:
@@ -217,7 +257,8 @@ def _by_overlap(keys: list[str], known: Sequence[Sequence[str]]) -> list[str]:
 def follow(bench: Bench, matcher: llguidance.LLMatcher, schema: Any, test: dict[str, Any]) -> bool:
     """Whether an instance is accepted; a valid one in any order of its properties."""
     if not test["valid"]:
-        return bench.accepts(matcher, json.dumps(test["data"], ensure_ascii=False))
+        texts = dict.fromkeys((json.dumps(test["data"], ensure_ascii=False), written(test["data"])))
+        return any(bench.accepts(matcher, text) for text in texts)
     if bench.accepts(matcher, written(test["data"])):
         return True
     return OrderSearch(bench.tokenizer, matcher, schema).finds(_whole(test["data"]))

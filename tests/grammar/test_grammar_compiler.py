@@ -106,6 +106,28 @@ def test_the_same_grammar_is_compiled_once(make):
     assert (stats.num_compiled, stats.num_cache_hits, stats.num_refused, stats.num_killed) == (2, 2, 0, 0)
 
 
+def _write(mask, text, words):
+    for byte in text.encode():
+        mask.fill(words)
+        mask.accept(byte)
+
+
+def test_a_grammar_that_an_output_has_spent_is_compiled_again(make):
+    careless = "from headrace.grammar import compile_child as child\nchild.probe = lambda *_: None\nchild.main()"
+    compiler = make(program=(sys.executable, "-c", careless))
+    text = "xx(b?){3000}b{3000}"
+    first = result(compiler.compile(spec(text)))
+    mask, words = first.start(), np.zeros(9, np.int32)
+    with pytest.raises(ExecutionError, match="too many expressions"):
+        _write(mask, "xx" + "b" * 50, words)
+
+    again = result(compiler.compile(spec(text)))
+    assert again is not first
+    again.start().fill(words)
+    assert compiler.stats().num_cached == 1
+    assert result(compiler.compile(spec(text))) is again
+
+
 def test_the_same_text_of_another_kind_is_another_grammar(make):
     compiler = make()
     text = 'start: "a"'

@@ -281,6 +281,23 @@ def test_a_grammar_that_becomes_too_complex_fails_from_then_on(tokens: MatcherTo
     assert not mask.is_complete
 
 
+def test_outputs_that_share_a_spent_lexer_fail_instead_of_going_wrong(tokens: MatcherTokens):
+    """What one output takes of the library's limits, it takes from all: their masks would be wrong from then on."""
+    grammar = compiled(tokens, "regex", "secret(a?){3000}a{3000}|plain[a-z]*")
+    beside = grammar.start()
+    follow(tokens, beside, "plainly")
+    assert not grammar.is_spent
+    with pytest.raises(ExecutionError):
+        follow(tokens, grammar.start(), "secretaaaa")
+
+    assert grammar.is_spent
+    for mask in (beside, grammar.start()):
+        with pytest.raises(LibraryError, match="cannot be followed after") as failed:
+            allowed(tokens, mask)
+        assert "too many expressions" in failed.value.words
+        assert not mask.is_complete
+
+
 def test_a_mask_of_another_size_is_an_error(tokens: MatcherTokens, template: Template):
     with pytest.raises(ValueError):
         template.start().fill(np.zeros(SIZE // 32 - 1, np.int32))

@@ -333,3 +333,14 @@ def test_a_grammar_that_is_too_complex_after_its_first_token_is_refused():
     verdict = try_grammar(tokens, GrammarSpec("json_schema", json.dumps(schema), "json_schema"))
     assert isinstance(verdict, Refused)
     assert "too complex" in verdict.message
+
+
+COUNTED = {"type": "string", "maxLength": 5000, "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)"}
+
+
+def test_a_grammar_that_is_too_complex_after_some_tokens_is_refused():
+    tokens = MatcherTokens(BYTES)
+    for schema in (COUNTED, {"type": "object", "properties": {"a": COUNTED}, "required": ["a"]}):
+        verdict = try_grammar(tokens, GrammarSpec("json_schema", json.dumps(schema), "json_schema"))
+        assert isinstance(verdict, Refused)
+        assert "too complex" in verdict.message

@@ -17,11 +17,11 @@ import traceback
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
+from headrace.grammar.probe import probe
 from headrace.grammar.source import explain, library_text
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
@@ -33,10 +33,6 @@ MIB = 1 << 20
 _NICE = 10
 STACK_BYTES = 8 * MIB
 """Of the thread that compiles. The server gives its own threads twice as much: what recurses too deeply ends a child."""
-
-_MAX_CERTAIN_TOKENS = 64
-_MAX_OPTIONS = 4
-"""How far a grammar is followed while only one token may come next."""
 
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 16
@@ -131,7 +127,7 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
     try:
         text = library_text(spec, tokens.special_texts)
         template = Template(tokens, text)
-        _follow(tokens, template)
+        probe(tokens, template)
     except LibraryError as error:
         return Refused(explain(spec, error.words).message)
     except HeadraceError as error:
@@ -144,31 +140,6 @@ def try_grammar(tokens: MatcherTokens, spec: GrammarSpec) -> Verdict:
     memory_bytes = _resident_bytes() - before_bytes
     del template
     return Passed(text, max(memory_bytes, 0))
-
-
-def _follow(tokens: MatcherTokens, template: Template) -> None:
-    """Follow what is certain to the first choice, and a few of its tokens to the mask after them: some grammars are too complex only there.
-
-    Raises LibraryError if one of these masks cannot be computed.
-    """
-    certain: list[int] = []
-    matcher = template.start()
-    words = tokens.empty_mask()
-    for _ in range(_MAX_CERTAIN_TOKENS):
-        matcher.fill(words)
-        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
-        if len(ids) > 1 or matcher.is_complete:
-            break
-        certain += ids
-        matcher.accept(ids[0])
-    else:
-        return
-    for token_id in ids[:_MAX_OPTIONS]:
-        if token_id not in tokens.eos_ids:
-            option = template.start()
-            for known in (*certain, token_id):
-                option.accept(known)
-            option.fill(words)
 
 
 def serve(frames: Frames) -> None:

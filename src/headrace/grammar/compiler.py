@@ -256,11 +256,15 @@ class _Cache:
         return len(self._entries)
 
     def get(self, key: Key) -> Template | Refused | None:
-        found = self._entries.get(key)
-        if found is None:
+        """What is remembered of a grammar, unless it is spent."""
+        outcome, num_bytes = self._entries.get(key, (None, 0))
+        if isinstance(outcome, Template) and outcome.is_spent:
+            del self._entries[key]
+            self.num_bytes -= num_bytes
             return None
-        self._entries.move_to_end(key)
-        return found[0]
+        if outcome is not None:
+            self._entries.move_to_end(key)
+        return outcome
 
     def put(self, key: Key, outcome: Template | Refused, num_bytes: int) -> int:
         """Remember an outcome, unless it is larger than all that may be remembered. Returns the bytes forgotten."""

@@ -5,6 +5,7 @@ keywords that the library lacks are written with others (`schema_rewrite`). What
 """
 
 import re
+from collections.abc import Iterator
 
 import msgspec
 
@@ -23,14 +24,15 @@ ESCAPES = 'nrbtf\\"'
 """What may follow a backslash in a string. Without `u`, a property has only one name: the library compares names as they are written, so the further
 property "\\u0061" would not be the property "a". Every character but control characters can be written without it."""
 
+_UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
+"""The control characters that have no escape among these."""
+
 _OPTIONS: dict[str, type] = {
     "item_separator": str,
     "key_separator": str,
     "whitespace_flexible": bool,
     "whitespace_pattern": str,
     "coerce_one_of": bool,
-    "json_allowed_escapes": str,
-    "json_allow_general_unicode_escapes": bool,
 }
 
 
@@ -53,6 +55,7 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
         if isinstance(name, str) and name not in FORMATS:
             del part["format"]
     _check_num_properties(schema, field)
+    _check_values(schema, field)
     rewrite(schema)
     for _, part in subschemas(schema):
         if isinstance(part.get("pattern"), str):
@@ -65,10 +68,10 @@ def library_schema(schema: Json, field: str) -> dict[str, Json]:
 
 
 _PIECES = re.compile(
-    r"\[\^\]|\[\]|\[\^-?|\[|\]"
-    r"|(?P<first>(?:\\x0[01]|\\u000[01]|[\x00\x01])-)"
-    r"|\\P(?P<others>\{\^?\w+\}|\w)|\\p(?P<control>\{C\w*\}|C)"
-    r"|(?P<escape>\\.)|[&~]",
+    r"\[\^\]|\[\]|\[\^-?|\[|\]|[&~]"
+    r"|(?P<character>\\x(?P<x>[0-9a-fA-F]{2})|\\u(?P<u>[0-9a-fA-F]{4})|\\[xu]\{0*(?P<braced>[0-9a-fA-F]{1,6})\}|\\(?P<v>v)|[\x00-\x1f\x7f])"
+    r"|\\P(?P<others>\{\^?\w+\}|\w)|\\p(?P<category>\{C\w*\}|C)"
+    r"|(?P<escape>\\.)",
     re.DOTALL,
 )
 """What is written differently for the library: classes of characters, and what can stand for all control characters."""
@@ -79,31 +82,44 @@ def library_pattern(pattern: str) -> str:
 
     No class in it matches U+0001, unless it has quotes and backslashes too: the library allows an escaped quote and an escaped backslash wherever
     a class has all control characters, even if the class excludes them. A class without one control character is read exactly, and no string has
-    that one (`ESCAPES`). Within a class `[`, `&` and `~` are themselves, and the classes `[]` and `[^]` are nothing and anything, as in ECMA-262.
-    `asked_pattern` is the way back.
+    that one (`ESCAPES`). A character that no string has matches nothing by itself, because the library would leave it out. Within a class `[`, `&`
+    and `~` are themselves, and the classes `[]` and `[^]` are nothing and anything, as in ECMA-262. `asked_pattern` is the way back.
     """
     in_class = False
 
     def write(found: re.Match[str]) -> str:
         nonlocal in_class
         piece = found[0]
-        if found["first"]:
-            return r"\x{2}-"
+        if found["character"]:
+            begins_range = in_class and pattern[found.end() : found.end() + 1] == "-"
+            ends_range = in_class and pattern[found.start() - 1] == "-"
+            return _character(found, begins_range, ends_range)
         if found["others"]:
             return rf"[^\x{{1}}\p{found['others']}]"
-        if found["control"]:
-            return rf"[\p{found['control']}&&[^\x{{1}}]]"
+        if found["category"]:
+            return rf"[\p{found['category']}&&[^\x{{1}}]]"
         if found["escape"]:
             return piece
         if in_class:
             in_class = "]" not in piece
-            return re.sub(r"(?=[\[^&~-])", r"\\", piece)
+            return piece if piece == "]" else f"\\{piece}"
         in_class = piece in ("[", "[^", "[^-")
         if piece in ("[]", "[^]"):
             return r"[^\s\S]" if piece == "[]" else r"[\s\S]"
         return piece.replace("[^-", r"[^\-").replace("[^", r"[^\x{1}")
 
     return _PIECES.sub(write, pattern)
+
+
+def _character(found: re.Match[str], begins_range: bool, ends_range: bool) -> str:
+    """A character that is written as its number, or is a control character."""
+    digits = found["x"] or found["u"] or found["braced"] or ("b" if found["v"] else f"{ord(found[0][0]):x}")
+    code = int(digits, 16)
+    if begins_range and code < 2:
+        return r"\x{2}"
+    if begins_range or ends_range or not re.fullmatch(_UNWRITABLE, chr(min(code, 0x10FFFF))):
+        return found[0]
+    return r"[^\s\S]"
 
 
 def asked_pattern(pattern: str) -> str:
@@ -130,6 +146,28 @@ def _check_num_properties(schema: dict[str, Json], field: str) -> None:
             )
 
 
+def _check_values(schema: dict[str, Json], field: str) -> None:
+    """Raises RequestError for control characters in `const` and `enum` that cannot be written: the library would leave them out."""
+    for place, part in subschemas(schema):
+        for keyword in ("const", "enum"):
+            if keyword in part and any(re.search(_UNWRITABLE, text) for text in _strings(part[keyword])):
+                raise RequestError(
+                    f"control characters in `{keyword}` are not supported, except \\n, \\r, \\t, \\b and \\f (at {place}/{keyword})",
+                    field,
+                )
+
+
+def _strings(value: Json) -> Iterator[str]:
+    """The strings in a value; names are written as they are."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list | dict):
+            waiting += value if isinstance(value, list) else value.values()
+
+
 def _listed(value: Json) -> list[Json]:
     return value if isinstance(value, list) else [value]
 
@@ -153,6 +191,4 @@ def _options(own: Json, field: str) -> dict[str, Json]:
             )
     if "whitespace_flexible" not in own and "whitespace_pattern" not in own:
         own["whitespace_pattern"] = WHITESPACE
-    if "json_allowed_escapes" not in own and not own.get("json_allow_general_unicode_escapes"):
-        own["json_allowed_escapes"] = ESCAPES
-    return own
+    return {**own, "json_allowed_escapes": ESCAPES}

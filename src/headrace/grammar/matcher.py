@@ -7,6 +7,7 @@ refused token leaves the matcher as it was; ids that stand for nothing are never
 import functools
 import threading
 import time
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -58,12 +59,20 @@ class MatcherTokens:
         return np.zeros_like(self.possible)
 
 
+@dataclass(slots=True)
+class Lexer:
+    """What the matchers of one grammar share in the library. error: the words with which it has reached its limits; it takes no more text, then."""
+
+    error: str = ""
+
+
 class Matcher:
     """Follows one sequence. See `TokenMask`. Not safe for use by several threads at once, but free of the thread that made it."""
 
-    def __init__(self, tokens: MatcherTokens, library: LLMatcher) -> None:
+    def __init__(self, tokens: MatcherTokens, library: LLMatcher, lexer: Lexer) -> None:
         self._tokens = tokens
         self._library = library
+        self._lexer = lexer
         # Tokens that the library was told of; the eos that came after them. Together they are the output.
         self._num_told = 0
         self._num_eos = 0
@@ -142,8 +151,14 @@ class Matcher:
         return self._tokens.executor.consume_token_par([(self._library, token_id), (self._partner, token_id)])[0]
 
     def _check(self) -> None:
-        if self._library.is_error():
-            words = self._library.get_error()
+        """Raises LibraryError if the grammar cannot go on.
+
+        A lexer that has reached its limits refuses what should follow, to all that share it, and says so only once.
+        """
+        words = self._library.get_error() if self._library.is_error() else self._lexer.error
+        if words:
+            if words.startswith("lexer error"):
+                self._lexer.error = words
             raise LibraryError(f"the grammar cannot be followed after {self._num_told} tokens: {_reason(words)}", words)
 
 
@@ -159,12 +174,18 @@ class Template:
         self._library = LLMatcher(tokens.library, text, log_level=0, limits=tokens.limits)
         # A copy is made under a lock: the library does not say that copies may be made at the same time.
         self._lock = threading.Lock()
-        Matcher(tokens, self._library).fill(tokens.empty_mask())
+        self._lexer = Lexer()
+        Matcher(tokens, self._library, self._lexer).fill(tokens.empty_mask())
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether an output has taken it to the limits of the library: it is of no use any more, and has to be compiled again."""
+        return bool(self._lexer.error)
 
     def start(self) -> Matcher:
         """A matcher at the beginning of an output. From any thread."""
         with self._lock:
-            return Matcher(self._tokens, self._library.deep_copy())
+            return Matcher(self._tokens, self._library.deep_copy(), self._lexer)
 
 
 def _reason(library_error: str) -> str:
