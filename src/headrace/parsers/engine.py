@@ -18,6 +18,7 @@ from headrace.parsers.table import CallId, Go, Kind, NameReader, ToolSchemas, pl
 
 BLANK = " \t\r\n"
 _ALPHABET = string.ascii_letters + string.digits
+_LONGEST_HEADER = 256
 _SYSTEM_RANDOM = random.SystemRandom()
 
 _WORD = re.compile(rf"[^{BLANK}]*")
@@ -80,6 +81,7 @@ class Machine:
         self._origin = program.states["content"]
         self._held: list[str] = []
         self._name: str | None = None
+        self._given_id = ""
         self.has_begun = False
         self._writer: ArgumentsWriter | None = None
         self._reader: Reader | None = None
@@ -121,8 +123,6 @@ class Machine:
         self._run([], is_end=True)
         if self._reader is not None:
             self._reader.finish()
-        elif self._name is not None:
-            self.begin()
         if self._writer is not None:
             self.arguments(self._writer.cut("".join(self._held)))
         if not self.has_begun and self._raw:
@@ -144,7 +144,9 @@ class Machine:
         self._name = None
         index = self._num_calls
         self._num_calls += 1
-        self._out.append(ToolCall(index, self._call_id(name, self._num_calls_before + index, self._draw), name))
+        call_id = self._given_id or self._call_id(name, self._num_calls_before + index, self._draw)
+        self._given_id = ""
+        self._out.append(ToolCall(index, call_id, name))
 
     def arguments(self, text: str) -> None:
         """The next piece of the arguments."""
@@ -181,8 +183,10 @@ class Machine:
                 return True  # another state reads on
         if found is None:
             return False
-        self._advance(found.end())
-        self._go(state.texts[found[0]], found[0])
+        go = state.texts[found[0]]
+        if not go.keep:
+            self._advance(found.end())
+        self._go(go, found[0])
         return True
 
     def _step_reader(self, reader: Reader) -> bool:
@@ -222,10 +226,23 @@ class Machine:
                 return self._space(text)
             case Kind.NAME:
                 return self._part_of_name(text)
+            case Kind.HEADER:
+                return self._part_of_header(text)
             case _:
                 self._raw.append(text)
                 self._held.append(text)
         return len(text)
+
+    def _part_of_header(self, text: str) -> int:
+        """A header is a short line."""
+        room = _LONGEST_HEADER - sum(map(len, self._held))
+        taken = min(len(text), room, *(at for at in (text.find("\n"),) if at >= 0))
+        if taken:
+            self._raw.append(text[:taken])
+            self._held.append(text[:taken])
+        if taken < len(text):
+            self._malformed()
+        return taken
 
     def _part_of_name(self, text: str) -> int:
         """A name is one word, with blanks around it."""
@@ -270,7 +287,13 @@ class Machine:
                 return
             self._reader.status = "broken"
             self._settle(self._reader)
-        while (go := self._state.marks.get(token_id)) is None:
+        while True:
+            go = self._state.marks.get(token_id)
+            if go is not None:
+                self._go(go, text, is_special=True)
+                if go.keep:
+                    continue
+                return
             match self._state.kind:
                 case Kind.CONTENT | Kind.REASONING:
                     return  # a mark out of place: never text
@@ -283,13 +306,16 @@ class Machine:
                     return
                 case _:
                     self._malformed()
-        self._go(go)
 
-    def _go(self, go: Go, text: str = "") -> None:
-        """A terminal. text: as it was written, unless it is a special token, which is never given back."""
+    def _go(self, go: Go, text: str, is_special: bool = False) -> None:
+        """A terminal, as it is written. is_special: it is a special token, which is never given back."""
         state = self._state
-        if text and state.kind not in _FLOWING and not self.has_begun:
-            self._raw.append(text)
+        given_back = "" if is_special or go.keep else text
+        if given_back and state.kind not in _FLOWING and not self.has_begun:
+            self._raw.append(given_back)
+        if state.kind is Kind.HEADER and go.to == state.name:
+            self._held.append(text)
+            return
         held = "".join(self._held)
         self._held.clear()
         match state.kind:
@@ -310,6 +336,8 @@ class Machine:
                 if header.call is not None:
                     self.begin(header.call)
                 return self._enter(header.to)
+            case Kind.ID:
+                self._given_id = held.strip(BLANK)
             case Kind.KEY:
                 assert self._writer is not None
                 self._writer.key(held)
@@ -326,8 +354,8 @@ class Machine:
             self._origin = self._program.states["content"]
         elif state.kind in _FLOWING:
             self._origin = state
-            if text:
-                self._raw.append(text)
+            if given_back:
+                self._raw.append(given_back)
         if go.begin and self._name is not None:
             self._writer = ArgumentsWriter(self._schemas.get(self._name, {}))
             self.begin()
@@ -351,6 +379,7 @@ class Machine:
         self._writer = None
         self._reader = None
         self._name = None
+        self._given_id = ""
         self._raw.clear()
         self._held.clear()
         self._origin = self._program.states["content"]
@@ -369,6 +398,7 @@ class Machine:
         self._held.clear()
         self._reader = None
         self._name = None
+        self._given_id = ""
         self._state = self._origin = origin
         self._give_back()
 

@@ -233,6 +233,8 @@ class JsonCall:
             key = decoded(text)
             self._key = key if isinstance(key, str) else ""
             self._place = "colon"
+            if self._is_bare and self._key not in ("name", "type", "id", *self._argument_keys):
+                self.status = "broken"
             return
         self._place = "next"
         if self._key == "name" and not self._name:
@@ -240,7 +242,7 @@ class JsonCall:
             if not isinstance(name, str) or not name:
                 self.status = "broken"
                 return
-            self._name = name
+            name = self._name = without_surrogates(name)
             if self._arguments is not None:
                 self._sink.begin(name)
                 self._sink.arguments(self._arguments)
@@ -269,7 +271,7 @@ def plain_arguments(text: str) -> str:
     """Arguments that are no object: what a string holds, nothing for null, anything else as it is."""
     value = decoded(text)
     if isinstance(value, str):
-        return value or "{}"
+        return without_surrogates(value) or "{}"
     return "{}" if text == "null" else text
 
 
@@ -279,6 +281,11 @@ def decoded(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def without_surrogates(text: str) -> str:
+    """A text that can be encoded: halves of surrogate pairs, which JSON can write alone, are replaced."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def skip_blanks(text: str, at: int) -> int:

@@ -10,6 +10,7 @@ Schema = Mapping[str, object]
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DIGITS = 400
 """Longer numbers stay text: they fit no type."""
 _MAX_DEPTH = 16
@@ -17,8 +18,9 @@ _MAX_DEPTH = 16
 
 
 def to_json(value: object) -> str:
-    """A value as JSON text."""
-    return json.dumps(value, ensure_ascii=False)
+    """A value as JSON text that can be encoded: halves of surrogate pairs are escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if not _SURROGATE.search(text) else json.dumps(value)
 
 
 def schema_types(schema: object, root: Schema, depth: int = 0) -> tuple[str, ...]:

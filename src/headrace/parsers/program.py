@@ -64,6 +64,7 @@ def terminals(table: Table | None, reasoning: ReasoningTable | None) -> list[str
     if table is not None:
         for on in (table.opens, *(state.on for state in table.states.values())):
             found.update(dict.fromkeys(on))
+        found.update(dict.fromkeys(table.parts))
     if reasoning is not None:
         found.update(dict.fromkeys([*reasoning.opens, *reasoning.closes]))
     return list(found)

@@ -6,11 +6,39 @@ from typing import NamedTuple
 from headrace.errors import ConfigError
 from headrace.parsers.base import OutputParser
 from headrace.parsers.engine import BLANK, Machine, random_characters
-from headrace.parsers.formats import hermes, think
+from headrace.parsers.formats import (
+    deepseek,
+    gemma,
+    glm,
+    harmony,
+    hermes,
+    kimi_k2,
+    llama3,
+    minimax,
+    mistral,
+    pythonic,
+    qwen3_coder,
+    think,
+)
 from headrace.parsers.program import Program, bind, marks, terminals
 from headrace.parsers.table import ReasoningTable, Table
 
-TABLES: tuple[Table, ...] = (hermes.TABLE,)
+TABLES: tuple[Table, ...] = (
+    harmony.TABLE,
+    deepseek.V32,
+    deepseek.V3,
+    kimi_k2.TABLE,
+    minimax.TABLE,
+    qwen3_coder.TABLE,
+    glm.TABLE,
+    gemma.GEMMA4,
+    gemma.FUNCTION_GEMMA,
+    pythonic.LFM2,
+    pythonic.TABLE,
+    mistral.TABLE,
+    hermes.TABLE,
+    llama3.TABLE,
+)
 """The tool formats. Of several whose fingerprints a template has, the first counts."""
 
 REASONING_TABLES: tuple[ReasoningTable, ...] = think.TABLES

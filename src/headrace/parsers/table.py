@@ -24,13 +24,15 @@ class Kind(Enum):
     NAME = auto()
     """The name of a function, without the blanks around it."""
     HEADER = auto()
-    """A line that says what follows (`State.read_header`)."""
+    """A line that says what follows (`State.read_header`). A terminal that leads to the same state is part of it."""
     KEY = auto()
     """The name of a parameter."""
     VALUE = auto()
     """The value of a parameter, as text, which becomes JSON."""
     ARGUMENTS = auto()
     """The arguments as they are."""
+    ID = auto()
+    """The id that the model gives a call."""
     READER = auto()
     """A structured text that ends by itself (`State.reader`)."""
 
@@ -43,8 +45,8 @@ ValueType = Literal["schema", "string", "json"]
 class Go:
     """Where a terminal leads.
 
-    begin: the name is complete, the call begins. end: the call ends. closes: reasoning ends, whatever comes next. value: of what type the value is
-    that begins.
+    begin: the name is complete, the call begins. end: the call ends. closes: what was read so far is complete, reasoning or what surrounds a call: it
+    is never given back. value: of what type the value is that begins. keep: the terminal itself is read again, in the next state.
     """
 
     to: str
@@ -52,6 +54,7 @@ class Go:
     end: bool = False
     closes: bool = False
     value: ValueType = "schema"
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,9 @@ class Table:
     start: the state at the beginning of an output and after reasoning between tags. read_name: the function's name in the text of a NAME, or
     None for what is no name. call_id: makes the id of a call from its name, its number in the conversation, and a function that draws as many
     random letters and digits as it is told; None: `call_` and 24 of them. prompts: an end of the prompt, without blanks after it, and the
-    state in which it leaves the output; the first that fits. aliases: other names of the format. fingerprints: texts of which all of one group
-    are found in a chat template whose model writes this format.
+    state in which it leaves the output; the first that fits. parts: texts inside calls that may be special tokens of a tokenizer, and are
+    read as text. aliases: other names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model
+    that writes this format.
     """
 
     name: str
@@ -111,6 +115,7 @@ class Table:
     read_name: NameReader = plain_name
     call_id: CallId | None = None
     prompts: Sequence[tuple[str, str]] = ()
+    parts: Sequence[str] = ()
     aliases: Sequence[str] = ()
     fingerprints: Sequence[Sequence[str]] = ()
     has_tools: bool = True

@@ -1,0 +1,18 @@
+"""Llama 3.1 to 3.3: a bare JSON object at the beginning of the output, or after `<|python_tag|>`; several are separated by `;`."""
+
+from headrace.parsers.json_text import JsonCall
+from headrace.parsers.table import Go, Kind, State, Table
+
+TABLE = Table(
+    name="llama3_json",
+    aliases=("llama3", "llama4_json"),
+    fingerprints=(("<|python_tag|>",), ('"parameters": dictionary of argument name',), ("<|eot_id|>", '"parameters"')),
+    opens={"<|python_tag|>": Go("marked")},
+    start="start",
+    states={
+        "start": State(Kind.SPACE, peek={"{": "bare"}),
+        "bare": State(Kind.READER, reader=lambda sink, schemas: JsonCall(sink, is_bare=True), then="more"),
+        "marked": State(Kind.READER, reader=lambda sink, schemas: JsonCall(sink), then="more"),
+        "more": State(Kind.SPACE, {";": Go("start"), ",": Go("start")}, peek={"{": "bare"}),
+    },
+)
