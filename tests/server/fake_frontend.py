@@ -35,6 +35,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
 from headrace.metrics.export import render
+from headrace.parsers.registry import choose
 from headrace.sampling.params import GenerationDefaults, ResolvedSamplingParams
 from headrace.server.app import create_app
 from headrace.server.context import ServedModel, ServerStatus
@@ -375,8 +376,9 @@ def served_model(tokenizer: Tokenizer, template: str | None = TEMPLATE) -> Serve
         model_class="Fake", weight_bytes=1, kv_bytes=1, load_s=0.1,
     )  # fmt: skip
     chat = None if template is None else ChatTemplate(template, tokenizer.special_texts)
+    output_format = choose(template=template or "", special=tokenizer.added_tokens, tool_parser="hermes", reasoning_parser="think")
     return ServedModel(
-        name=MODEL, context_length=CONTEXT_LENGTH, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
+        output_format=output_format, name=MODEL, context_length=CONTEXT_LENGTH, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
         sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"),
     )  # fmt: skip
 

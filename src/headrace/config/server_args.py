@@ -61,6 +61,16 @@ class ServerArgs:
         "Name of the model in /v1/models and in replies; default: the last part of --model-path, without .gguf.",
     )
     chat_template: str | None = _opt(None, _M, "A Jinja file or text that replaces the model's chat template.")
+    tool_call_parser: str = _opt(
+        "auto",
+        _M,
+        "How the model writes tool calls, see docs/tools.md; auto: as its checkpoint says; none: tools are refused.",
+    )
+    reasoning_parser: str = _opt(
+        "auto",
+        _M,
+        "How the model marks its reasoning, see docs/tools.md; auto: as its checkpoint says; none: it is content.",
+    )
     load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"] = _opt(
         "auto",
         _M,

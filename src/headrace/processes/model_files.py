@@ -14,6 +14,7 @@ from headrace.messages.control import ReadyInfo
 
 if TYPE_CHECKING:
     from headrace.checkpoint.model_config import ModelConfig
+    from headrace.parsers.registry import OutputFormat
     from headrace.server.context import ServedModel
     from headrace.text.chat_templates import ChatTemplate
     from headrace.text.tokenizers import Tokenizer
@@ -52,17 +53,47 @@ def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplat
         return None
 
 
+def open_output_format(
+    args: ServerArgs, tokenizer: "Tokenizer", template: "ChatTemplate | None"
+) -> "OutputFormat | None":
+    """How the model writes tool calls and reasoning: as the options say, or as the checkpoint shows. Raises ConfigError for unknown names."""
+    from headrace.parsers.registry import AUTO, choose
+
+    tool_parser = args.tool_call_parser
+    if tool_parser == AUTO and template is not None and not template.uses_tools:
+        # It knows no tools, so they are written out for it in this format.
+        tool_parser = "hermes"
+    return choose(
+        template="" if template is None else template.source,
+        special=tokenizer.added_tokens,
+        response_template=tokenizer.response_template,
+        tool_parser=tool_parser,
+        reasoning_parser=args.reasoning_parser,
+    )
+
+
+def _open_tool_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":
+    """The checkpoint's own template for conversations with tools, if it has another one for them."""
+    from headrace.text.chat_templates import chat_template_of
+
+    has_other = not args.chat_template and "tool_use" in tokenizer.chat_template
+    return chat_template_of(tokenizer, has_tools=True) if has_other else None
+
+
 def served_model(
     args: ServerArgs, ready: ReadyInfo, tokenizer: "Tokenizer", template: "ChatTemplate | None", model: "ModelConfig"
 ) -> "ServedModel":
     """The model as clients see it."""
     from headrace.server.context import ServedModel
 
+    tool_template = _open_tool_template(args, tokenizer)
     return ServedModel(
         name=args.served_name,
         context_length=ready.context_length,
         tokenizer=tokenizer,
         chat_template=template,
+        tool_template=tool_template,
+        output_format=open_output_format(args, tokenizer, tool_template or template),
         ready=ready,
         model_type=model.model_type,
         sampling_defaults=sampling_defaults(args, model),

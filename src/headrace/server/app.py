@@ -23,18 +23,21 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
+from headrace.server.chat.conversation import Conversation
+from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
+from headrace.server.error_forms import ApiError, form_of
 from headrace.server.experts import ExpertsAPI
-from headrace.server.http import ApiError, Endpoint, ErrorBoundary, error_body
+from headrace.server.http import Endpoint, ErrorBoundary
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
-from headrace.server.openai.chat import ChatServing, chat_prompt_ids
+from headrace.server.openai.chat import ChatServing
 from headrace.server.openai.completions import CompletionServing
 from headrace.server.openai.models import ModelsAPI
-from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate, is_loopback
@@ -216,7 +219,7 @@ async def _routing_error(request: Request, exc: Exception) -> Response:
         )
     else:
         error = ApiError("there is no such route", "not_found_error", None, "route_not_found")
-    return Response(error_body(error), exc.status_code, exc.headers, "application/json")
+    return Response(form_of(request.url.path)(exc.status_code, error), exc.status_code, exc.headers, "application/json")
 
 
 async def _warm_generate(context: ServingContext) -> None:
@@ -228,11 +231,9 @@ async def _warm_generate(context: ServingContext) -> None:
 
 
 async def _warm_chat(context: ServingContext) -> None:
-    chat = ChatCompletionRequest(
-        model=context.model.name, messages=[ChatMessage(role="user", content="Hello")], temperature=0.0
-    )
-    ids = await context.in_text_thread(lambda: chat_prompt_ids(context, chat))
-    await _one_token(context, GenerateReqInput(input_ids=list(ids), sampling_params=_ONE_TOKEN))
+    chat = Conversation(messages=[{"role": "user", "content": "Hello"}])
+    prompt = await context.in_text_thread(lambda: chat_prompt(context, chat))
+    await _one_token(context, GenerateReqInput(input_ids=list(prompt.ids), sampling_params=_ONE_TOKEN))
 
 
 async def _one_token(context: ServingContext, request: GenerateReqInput) -> None:

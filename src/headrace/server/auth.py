@@ -66,7 +66,7 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        key = bearer_token(scope)
+        key = sent_key(scope)
         is_admin = self._is_admin(key)
         tenant = self._tenant(key)
         access = self.table.access(scope["path"])
@@ -74,9 +74,9 @@ class AuthMiddleware:
             guarded_by = "an admin key" if access == "admin" and self.admin_key is not None else "an api key"
             reason = "the key is not accepted" if key is not None else "no key was sent"
             message = f"this route needs {guarded_by} (Authorization: Bearer <key>): {reason}"
-            await send_error(send, AuthError(message, code="invalid_api_key"))
+            await send_error(send, scope, AuthError(message, code="invalid_api_key"))
         elif access is None:
-            await send_error(send, NotFoundError("there is no such route", code="route_not_found"))
+            await send_error(send, scope, NotFoundError("there is no such route", code="route_not_found"))
         else:
             scope["headrace.is_admin"] = is_admin
             scope["headrace.tenant"] = tenant
@@ -94,6 +94,15 @@ class AuthMiddleware:
         if self.admin_key is not None:
             return key is not None and hmac.compare_digest(key, self.admin_key)
         return self._is_user(key)
+
+
+def sent_key(scope: Scope) -> bytes | None:
+    """The key of a request: its bearer token, else the one `x-api-key` header, in which Anthropic's clients send it."""
+    token = bearer_token(scope)
+    if token is not None:
+        return token
+    values = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    return values[0].strip() or None if len(values) == 1 else None
 
 
 def bearer_token(scope: Scope) -> bytes | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headrace.server.http import ApiError, error_body
+from headrace.server.error_forms import ApiError, openai_error
 
 HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
@@ -207,7 +207,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.response_complete if self._before_body else not self.cycle.response_started
         ):
             kind = "overloaded_error" if status == 503 else "invalid_request_error"
-            body = error_body(ApiError(message, kind, None, None))
+            body = openai_error(int(status), ApiError(message, kind, None, None))
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
                 b"%bconnection: close\r\n\r\n%b"

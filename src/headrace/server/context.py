@@ -15,6 +15,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
 from headrace.messages.control import ReadyInfo
+from headrace.parsers.registry import OutputFormat
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
 from headrace.text.tokenizers import Tokenizer
@@ -40,13 +41,19 @@ USUAL_CHARS_PER_TOKEN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model as clients see it. `chat_template`: None if it has none."""
+    """The model as clients see it.
+
+    chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
+    calls and reasoning; None = it writes neither.
+    """
 
     name: str
     context_length: int
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     ready: ReadyInfo
+    tool_template: ChatTemplate | None = None
+    output_format: OutputFormat | None = None
     model_type: str = ""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = field(default_factory=lambda: int(time.time()))

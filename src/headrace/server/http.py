@@ -21,6 +21,7 @@ from headrace.log import get_logger
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
 from headrace.server.body import Bodies, has_long_number
+from headrace.server.error_forms import ApiError, form_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -47,15 +48,6 @@ class RequestId:
 
     value: str
     is_clients: bool = False
-
-
-class ApiError(msgspec.Struct, frozen=True):
-    """The `error` object of every failing reply, in OpenAI's shape."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
 
 
 def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
@@ -85,11 +77,6 @@ def describe_error(exc: BaseException) -> tuple[int, Headers, ApiError]:
     return 500, [], ApiError("internal error", HeadraceError.error_type, None, None)
 
 
-def error_body(error: ApiError) -> bytes:
-    """`{"error": {...}}` as JSON."""
-    return encode_json({"error": error})
-
-
 async def send_response(
     send: Send, status: int, body: bytes, content_type: bytes, headers: Headers | None = None
 ) -> None:
@@ -104,10 +91,11 @@ async def send_json(send: Send, value: object, status: int = 200, headers: Heade
     await send_response(send, status, encode_json(value), b"application/json", headers)
 
 
-async def send_error(send: Send, exc: BaseException) -> None:
-    """The reply for `exc`, see `describe_error`."""
+async def send_error(send: Send, scope: Scope, exc: BaseException) -> None:
+    """The reply for `exc`, see `describe_error`, in the form of the API that the request's path belongs to."""
     status, headers, error = describe_error(exc)
-    await send_response(send, status, error_body(error), b"application/json", headers)
+    body = form_of(scope["path"])(status, error)
+    await send_response(send, status, body, b"application/json", headers)
 
 
 def decode_json(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
@@ -359,4 +347,4 @@ class ErrorBoundary:
             if started:
                 log.error("a reply failed after it had begun", exc_info=exc)
             else:
-                await send_error(send, exc)
+                await send_error(send, scope, exc)

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.server.http import ApiError, Exchange, send_response
+from headrace.server.error_forms import ApiError
+from headrace.server.http import Exchange, send_response
 from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
 

@@ -63,7 +63,7 @@ class OriginGate:
         if refusal.message not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(refusal.message)
             log.warning("refused a request: %s", refusal.message)
-        await send_error(send, refusal)
+        await send_error(send, scope, refusal)
 
     def _refusal(self, scope: Scope) -> ForbiddenError | None:
         hosts: list[bytes] = []

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from headrace.frontend.failures import failure_of
 from headrace.messages.outputs import FinishReason
-from headrace.server.http import ApiError, Exchange, Headers, describe_error, error_body
+from headrace.server.error_forms import ApiError, openai_error
+from headrace.server.http import Exchange, Headers, describe_error
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def frame(payload: bytes) -> bytes:
 
 def error_frame(error: ApiError) -> bytes:
     """The event that reports a failure after the reply has begun."""
-    return frame(error_body(error))
+    return frame(openai_error(500, error))
 
 
 def failure_frames(finish: FinishReason) -> bytes:
@@ -42,11 +43,14 @@ async def stream_reply(
     items: AsyncGenerator[T, None],
     render: Callable[[T], bytes],
     tail: Callable[[], bytes],
+    *,
+    done: bytes = DONE,
+    failed: Callable[[ApiError], bytes] = error_frame,
 ) -> None:
     """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last.
 
-    A failure before the first item raises, so that the reply has an error status; a later one becomes an error
-    frame. `[DONE]` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
+    A failure before the first item raises, so that the reply has an error status; a later one becomes the frames that `failed` makes.
+    `done` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
     """
     async with exchange.until_client_leaves(), aclosing(items):
         first = await anext(items, None)
@@ -59,5 +63,5 @@ async def stream_reply(
                     await exchange.write(frames)
             end = tail()
         except Exception as exc:
-            end = error_frame(describe_error(exc)[2])
-        await exchange.send({"type": "http.response.body", "body": end + DONE})
+            end = failed(describe_error(exc)[2])
+        await exchange.send({"type": "http.response.body", "body": end + done})

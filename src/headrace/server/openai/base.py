@@ -27,6 +27,7 @@ from headrace.server.openai.token_details import check_token_details
 from headrace.server.sse import failure_frames, stream_reply
 
 R = TypeVar("R", bound=GenerationRequest)
+G = TypeVar("G", bound="Generation[Any]")
 
 _OUR_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -43,6 +44,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """`reasoning_tokens`: output tokens that are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token counts of a reply: each prompt once, the tokens of all its choices."""
 
@@ -50,6 +57,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 @dataclass(slots=True)
@@ -140,8 +148,13 @@ class Generation(Generic[R]):
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def ending(self, update: SampleUpdate) -> Ending:
+        """Why the choice of a last update ended."""
+        assert update.finish is not None, "it has ended"
+        return Ending.of(update.finish, self.request)
 
-class OpenAIServingBase(ABC, Generic[R]):
+
+class OpenAIServingBase(ABC, Generic[R, G]):
     """Handler of one generation route."""
 
     id_prefix: str
@@ -189,32 +202,36 @@ class OpenAIServingBase(ABC, Generic[R]):
         """Raises RequestError for what this route does not support."""
 
     @abstractmethod
-    async def convert(self, request: R) -> Generation[R]:
+    async def convert(self, request: R) -> G:
         """The request as a call of the engine."""
 
     @abstractmethod
-    def response(self, generation: Generation[R], updates: list[SampleUpdate], usage: Usage) -> object:
+    def response(self, generation: G, updates: list[SampleUpdate], usage: Usage) -> object:
         """The reply of a request that does not stream; `updates` of all its samples, in prompt-major order."""
 
     @abstractmethod
-    def chunk_writer(self, generation: Generation[R]) -> "ChunkWriter":
+    def chunk_writer(self, generation: G) -> "ChunkWriter":
         """The writer of the chunks of one stream."""
+
+    def total_usage(self, generation: G, usage: Usage) -> Usage:
+        """The counts of a whole reply, whose chunks have been written."""
+        return usage
 
     def new_id(self, request: R) -> str:
         """The completion's id, which is also the rid of the call."""
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
-    def _updates(self, exchange: Exchange, generation: Generation[R]) -> AsyncGenerator[SampleUpdate, None]:
+    def _updates(self, exchange: Exchange, generation: G) -> AsyncGenerator[SampleUpdate, None]:
         unbounded = generation.request.output_limit == AS_MANY_AS_FIT
         limit = self.context.model.context_length if unbounded else self.default_max_tokens
         return self.context.frontend.generate_request(
             generation.call, default_max_new_tokens=limit, caller=exchange.caller
         )
 
-    def _usage_count(self, generation: Generation[R]) -> UsageCount:
+    def _usage_count(self, generation: G) -> UsageCount:
         return UsageCount(generation.request.num_samples, self.context.args.enable_cache_report)
 
-    async def _reply(self, exchange: Exchange, generation: Generation[R]) -> None:
+    async def _reply(self, exchange: Exchange, generation: G) -> None:
         async with exchange.until_client_leaves(), aclosing(self._updates(exchange, generation)) as news:
             updates = [update async for update in news]
         count = self._usage_count(generation)
@@ -222,20 +239,20 @@ class OpenAIServingBase(ABC, Generic[R]):
             count.add(update)
         await exchange.reply_json(self.response(generation, updates, count.total()))
 
-    async def _stream(self, exchange: Exchange, generation: Generation[R]) -> None:
+    async def _stream(self, exchange: Exchange, generation: G) -> None:
         writer = self.chunk_writer(generation)
         count = self._usage_count(generation)
         failures: list[bytes] = []
 
         def render(update: SampleUpdate) -> bytes:
-            if update.finish is None:
-                return writer.delta(update, None)
-            count.add(update)
-            failures.append(failure_frames(update.finish))
-            return writer.delta(update, Ending.of(update.finish, generation.request))
+            if update.finish is not None:
+                count.add(update)
+                failures.append(failure_frames(update.finish))
+            return writer.delta(update)
 
         def tail() -> bytes:
-            usage = writer.usage(count.total()) if generation.request.wants_usage else b""
+            wanted = generation.request.wants_usage
+            usage = writer.usage(self.total_usage(generation, count.total())) if wanted else b""
             return usage + next(filter(None, failures), b"")
 
         await stream_reply(exchange, self._updates(exchange, generation), render, tail)
@@ -293,11 +310,8 @@ class ChunkWriter(ABC):
         return b"%b%b}]%b%b}\n\n" % (ids, in_choice, beside, usage)
 
     @abstractmethod
-    def delta(self, update: SampleUpdate, ending: Ending | None) -> bytes:
-        """Frames for the new output of a choice; may be empty.
-
-        ending: of the choice's last update. Its text and its finish reason are one chunk.
-        """
+    def delta(self, update: SampleUpdate) -> bytes:
+        """Frames for the new output of a choice; may be empty. The last text of a choice and its finish reason are one chunk."""
 
     def usage(self, usage: Usage) -> bytes:
         """The frame with the counts."""

@@ -16,7 +16,6 @@ from headrace.server.http import encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
-    Ending,
     Generation,
     NewLogprobs,
     OpenAIServingBase,
@@ -29,7 +28,7 @@ from headrace.text.incremental import IncrementalDecoder
 from headrace.text.tokenizers import Tokenizer
 
 
-class CompletionServing(OpenAIServingBase[CompletionRequest]):
+class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[CompletionRequest]]):
     """Handler of /v1/completions."""
 
     id_prefix = "cmpl-"
@@ -142,7 +141,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest]):
             new = NewLogprobs.of(update, request)
             shape.add(new.tokens, new.alternatives)
             logprobs = shape.take(len(prompt) + len(update.text))
-        ending = Ending.of(update.finish, request)
+        ending = generation.ending(update)
         choice: dict[str, object] = {
             "index": index,
             "text": prompt + update.text,
@@ -177,7 +176,7 @@ class CompletionChunks(ChunkWriter):
         self.generation = generation
         self.choices: dict[int, _ChoiceStream] = {}
 
-    def delta(self, update: SampleUpdate, ending: Ending | None) -> bytes:
+    def delta(self, update: SampleUpdate) -> bytes:
         """The new text, with echo before the first."""
         request, index, text = self.generation.request, update.index, update.text
         prompt_ids = b""
@@ -199,16 +198,16 @@ class CompletionChunks(ChunkWriter):
             new = NewLogprobs.of(update, request)
             choice.logprobs.add(new.tokens, new.alternatives)
             has_logprobs = bool(choice.logprobs.tokens)
-            logprobs = encode_json(choice.logprobs.take(None if ending is None else choice.length))
+            logprobs = encode_json(choice.logprobs.take(None if update.finish is None else choice.length))
         has_ids = self.wants_ids and bool(update.ids or prompt_ids)
-        if not text and not has_logprobs and not has_ids and ending is None:
+        if not text and not has_logprobs and not has_ids and update.finish is None:
             return b""
         return b'%b%d,"text":%b,"logprobs":%b,%b%b' % (
             self.choice_head,
             index,
             encode_json(text),
             logprobs if has_logprobs else b"null",
-            NOT_ENDED if ending is None else ending.json(),
+            NOT_ENDED if update.finish is None else self.generation.ending(update).json(),
             self.tail(update, in_choice=prompt_ids),
         )
 

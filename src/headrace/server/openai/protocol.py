@@ -23,7 +23,7 @@ MAX_LOGPROBS = 20
 AS_MANY_AS_FIT = -1
 """llama.cpp's default for the number of output tokens."""
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -216,7 +216,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     audio: object | None = None
-    tool_calls: list[object] | None = None
+    tool_calls: list[dict[str, object]] | None = None
     tool_call_id: str | None = None
     function_call: object | None = None
     annotations: list[object] | None = None
@@ -225,7 +225,11 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions.
+
+    separate_reasoning: false leaves reasoning in the content. stream_reasoning: false sends it in one piece when it is complete.
+    include_reasoning: false leaves it out of the reply.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
     logprobs: bool | None = None
@@ -235,7 +239,9 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: ReasoningEffort | None = None
     separate_reasoning: bool | None = None
-    tools: list[object] | None = None
+    stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     functions: list[object] | None = None
@@ -266,11 +272,8 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
 
 
 _NOT_YET = (
-    "tools",
-    "tool_choice",
     "functions",
     "function_call",
-    "parallel_tool_calls",
     "modalities",
     "audio",
     "prediction",
@@ -281,7 +284,6 @@ _NOT_YET = (
     "service_tier",
     "prompt_cache_options",
     "prompt_cache_retention",
-    "separate_reasoning",
 )
 """Chat fields that are not supported: accepted only at values that ask for nothing."""
 

@@ -6,9 +6,10 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.inputs import check_token_ids
+from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
-from headrace.server.openai.chat import chat_prompt_ids, check_messages
+from headrace.server.openai.chat_request import conversation_of
 from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage, ReasoningEffort
 
 
@@ -21,6 +22,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: list[dict[str, object]] | None = None
     chat_template_kwargs: dict[str, object] | None = None
     reasoning_effort: ReasoningEffort | None = None
 
@@ -52,8 +54,6 @@ class TokenizeAPI:
             self.context.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
-        if body.messages is not None:
-            check_messages(body.messages, self.context.model.context_length)
         if isinstance(body.prompt, list):
             self._check_count("prompt", "texts", len(body.prompt))
         reply = await self.context.in_text_thread(lambda: self._tokenized(body))
@@ -84,10 +84,12 @@ class TokenizeAPI:
                 messages=body.messages,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
+                tools=body.tools,
                 reasoning_effort=body.reasoning_effort,
                 chat_template_kwargs=body.chat_template_kwargs,
             )
-            return [chat_prompt_ids(self.context, chat)]
+            conversation = conversation_of(chat, self.context.model.context_length)
+            return [chat_prompt(self.context, conversation).ids]
         assert body.prompt is not None, "one of prompt and messages is given"
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self.context.check_text_length("prompt", sum(map(len, texts)), whole=True)

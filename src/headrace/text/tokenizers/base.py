@@ -69,6 +69,7 @@ class Tokenizer:
     special_ids: tokens that `skip_special_tokens` leaves out. special_texts: finds their texts in a string.
     chat_template: the checkpoint's own, by name ("default", "tool_use" ...); empty when there is none.
     named_tokens: texts of special tokens by role (`bos_token` ...), which chat templates use.
+    response_template: how the checkpoint says that outputs are to be read (transformers' name); None if it does not.
     fixed_bytes: every token stands for the same bytes wherever it is, so text is the concatenation of the tokens' bytes
     (byte-level BPE, and sentencepiece with byte fallback). strips_first_space: the first space of a text is not shown.
     """
@@ -82,6 +83,7 @@ class Tokenizer:
         pad_id: int | None = None,
         chat_template: dict[str, str] | None = None,
         named_tokens: dict[str, str] | None = None,
+        response_template: dict[str, Any] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -95,6 +97,7 @@ class Tokenizer:
         self.pad_id = pad_id
         self.chat_template = chat_template or {}
         self.named_tokens = named_tokens or {}
+        self.response_template = response_template
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True), *(index + 1 for index in added)])
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.special_texts = SpecialTexts(token.content for token in added.values() if token.special)
@@ -219,6 +222,11 @@ class Tokenizer:
                 {"name": name, "template": template} for name, template in self.chat_template.items()
             ]
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Text -> id of the tokens that were added to the vocabulary, special or not."""
+        return dict(self._added_ids)
 
     @property
     def special_tokens(self) -> dict[str, int]:

@@ -32,6 +32,7 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
         pad_id=ids["pad_token"],
         chat_template=_folder_template(path, config),
         named_tokens={key: text for key in _NAMED_TOKENS if (text := _content(named.get(key))) is not None},
+        response_template=template if isinstance(template := config.get("response_template"), dict) else None,
     )
 
 

@@ -1,0 +1,8 @@
+"""What every chat API shares: a conversation, its prompt, the call of the engine, and its output as events.
+
+- conversation.py: messages, tools and choices, and their checks. Read it first.
+- prompt.py: renders and tokenizes a conversation, also for templates that know no tools.
+- reply_grammar.py: what the output must match.
+- calls.py: a conversation as a call of the engine.
+- choice_stream.py: the output of one choice as events.
+"""

@@ -1,0 +1,108 @@
+"""From a conversation to a call of the engine, and to the reader of its output.
+
+Owns what tools, reasoning and the requested grammar mean for the sampling of a reply. Every chat API uses it. Rendering and tokenizing run in a
+thread; the rest in the event loop that serves HTTP.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.messages.outputs import FinishReason
+from headrace.messages.requests import GenerateReqInput
+from headrace.parsers.registry import OutputFormat
+from headrace.sampling.params import SamplingParams
+from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
+from headrace.server.chat.conversation import Conversation
+from headrace.server.chat.prompt import ChatPrompt, chat_prompt
+from headrace.server.chat.reply_grammar import bound_by_tools
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange
+
+CONTEXT_TOKENS = 8
+"""Tokens at the end of a prompt on which the text of the first output tokens may depend."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A conversation that is ready to be generated. call: for the engine. format: how the output is read; None = it is nothing but text."""
+
+    context: ServingContext
+    conversation: Conversation
+    prompt: ChatPrompt
+    sampling: SamplingParams
+    call: GenerateReqInput
+    format: OutputFormat | None
+
+    def choice(self) -> ChoiceStream:
+        """The reader of one choice."""
+        if self.format is None:
+            return ChoiceStream(None, None)
+        conversation = self.conversation
+        parser = self.format.parser(
+            tools=[tool.function for tool in conversation.tools],
+            prompt_ids=self.prompt.ids,
+            prompt_text=self.prompt.tail,
+            reads_tools=bool(conversation.tools) and conversation.choice.mode != "none",
+            reads_reasoning=conversation.splits_reasoning,
+            num_calls_before=conversation.num_calls_before,
+        )
+        pieces = TokenPieces(
+            self.context.model.tokenizer,
+            self.format.mark_ids,
+            self.prompt.ids[-CONTEXT_TOKENS:],
+            skip_special_tokens=self.sampling.skip_special_tokens,
+            spaces_between_special_tokens=self.sampling.spaces_between_special_tokens,
+        )
+        return ChoiceStream(parser, pieces)
+
+    def updates(self, exchange: Exchange) -> AsyncGenerator[SampleUpdate, None]:
+        """Generate. Without a limit the output may fill the context."""
+        return self.context.frontend.generate_request(
+            self.call, default_max_new_tokens=self.context.model.context_length, caller=exchange.caller
+        )
+
+    def reason(self, finish: FinishReason, choice: ChoiceStream) -> str:
+        """Why a choice ended: stop, length, tool_calls or abort. A call that was asked for by name is no surprise: stop, as OpenAI says."""
+        calls = finish.type == "stop" and choice.has_calls and self.conversation.choice.name is None
+        return "tool_calls" if calls else finish.type
+
+
+async def chat_call(
+    context: ServingContext,
+    conversation: Conversation,
+    sampling: SamplingParams,
+    *,
+    clamps_limit: bool = False,
+    shorten: Callable[[list[int]], list[int]] | None = None,
+    **fields: Any,
+) -> ChatCall:
+    """Render and tokenize a conversation, and say how its reply is sampled.
+
+    clamps_limit: a limit of output tokens beyond the room in the context is lowered, not refused. shorten: makes the prompt's ids fewer.
+    fields: more of `GenerateReqInput`. Raises RequestError.
+    """
+    output_format = _format(context, conversation)
+    prompt = await context.in_text_thread(lambda: chat_prompt(context, conversation))
+    if shorten is not None:
+        prompt = ChatPrompt(shorten(prompt.ids), prompt.tail)
+    sampling = bound_by_tools(sampling, conversation, output_format, prompt)
+    limit, room = sampling.max_new_tokens, context.model.context_length - len(prompt.ids)
+    if clamps_limit and limit is not None and limit > room > 0:
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
+    call = GenerateReqInput(input_ids=list(prompt.ids), sampling_params=sampling, **fields)
+    return ChatCall(context, conversation, prompt, sampling, call, output_format)
+
+
+def _format(context: ServingContext, conversation: Conversation) -> OutputFormat | None:
+    """How the model writes what is not text, if the reply may hold that. Raises RequestError for tools that nobody could read."""
+    found = context.model.output_format
+    if conversation.tools and (found is None or not found.has_tools):
+        raise RequestError(
+            "tools: this server reads no tool calls; start it with another --tool-call-parser than none", "tools"
+        )
+    return found if conversation.tools or (found is not None and found.has_reasoning) else None

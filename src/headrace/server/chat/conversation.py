@@ -1,0 +1,209 @@
+"""A conversation as every chat API means it: messages, tools, and what the reply may be.
+
+Owns these types, the checks that all APIs share, and the form in which templates read messages and tools. The APIs make it from their own
+requests; `prompt` renders it. Pure functions; any thread.
+
+Messages are dicts with the keys of chat templates: `role` (system, user, assistant, tool), `content` (text, or a list of
+`{"type": "text", "text": ...}`), `reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, where the
+arguments are an object, or a text that is not the JSON of one), `tool_call_id` and `name`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from headrace.errors import RequestError
+
+MAX_TOOLS = 1024
+"""Most tools of a request."""
+
+MAX_NAME_CHARS = 256
+"""Longest name of a tool; OpenAI allows 64, other vendors 128."""
+
+Message = dict[str, object]
+
+_NAME = re.compile(r"[^\s\"'<>{}\\\x00-\x1f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    parameters: the JSON schema of its arguments; None = any object. strict: arguments must match it. definition: what templates show the
+    model, as the client wrote it: `{"type": "function", "function": {...}}`.
+    """
+
+    name: str
+    parameters: Mapping[str, object] | None
+    strict: bool
+    definition: Mapping[str, object]
+
+    @property
+    def function(self) -> Mapping[str, object]:
+        """`definition` without its wrapper."""
+        function = self.definition["function"]
+        assert isinstance(function, dict), "made by `function_tool`"
+        return function
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """auto: the model decides. none: no call. required: at least one call, to `name` if it is given."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a model is asked.
+
+    parallel: several calls in one reply are allowed. template_kwargs: more variables of the template. effort: how much the model shall think, for
+    templates that know it. thinking: whether it shall think; None = as the template does. splits_reasoning: reasoning is kept apart from the content.
+    opens_reply: the prompt ends with the beginning of the assistant's message. continues_last: it ends with the unfinished last message.
+    """
+
+    messages: Sequence[Message]
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice()
+    parallel: bool = True
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    effort: str | None = None
+    thinking: bool | None = None
+    splits_reasoning: bool = True
+    opens_reply: bool = True
+    continues_last: bool = False
+
+    @property
+    def num_calls_before(self) -> int:
+        """Tool calls in the messages."""
+        return sum(len(calls_of(message)) for message in self.messages)
+
+
+def calls_of(message: Message) -> list[Message]:
+    """The tool calls of a message, none if it has none."""
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def function_tool(
+    where: str,
+    name: object,
+    description: object,
+    parameters: object,
+    strict: bool,
+    function: Mapping[str, object] | None = None,
+) -> Tool:
+    """A tool from the fields that all APIs have. function: as templates shall see it; None = from these fields.
+
+    Raises RequestError that names `where`, its place in the request.
+    """
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.name is missing", f"{where}.name")
+    if len(name) > MAX_NAME_CHARS:
+        raise RequestError(f"{where}.name has {len(name)} characters, at most {MAX_NAME_CHARS}", f"{where}.name")
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}.name {name!r}: spaces, quotes, braces and angle brackets are not allowed", f"{where}.name"
+        )
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"{where}.description must be a string", f"{where}.description")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"{where}.parameters must be a JSON schema (an object)", f"{where}.parameters")
+    if function is None:
+        function = {"name": name}
+        if description is not None:
+            function["description"] = description
+        if parameters is not None:
+            function["parameters"] = parameters
+    return Tool(name, parameters, strict, {"type": "function", "function": dict(function)})
+
+
+def check_tools(field: str, tools: Sequence[Tool]) -> None:
+    """Raises RequestError for too many tools, and for two with one name."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"{field}: at most {MAX_TOOLS} tools, got {len(tools)}", field)
+    seen: set[str] = set()
+    for number, tool in enumerate(tools):
+        if tool.name in seen:
+            raise RequestError(
+                f"{field}[{number}]: there are two tools called {tool.name!r}", f"{field}[{number}].name"
+            )
+        seen.add(tool.name)
+
+
+def check_choice(field: str, choice: ToolChoice, tools: Sequence[Tool]) -> None:
+    """Raises RequestError for a choice that needs tools that are not there."""
+    if choice.mode == "required" and not tools:
+        raise RequestError(f"{field} asks for a tool call, but there are no tools", field)
+    if choice.name is not None and all(tool.name != choice.name for tool in tools):
+        shown = choice.name[:100]
+        raise RequestError(f"{field}: there is no tool called {shown!r} among the tools", field)
+
+
+def check_history(field: str, messages: Sequence[Message]) -> None:
+    """Check that tool calls have different ids, and that each result answers a call of the last message with calls; give it the name of its tool.
+
+    field: name of the list of messages. Raises RequestError that names the message.
+    """
+    asked: dict[str, str] = {}
+    for number, message in enumerate(messages):
+        where = f"{field}[{number}]"
+        match message["role"]:
+            case "assistant" if calls_of(message):
+                asked = {}
+                for place, call in enumerate(calls_of(message)):
+                    call_id = str(call["id"])
+                    if call_id in asked:
+                        shown = f"{where}.tool_calls[{place}].id"
+                        raise RequestError(f"{shown}: there are two calls with the id {call_id[:100]!r}", shown)
+                    function = call["function"]
+                    assert isinstance(function, dict), "made by `function_call`"
+                    asked[call_id] = str(function["name"])
+            case "tool":
+                answered = message.get("tool_call_id")
+                if not isinstance(answered, str) or answered not in asked:
+                    raise RequestError(
+                        f"{where} is the result of a tool call, but no call before it has the id {str(answered)[:100]!r}",
+                        f"{where}.tool_call_id",
+                    )
+                message.setdefault("name", asked[answered])
+            case _:
+                pass
+
+
+def function_call(call_id: str, name: str, arguments: object) -> Message:
+    """An element of `tool_calls`. arguments: an object, or its JSON."""
+    if isinstance(arguments, str):
+        arguments = _object_or_text(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _object_or_text(text: str) -> object:
+    if not text.strip():
+        return {}
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The same for templates that expect the arguments of calls as JSON."""
+    return [_arguments_as_text(message) if calls_of(message) else message for message in messages]
+
+
+def _arguments_as_text(message: Message) -> Message:
+    calls = []
+    for call in calls_of(message):
+        function = call["function"]
+        assert isinstance(function, dict), "made by `function_call`"
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments).decode()
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}

@@ -1,0 +1,156 @@
+"""Renders and tokenizes a conversation.
+
+Owns how messages and tools are given to the model's chat template, also to one that knows no tools. Plain computation, in a thread.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.errors import RequestError
+from headrace.messages.neutral import is_empty
+from headrace.server.chat.conversation import Conversation, Message, Tool, calls_of, with_arguments_as_text
+from headrace.server.context import ServingContext
+from headrace.text.batch_tokenizer import refuse_too_long
+from headrace.text.chat_templates import RESERVED_KWARGS, ChatTemplate
+from headrace.text.tokenizers import RenderedPrompt
+
+TAIL_CHARS = 64
+"""Characters of a prompt's end that say whether its reasoning is open."""
+
+_THINKING = ("enable_thinking", "thinking")
+"""Names under which templates are told whether to think."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """ids: of the rendered conversation. tail: the end of its text."""
+
+    ids: list[int]
+    tail: str
+
+
+def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatPrompt:
+    """The prompt of a conversation. Raises RequestError, also when the model has no chat template."""
+    model = context.model
+    template = (model.tool_template if conversation.tools else None) or model.chat_template
+    if template is None:
+        raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
+    tools = [tool.definition for tool in conversation.tools]
+    context.check_text_length(
+        "messages", _num_chars(conversation.messages) + sum(map(_num_tool_chars, conversation.tools))
+    )
+    messages = [_for_template(message, template.content_parts) for message in conversation.messages]
+    if (tools or any(map(calls_of, messages))) and not template.uses_tools:
+        messages, tools = _written_out(messages, conversation.tools), []
+    kwargs = _template_kwargs(template, conversation)
+
+    def render(messages: Sequence[Message]) -> RenderedPrompt:
+        return template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=conversation.opens_reply and not conversation.continues_last,
+            continue_final_message=conversation.continues_last,
+            kwargs=kwargs,
+        )
+
+    try:
+        rendered = render(messages)
+    except RequestError:
+        # Most templates write the arguments of a call as JSON; some expect them to be JSON already.
+        if not any(map(calls_of, messages)):
+            raise
+        rendered = render(with_arguments_as_text(messages))
+    context.check_text_length("messages", len(rendered.text))
+    refuse_too_long(model.tokenizer, rendered.text, model.context_length, "messages")
+    return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text[-TAIL_CHARS:])
+
+
+def _template_kwargs(template: ChatTemplate, conversation: Conversation) -> dict[str, object]:
+    known = RESERVED_KWARGS | _words(template.source)
+    kwargs = {
+        name: value for name, value in conversation.template_kwargs.items() if name in known or not is_empty(value)
+    }
+    # Reserved names are refused with their own message when the template is rendered.
+    if unknown := kwargs.keys() - known:
+        shown = sorted(unknown)[0][:100]
+        raise RequestError(
+            f"chat_template_kwargs: this model's chat template does not use {shown!r}",
+            "chat_template_kwargs",
+            "unsupported_parameter",
+        )
+    # If the template uses none of these names they have no effect, as on SGLang and vLLM.
+    if conversation.effort is not None and "reasoning_effort" in known:
+        kwargs.setdefault("reasoning_effort", conversation.effort)
+    thinks = conversation.thinking
+    if thinks is None and conversation.effort is not None:
+        thinks = conversation.effort != "none"
+    if thinks is not None:
+        for name in _THINKING:
+            if name in known:
+                kwargs.setdefault(name, thinks)
+    return kwargs
+
+
+@functools.lru_cache(maxsize=8)
+def _words(source: str) -> frozenset[str]:
+    """All words in the source of a template that look like names."""
+    return frozenset(re.findall(r"\w+", source))
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    return sum(_chars_in(message) for message in messages)
+
+
+def _chars_in(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_chars_in, value.values()))
+    return sum(map(_chars_in, value)) if isinstance(value, list) else 0
+
+
+def _num_tool_chars(tool: Tool) -> int:
+    return _chars_in(dict(tool.definition))
+
+
+def _for_template(message: Message, keep_parts: bool) -> Message:
+    """The message with its text parts joined by newlines, unless the template reads parts."""
+    content = message.get("content")
+    if keep_parts or not isinstance(content, list):
+        return message
+    return message | {"content": "\n".join(str(part["text"]) for part in content)}
+
+
+def _written_out(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The messages with tools, calls and results as text, for a template that knows none of them.
+
+    The text is that of Hermes models, which most others follow: NousResearch/Hermes-Function-Calling.
+    """
+    shown = [_call_written_out(message) for message in messages]
+    if not tools:
+        return shown
+    listed = "\n".join(json.dumps(tool.definition, ensure_ascii=False) for tool in tools)
+    about = (
+        "You may call one or more functions to assist with the user query. Here are the available functions:\n"
+        f"<tools>\n{listed}\n</tools>\n\n"
+        "For each function call return a JSON object with the name and the arguments of the function within <tool_call></tool_call> tags:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+    if shown and shown[0]["role"] == "system" and isinstance(shown[0].get("content"), str):
+        return [shown[0] | {"content": f"{shown[0]['content']}\n\n{about}"}, *shown[1:]]
+    return [{"role": "system", "content": about}, *shown]
+
+
+def _call_written_out(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+    calls = calls_of(message)
+    if not calls:
+        return message
+    texts = [str(message["content"])] if message.get("content") else []
+    for call in calls:
+        texts.append(f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>")
+    return {"role": message["role"], "content": "\n".join(texts)}

@@ -1,0 +1,184 @@
+"""The messages, tools and choices of a chat completion as a `Conversation`.
+
+Owns the checks of a chat request's messages and tools. Pure functions, run in the event loop that serves HTTP.
+"""
+
+from collections.abc import Sequence
+
+from headrace.errors import ContextLengthError, RequestError
+from headrace.messages.neutral import is_empty
+from headrace.server.chat.conversation import (
+    Conversation,
+    Message,
+    Tool,
+    ToolChoice,
+    check_choice,
+    check_history,
+    check_tools,
+    function_call,
+    function_tool,
+)
+from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart
+
+_MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial")
+_PART_FIELDS_NOT_YET = ("image_url", "input_audio", "file")
+
+
+def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conversation:
+    """The conversation of a request. Raises RequestError that names the unsupported or invalid field."""
+    messages = template_messages(request.messages, context_length)
+    if request.continue_final_message and messages[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message needs a last message of the role assistant", "continue_final_message"
+        )
+    tools = tools_of(request.tools)
+    choice = choice_of(request.tool_choice, tools)
+    return Conversation(
+        messages=messages,
+        tools=tools,
+        choice=choice,
+        parallel=request.parallel_tool_calls is not False,
+        template_kwargs=request.chat_template_kwargs or {},
+        effort=request.reasoning_effort,
+        splits_reasoning=request.separate_reasoning is not False,
+        opens_reply=request.add_generation_prompt is not False,
+        continues_last=bool(request.continue_final_message),
+    )
+
+
+def template_messages(messages: Sequence[ChatMessage], context_length: int) -> list[Message]:
+    """The messages in the form for templates. Raises RequestError that names the unsupported or invalid one."""
+    if not messages:
+        raise RequestError("messages is empty", "messages")
+    if len(messages) > context_length:
+        raise ContextLengthError("messages", context_length, f"there are {len(messages)} messages")
+    shown = [_template_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
+    check_history("messages", shown)
+    return shown
+
+
+def _template_message(where: str, message: ChatMessage) -> Message:
+    _check_message(where, message)
+    shown: Message = {"role": "system" if message.role == "developer" else message.role}
+    shown["content"] = _content(where, message)
+    if message.name is not None:
+        shown["name"] = message.name
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        shown["reasoning_content"] = reasoning
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            _tool_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(message.tool_calls)
+        ]
+    if message.role == "tool":
+        shown["tool_call_id"] = message.tool_call_id
+    return shown
+
+
+def _check_message(where: str, message: ChatMessage) -> None:
+    if message.role == "function":
+        raise RequestError(f"{where}.role: function messages are not supported; use the role tool", f"{where}.role")
+    if message.role not in ROLES:
+        shown = message.role[:50]
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown!r}", f"{where}.role")
+    for name in _MESSAGE_FIELDS_NOT_YET:
+        if not is_empty(getattr(message, name)):
+            raise RequestError(f"{where}.{name} is not supported", f"{where}.{name}", "unsupported_parameter")
+    for name, role in (("reasoning_content", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if message.role != role and not is_empty(getattr(message, name)):
+            raise RequestError(f"{where}.{name} belongs to the role {role}", f"{where}.{name}")
+    if message.role == "tool" and not message.tool_call_id:
+        raise RequestError(f"{where}.tool_call_id is missing", f"{where}.tool_call_id")
+
+
+def _content(where: str, message: ChatMessage) -> str | list[Message]:
+    content = message.content
+    if content is None or content == []:
+        if message.role == "assistant" and (message.tool_calls or message.refusal):
+            return message.refusal or ""
+        raise RequestError(f"{where}.content is missing", f"{where}.content")
+    if isinstance(content, str):
+        return content
+    return [_part(f"{where}.content[{place}]", part) for place, part in enumerate(content)]
+
+
+def _part(where: str, part: ContentPart) -> Message:
+    if part.type == "refusal" and isinstance(part.refusal, str):
+        return {"type": "text", "text": part.refusal}
+    if part.type != "text":
+        raise RequestError(
+            f"{where}: parts of type {part.type[:50]!r} are not supported yet, only text",
+            f"{where}.type",
+            "unsupported_parameter",
+        )
+    if part.text is None:
+        raise RequestError(f"{where}.text is missing", f"{where}.text")
+    for name in (*_PART_FIELDS_NOT_YET, "refusal"):
+        if not is_empty(getattr(part, name)):
+            raise RequestError(f"{where}.{name} does not belong to a part of type text", f"{where}.{name}")
+    return {"type": "text", "text": part.text}
+
+
+def _tool_call(where: str, call: dict[str, object]) -> Message:
+    call_id, function = call.get("id"), call.get("function")
+    if not isinstance(call_id, str) or not call_id:
+        raise RequestError(f"{where}.id is missing", f"{where}.id")
+    if call.get("type") not in (None, "function"):
+        raise RequestError(f"{where}.type must be 'function'", f"{where}.type")
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function is missing", f"{where}.function")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.function.name is missing", f"{where}.function.name")
+    if arguments is not None and not isinstance(arguments, str | dict):
+        raise RequestError(f"{where}.function.arguments must be JSON text", f"{where}.function.arguments")
+    return function_call(call_id, name, "" if arguments is None else arguments)
+
+
+def tools_of(tools: Sequence[dict[str, object]] | None) -> tuple[Tool, ...]:
+    """The tools of a request. Raises RequestError that names the invalid one."""
+    found = tuple(_tool(f"tools[{number}]", tool) for number, tool in enumerate(tools or ()))
+    check_tools("tools", found)
+    return found
+
+
+def _tool(where: str, tool: dict[str, object]) -> Tool:
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise RequestError(
+            f"{where}.type must be 'function', got {str(kind)[:50]!r}", f"{where}.type", "unsupported_parameter"
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function is missing", f"{where}.function")
+    return function_tool(
+        f"{where}.function",
+        function.get("name"),
+        function.get("description"),
+        function.get("parameters"),
+        function.get("strict") is True,
+        function,
+    )
+
+
+def choice_of(choice: str | dict[str, object] | None, tools: Sequence[Tool]) -> ToolChoice:
+    """`tool_choice`. Raises RequestError."""
+    match choice:
+        case None | "" | "auto":
+            found = ToolChoice()
+        case "none":
+            found = ToolChoice("none")
+        case "required":
+            found = ToolChoice("required")
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            found = ToolChoice("required", name)
+        case dict() if not choice:
+            found = ToolChoice()
+        case _:
+            raise RequestError(
+                "tool_choice must be auto, none, required, or an object that names a function: "
+                '{"type": "function", "function": {"name": ...}}',
+                "tool_choice",
+            )
+    check_choice("tool_choice", found, tools)
+    return found
