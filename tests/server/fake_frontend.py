@@ -5,6 +5,7 @@ of the real one.
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -60,6 +62,18 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|user|>", "<|assistant|>"])
     return Tokenizer(backend)
+
+
+def events(reply: httpx.Response) -> list[Any]:
+    """The events of a stream; checks the framing and that [DONE] comes once, at the end."""
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    frames = reply.text.split("\n\n")
+    assert frames.pop() == ""
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    assert frames.count("data: [DONE]") == 1
+    assert frames.pop() == "data: [DONE]"
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
 @dataclass
@@ -140,7 +154,8 @@ class FakeAdapters:
 class FakeFrontend:
     """Answers as the TokenizerManager does, and as some of its parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, context_length: int = CONTEXT_LENGTH) -> None:
+        self.context_length = context_length
         self.tokenizer = byte_tokenizer()
         self.has_tokenizer = True
         self.reset()
@@ -181,7 +196,7 @@ class FakeFrontend:
         caller: Any = None,
     ) -> AsyncGenerator[SampleUpdate, None]:
         limits = CallLimits(
-            self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=CONTEXT_LENGTH,
+            self.tokenizer.vocab_size, 8, max_n=8, max_prompts=64, max_samples=256, context_length=self.context_length,
             has_tokenizer=self.has_tokenizer,
         )  # fmt: skip
         call = split_call(obj, limits)
@@ -194,11 +209,11 @@ class FakeFrontend:
             ids = given.ids if given.text is None else self.tokenizer.encode(given.text)
             if ids is None:
                 ids = [0] * (len(given.embeds or b"") // 32)
-            if len(ids) > CONTEXT_LENGTH:
-                raise RequestError(f"the prompt has {len(ids)} tokens, the context {CONTEXT_LENGTH}", "text")
+            if len(ids) > self.context_length:
+                raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.context_length}", "text")
             sampling = prompt.sampling.resolve(
                 defaults=GenerationDefaults(), vocab_size=self.tokenizer.vocab_size, default_max_new_tokens=default_max_new_tokens,
-                room_tokens=CONTEXT_LENGTH - len(ids), bad_word_ids=[], grammar=prompt.grammar, seed=0,
+                room_tokens=self.context_length - len(ids), bad_word_ids=[], grammar=prompt.grammar, seed=0,
                 max_n=8,
             )  # fmt: skip
             self.resolved.append(sampling)
@@ -368,17 +383,21 @@ class FakeFrontend:
         self.faults.append(fault)
 
 
-def served_model(tokenizer: Tokenizer, template: str | None = TEMPLATE) -> ServedModel:
+def served_model(
+    tokenizer: Tokenizer, template: str | None = TEMPLATE, context_length: int = CONTEXT_LENGTH
+) -> ServedModel:
     """The fake model as the server knows it."""
     ready = ReadyInfo(
-        max_total_tokens=1024, max_running_requests=8, context_length=CONTEXT_LENGTH, vocab_size=tokenizer.vocab_size,
+        max_total_tokens=1024, max_running_requests=8, context_length=context_length, vocab_size=tokenizer.vocab_size,
         hidden_size=8, page_size=1, dtype="float32", kv_cache_dtype="float32", device="cpu", attention_backend="torch_native",
         model_class="Fake", weight_bytes=1, kv_bytes=1, load_s=0.1,
     )  # fmt: skip
     chat = None if template is None else ChatTemplate(template, tokenizer.special_texts)
-    output_format = choose(template=template or "", special=tokenizer.added_tokens, tool_parser="hermes", reasoning_parser="think")
+    output_format = choose(
+        template=template or "", special=tokenizer.added_tokens, tool_parser="hermes", reasoning_parser="think"
+    )
     return ServedModel(
-        output_format=output_format, name=MODEL, context_length=CONTEXT_LENGTH, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
+        output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
         sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"),
     )  # fmt: skip
 
@@ -400,14 +419,16 @@ class Running:
 def make_app(frontend: Any, status: ServerStatus | None = None, template: str | None = TEMPLATE, **options: Any) -> Any:
     """The application around a fake."""
     args = ServerArgs(**({"port": 0} | options))
-    model = served_model(frontend.tokenizer, template)
+    model = served_model(frontend.tokenizer, template, getattr(frontend, "context_length", CONTEXT_LENGTH))
     return create_app(frontend, args, model, status), args
 
 
 @contextmanager
-def running_server(template: str | None = TEMPLATE, **options: Any) -> Iterator[Running]:
+def running_server(
+    template: str | None = TEMPLATE, fake_context_length: int = CONTEXT_LENGTH, **options: Any
+) -> Iterator[Running]:
     """A real server on a free port, in a thread."""
-    frontend = FakeFrontend()
+    frontend = FakeFrontend(fake_context_length)
     status = ServerStatus()
     app, args = make_app(frontend, status, template, **options)
     server = Server(app, args)

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_frontend import CONTEXT_LENGTH, MODEL, TEMPLATE, Running, byte_tokenizer, running_server
+from fake_frontend import CONTEXT_LENGTH, MODEL, TEMPLATE, Running, byte_tokenizer, events, running_server
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -18,18 +18,6 @@ from headrace.text.chat_templates import ChatTemplate
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = "Hello, wörld 🙂!"
 NUM_TOKENS = len(TEXT.encode())
-
-
-def events(reply: httpx.Response) -> list[Any]:
-    """The events of a stream; checks the framing and that [DONE] comes once, at the end."""
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    frames = reply.text.split("\n\n")
-    assert frames.pop() == ""
-    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
-    assert frames.count("data: [DONE]") == 1
-    assert frames.pop() == "data: [DONE]"
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
 def by_index(chunks: list[Any]) -> dict[int, list[Any]]:
