@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +13,9 @@ from runner_harness import CONTEXT, Driver, ids_by_row, int32, make_driver, prom
 
 from headrace.errors import ExecutionError
 from headrace.messages.control import FaultReq
+from headrace.messages.grammar import GrammarSpec
 from headrace.messages.requests import LogprobSpec, PromptContent
+from headrace.sampling import grammar_rows
 from headrace.sampling.params import ResolvedSamplingParams
 
 # float32 logits summed in another order than transformers does.
@@ -206,6 +209,43 @@ def test_input_embeddings_stand_in_for_the_prompt_only(sync, checkpoint):
     embeds = checkpoint[1].get_input_embeddings().weight.detach()[A].numpy().astype(np.float32).tobytes()
 
     assert sync.generate(1, [0] * 40, 5, chunks=(11,), content=PromptContent(bytes(4 * 40), embeds)) == want
+
+
+class AllowsEverything:
+    """A compiled grammar, and the mask of a sequence, that forbids nothing."""
+
+    is_complete = False
+
+    def __init__(self) -> None:
+        self.started: list[weakref.ref[AllowsEverything]] = []
+
+    def start(self) -> "AllowsEverything":
+        mask = AllowsEverything()
+        self.started.append(weakref.ref(mask))
+        return mask
+
+    def fill(self, words) -> None:
+        words.fill(-1)
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+
+def test_a_worker_that_rests_holds_nothing_of_the_grammars_of_rows_that_were_left(driver, monkeypatch):
+    monkeypatch.setattr(grammar_rows, "PATIENCE_S", 60.0)
+    spec = GrammarSpec("regex", "", "regex")
+    params = ResolvedSamplingParams(max_new_tokens=8, seed=0, temperature=0.0, grammar=spec)
+    grammar = AllowsEverything()
+    constrained = driver.generate(0, B, 4, sampling=params, grammar=grammar)
+    compiled, (mask,) = weakref.ref(grammar), grammar.started
+    del grammar
+    assert mask() is not None
+
+    driver.worker.rest((0,))
+
+    # Another row, whose plan says nothing of those that were left.
+    assert driver.generate(1, B, 4) == constrained
+    assert (mask(), compiled()) == (None, None)
 
 
 def fault(stage: str, kind: str, rid: str = "r1", at_token: int = 1) -> tuple[FaultReq, ...]:

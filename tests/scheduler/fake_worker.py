@@ -185,11 +185,16 @@ class FakeWorker:
         self.num_computed = 0
         self.num_prefill_rows = 0
         self.closed = False
+        self.rested: list[int] = []  # rows that were left when it was told to rest
         self.version = 0
         self.weights = FakeWeights(self)
 
     def submit(self, batch: ModelWorkerBatch) -> None:
         self.queue.append(batch)
+
+    def rest(self, left: tuple[int, ...]) -> None:
+        assert not self.queue, "it rests with a step in flight"
+        self.rested += left
 
     def close(self) -> None:
         self.closed = True

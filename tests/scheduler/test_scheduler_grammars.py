@@ -107,3 +107,23 @@ def test_the_worker_hears_which_constrained_rows_are_left():
     rig.add("other", PROMPT, 4)
     rig.drain()
     assert [seq for batch in seen for seq in batch.left] == [row]
+
+
+def test_what_constrained_rows_held_goes_when_nothing_has_come_for_a_while():
+    rig = Rig()
+    rig.add("first", PROMPT, 4, grammar=A)
+    rig.turn()
+    rig.grammars.finish("a", Compiled())
+    rig.drain()
+    assert rig.worker.rested == []
+    rig.turn()
+    [row] = rig.worker.rested
+    seen = []
+    submit = rig.worker.submit
+    rig.worker.submit = lambda batch: (seen.append(batch), submit(batch))
+    rig.turn()
+    rig.add("plain", PROMPT, 4)
+    rig.drain()
+    rig.turn()
+    assert rig.worker.rested == [row], "said once"
+    assert all(batch.left == () for batch in seen)

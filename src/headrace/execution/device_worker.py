@@ -53,6 +53,10 @@ class DeviceWorker:
             raise result
         return result
 
+    def rest(self, left: tuple[int, ...]) -> None:
+        """See `Worker.rest`."""
+        self.runner.runner.rest(left)
+
     def close(self) -> None:
         """Release all resources. Idempotent."""
         self._in_flight.clear()

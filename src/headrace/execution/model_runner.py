@@ -18,6 +18,7 @@ from headrace.errors import ExecutionError
 from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.sequence_table import SequenceTable
+from headrace.garbage import give_back_free_memory
 from headrace.log import get_logger
 from headrace.messages.control import FaultReq
 from headrace.messages.outputs import LogprobBlock
@@ -75,11 +76,19 @@ class ModelRunner:
 
     def add(self, plan: ModelWorkerBatch) -> None:
         """Enter the plan's new sequences in the tables, and forget the grammars of those that have left."""
-        for seq in plan.left:
-            self.sampler.forget_grammar(seq)
+        self._forget_grammars(plan.left)
         for new in plan.new:
             self.table.add(new, self._input_embeds(new))
             self.sampler.add(new.seq, new)
+
+    def rest(self, left: Iterable[int]) -> None:
+        """Forget the grammars of the rows that have been left, while no step follows, and return their memory to the system."""
+        self._forget_grammars(left)
+        give_back_free_memory()
+
+    def _forget_grammars(self, left: Iterable[int]) -> None:
+        for seq in left:
+            self.sampler.forget_grammar(seq)
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
         """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, an adapter, logit edits

@@ -79,6 +79,10 @@ class TpModelWorkerClient:
             raise result
         return result
 
+    def rest(self, left: tuple[int, ...]) -> None:
+        """See `Worker.rest`; returns at once."""
+        self._todo.put(lambda: self._worker.rest(left))
+
     def close(self) -> None:
         """Let the steps in flight finish, end the thread, release the worker. Idempotent."""
         if self._thread.is_alive():

@@ -4,7 +4,7 @@ Owns the token buffer (which allows the next step to be planned before this one'
 position. Does not allocate slots: the scheduler does. Used by the thread that runs the steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from headrace.messages.step import NewSequence
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What the runner keeps of a `NewSequence`. input_embeds: see `SequenceTable.add`."""
+    """What the runner keeps of a `NewSequence`, without its grammar, which the sampler has. input_embeds: see `SequenceTable.add`."""
 
     new: NewSequence
     input_embeds: torch.Tensor | None
@@ -83,7 +83,9 @@ class SequenceTable:
             self.host.pages[new.seq, : len(first_slots)] = first_slots // self.page_size
         elif num_cached:
             self.slots[new.seq, :num_cached] = self._placed(new.prefix_slots.astype(np.int32, copy=True))
-        spec = self.specs[new.seq] = SequenceSpec(new, input_embeds)
+        # A row that has been left must not hold a grammar, which may be large.
+        kept = new if new.grammar is None else replace(new, grammar=None)
+        spec = self.specs[new.seq] = SequenceSpec(kept, input_embeds)
         if spec.is_plain:
             self.special.discard(new.seq)
         else:

@@ -53,6 +53,10 @@ class TpModelWorker:
             raise result
         return result
 
+    def rest(self, left: tuple[int, ...]) -> None:
+        """See `Worker.rest`."""
+        self.runner.rest(left)
+
     def close(self) -> None:
         """Release what the worker holds. Idempotent."""
         self._resources.close()

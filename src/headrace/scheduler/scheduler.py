@@ -172,6 +172,8 @@ class Scheduler:
         if idle or (not state.in_flight and state.gate.holds):
             soon = self._weights.has_job or len(state.compiling)
             message = self._receiver.recv(JOB_WAIT_S if soon else IDLE_WAIT_S)
+            if message is None and idle and not soon:
+                self._rest()
         else:
             message = self._receiver.recv_nowait()
         while message is not None:
@@ -322,6 +324,12 @@ class Scheduler:
         self.state.ratio.reset()
         self._gen_throughput = 0.0
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
+
+    def _rest(self) -> None:
+        """Nothing has come for a while: what constrained requests have left goes now, not with the next step."""
+        left = self.state.kv.take_left()
+        if left:
+            self.worker.rest(left)
 
     def _leave_idle(self) -> None:
         self._idle = False
