@@ -171,3 +171,20 @@ def test_what_is_not_supported_is_refused_by_its_name(content, said):
 )
 def test_what_is_no_structural_tag_is_refused(value):
     assert "structural tag" in refusal("structural_tag", value)
+
+
+def test_text_ends_at_a_special_token_that_has_text_before_it():
+    mark = "<|im_start|>"
+    made = matcher(
+        "structural_tag",
+        {"format": {"type": "tag", "begin": "[", "content": {"type": "any_text"}, "end": f"</{mark}x>"}},
+        {mark: special(mark)},
+    )
+
+    def accepts(text):
+        return takes(made, TOKENIZER.encode(text, add_special_tokens=False, allow_special=True))
+
+    assert accepts(f"[a </b> </c</{mark}x>")
+    assert accepts(f"[</{mark}x>")
+    assert not accepts(f"[a {mark}x>")
+    assert not accepts(f"[a </{mark}")

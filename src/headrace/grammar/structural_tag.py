@@ -224,13 +224,21 @@ class _Compiler:
         if not ends:
             return self._terminal(text)
         written = [end for end in ends if self._literal(end) == lark.quoted(end)]
-        options = [f"{self._terminal(text)} {self._literal(end)}" for end in ends if end not in written]
+        options = [self._text_before_token(text, end) for end in ends if end not in written]
         if written:
             # Lazy: it ends with the first mark. Special tokens are no text, so none is needed before those.
             body = self._terminal(f"({text}) ({' | '.join(map(lark.quoted, written))})")
             self.definitions.append(f"lazy_{len(self.definitions)}[lazy]: {body}")
             options.append(f"lazy_{len(self.definitions) - 1}")
         return self._any_of(options)
+
+    def _text_before_token(self, text: str, end: str) -> str:
+        """Free text and a mark with a special token in it. What the mark has before its token belongs to the text's terminal, which would
+        otherwise have taken it by the time the token comes."""
+        before = min((found for name in self._special_tokens if (found := end.find(name)) >= 0), default=0)
+        if not before:
+            return f"{self._terminal(text)} {self._literal(end)}"
+        return f"{self._terminal(f'({text}) {lark.quoted(end[:before])}')} {self._literal(end[before:])}"
 
     def _then(self, expression: str, ends: Sequence[str]) -> str:
         return f"{expression} {self._any_of([self._literal(end) for end in ends])}" if ends else expression

@@ -86,9 +86,14 @@ def marks(texts: Iterable[str], special: Mapping[str, int]) -> dict[int, str]:
 
 
 def bind(
-    table: Table | None, reasoning: ReasoningTable | None, special: Mapping[str, int], known: Mapping[int, str]
+    table: Table | None,
+    reasoning: ReasoningTable | None,
+    special: Mapping[str, int],
+    known: Mapping[int, str],
+    by_text: bool = False,
 ) -> Program:
-    """A program of the given tables. special: texts of added tokens and their ids. known: all marks that may come (`marks`)."""
+    """A program of the given tables. special: texts of added tokens and their ids. known: all marks that may come (`marks`).
+    by_text: terminals that are added tokens match as text, too."""
     tables: dict[str, State] = {"content": State(Kind.CONTENT)}
     start = "content"
     if table is not None:
@@ -102,7 +107,7 @@ def bind(
         ended = {text: go for text, go in (table.opens if table is not None else {}).items() if text in special}
         tables["reasoning"] = State(Kind.REASONING, {**ended, **out})
         tables["content"] = _with(tables["content"], into)
-    states = {name: _bound(name, state, special) for name, state in tables.items()}
+    states = {name: _bound(name, state, special, by_text) for name, state in tables.items()}
     live = frozenset(token_id for state in states.values() for token_id in state.marks)
     return Program(states, start, known, live)
 
@@ -111,12 +116,12 @@ def _with(state: State, on: Mapping[str, Go]) -> State:
     return replace(state, on={**on, **state.on})
 
 
-def _bound(name: str, table: State, special: Mapping[str, int]) -> BoundState:
+def _bound(name: str, table: State, special: Mapping[str, int], by_text: bool) -> BoundState:
     state = BoundState(name, table.kind, table)
     for text, go in table.on.items():
         if text in special:
             state.marks[special[text]] = go
-        else:
+        if by_text or text not in special:
             state.texts[text] = go
     state.settle()
     return state

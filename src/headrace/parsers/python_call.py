@@ -2,12 +2,13 @@
 
 import ast
 import re
+import warnings
 from math import isfinite
 from typing import Literal
 
 from headrace.parsers.base import CallSink
 from headrace.parsers.json_text import skip_blanks
-from headrace.parsers.parameters import to_json
+from headrace.parsers.parameters import is_json, to_json
 
 _NAME = re.compile(r"[\w.\-]+")
 _HELD = re.compile(r"""[^\\"'()\[\]{},<]+""")
@@ -19,6 +20,7 @@ _ESCAPES = {
     "\\": "\\",
     "'": "'",
     '"': '"',
+    "/": "/",
     "a": "\a",
     "b": "\b",
     "f": "\f",
@@ -257,8 +259,11 @@ class PythonCall:
 def literal_json(text: str) -> str:
     """A Python literal as JSON; `true`, `false` and `null` are taken too. What is no literal becomes a string of its text."""
     text = text.strip()
+    if is_json(text):
+        return text
     try:
-        return to_json(_value(ast.parse(text, mode="eval").body))
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            return to_json(_value(ast.parse(text, mode="eval").body))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return to_json(text)
 
@@ -267,8 +272,8 @@ def _value(node: ast.expr) -> object:
     match node:
         case ast.Constant(value=None | bool() | int() | str()):
             return node.value
-        case ast.Constant(value=float() as number) if isfinite(number):
-            return number
+        case ast.Constant(value=float() as real) if isfinite(real):
+            return real
         case ast.Name(id=name) if name in _WORDS:
             return _WORDS[name]
         case ast.List() | ast.Tuple() | ast.Set():

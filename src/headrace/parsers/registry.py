@@ -27,10 +27,12 @@ TABLES: tuple[Table, ...] = (
     harmony.TABLE,
     deepseek.V32,
     deepseek.V3,
+    deepseek.V31,
     kimi_k2.TABLE,
     minimax.TABLE,
     qwen3_coder.TABLE,
-    glm.TABLE,
+    glm.GLM47,
+    glm.GLM45,
     gemma.GEMMA4,
     gemma.FUNCTION_GEMMA,
     pythonic.LFM2,
@@ -70,7 +72,7 @@ class OutputFormat:
         self.has_reasoning = reasoning is not None or (table is not None and table.has_reasoning)
         self._marks = marks(terminals(table, reasoning), special)
         self.mark_ids = frozenset(self._marks)
-        self._programs: dict[tuple[bool, bool], Program] = {}
+        self._programs: dict[tuple[bool, bool, bool], Program] = {}
 
     def parser(
         self,
@@ -80,6 +82,7 @@ class OutputFormat:
         prompt_text: str = "",
         reads_tools: bool = True,
         reads_reasoning: bool = True,
+        by_text: bool = False,
         num_calls_before: int = 0,
         random: Callable[[], str] | None = None,
     ) -> OutputParser:
@@ -87,10 +90,11 @@ class OutputFormat:
 
         tools: functions (`name`, `parameters`), whose schemas decide what parameters written as text become. prompt_ids, prompt_text: the
         prompt, or its end, in either form or both: whether it leaves reasoning open. reads_tools, reads_reasoning: what is not read stays in
-        the content, tags included. num_calls_before: calls in the conversation so far, for formats that number them. random: gives one random
+        the content, tags included. by_text: terminals match as text even where they are tokens: for outputs that are bound by a `call_grammar`.
+        num_calls_before: calls in the conversation so far, for formats that number them. random: gives one random
         character (of letters and digits) for ids; None: of the system.
         """
-        program = self._program(reads_tools, reads_reasoning)
+        program = self._program(reads_tools, reads_reasoning, by_text)
         schemas: dict[str, Mapping[str, object]] = {}
         for tool in tools:
             name, parameters = tool.get("name"), tool.get("parameters")
@@ -109,14 +113,14 @@ class OutputFormat:
             draw=random_characters if random is None else lambda num: "".join(random() for _ in range(num)),
         )
 
-    def _program(self, reads_tools: bool, reads_reasoning: bool) -> Program:
-        key = (reads_tools, reads_reasoning)
+    def _program(self, reads_tools: bool, reads_reasoning: bool, by_text: bool) -> Program:
+        key = (reads_tools, reads_reasoning, by_text)
         if key not in self._programs:
             table = self.table
             if table is not None and not reads_tools and not table.has_reasoning:
                 table = None
             reasoning = self.reasoning if reads_reasoning else None
-            self._programs[key] = bind(table, reasoning, self.special, self._marks)
+            self._programs[key] = bind(table, reasoning, self.special, self._marks, by_text)
         return self._programs[key]
 
     def _start(self, program: Program, prompt_ids: Sequence[int], prompt_text: str) -> str:

@@ -96,16 +96,39 @@ def plain_name(text: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Writing:
+    """How a call is to be written, for grammars. `{name}` is the function's name; `{number}` any number.
+
+    begin, end: around the arguments of a call. arguments: `json`: an object; `tags`: one `parameter` after the other, around which there is
+    nothing; `python`: keyword arguments; `gemma`: an object with `delimiter` around strings. parameter: before and after a value, with `{key}`
+    and `{is_string}` (true or false). section: around all calls. separator: between calls. bare: the first character of calls that stand alone at
+    the beginning of the output. needs: a token without which a tokenizer is of a model that writes calls in another way. escapes: the name is
+    within JSON.
+    """
+
+    begin: str
+    end: str = ""
+    arguments: Literal["json", "tags", "python", "gemma"] = "json"
+    parameter: tuple[str, str] = ("", "")
+    delimiter: str = ""
+    section: tuple[str, str] = ("", "")
+    separator: str = ""
+    bare: str = ""
+    needs: str = ""
+    escapes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A format: how a model writes calls, or all of its messages.
 
-    opens: terminals in `content` that begin calls. states: by name; `content` and `reasoning` are added where the table has none of that name.
-    start: the state at the beginning of an output and after reasoning between tags. read_name: the function's name in the text of a NAME, or
-    None for what is no name. call_id: makes the id of a call from its name, its number in the conversation, and a function that draws as many
-    random letters and digits as it is told; None: `call_` and 24 of them. prompts: an end of the prompt, without blanks after it, and the
-    state in which it leaves the output; the first that fits. parts: texts inside calls that may be special tokens of a tokenizer, and are
-    read as text. aliases: other names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model
-    that writes this format.
+    opens: terminals in `content` that begin calls. states: by name; `content` and `reasoning` are added where the table has none of that
+    name. start: the state at the beginning of an output and after reasoning between tags. read_name: the function's name in the text of a
+    NAME, or None for what is no name. call_id: makes the id of a call from its name, its number in the conversation, and a function that
+    draws as many random letters and digits as it is told; None: `call_` and 24 of them. prompts: an end of the prompt, without blanks after
+    it, and the state in which it leaves the output; the first that fits. parts: texts inside calls that may be special tokens of a
+    tokenizer, and are read as text. writings: how calls are to be written; the first that the tokenizer has the token for. aliases: other
+    names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model that writes this format.
     """
 
     name: str
@@ -116,6 +139,7 @@ class Table:
     call_id: CallId | None = None
     prompts: Sequence[tuple[str, str]] = ()
     parts: Sequence[str] = ()
+    writings: Sequence[Writing] = ()
     aliases: Sequence[str] = ()
     fingerprints: Sequence[Sequence[str]] = ()
     has_tools: bool = True

@@ -1,7 +1,7 @@
 """Gemma 4 and FunctionGemma: `call:name{key:value}`, with strings between delimiters of their own."""
 
 from headrace.parsers.gemma_call import GemmaCall
-from headrace.parsers.table import Go, Kind, State, Table
+from headrace.parsers.table import Go, Kind, State, Table, Writing
 
 _STRING = '<|"|>'
 _ESCAPE = "<escape>"
@@ -9,6 +9,7 @@ _ESCAPE = "<escape>"
 GEMMA4 = Table(
     name="gemma4",
     fingerprints=(("<|tool_call>",),),
+    writings=(Writing("<|tool_call>call:{name}", "<tool_call|>", arguments="gemma", delimiter=_STRING),),
     opens={"<|tool_call>": Go("call")},
     parts=(_STRING,),
     states={
@@ -20,6 +21,9 @@ GEMMA4 = Table(
 FUNCTION_GEMMA = Table(
     name="functiongemma",
     fingerprints=(("<start_function_call>",),),
+    writings=(
+        Writing("<start_function_call>call:{name}", "<end_function_call>", arguments="gemma", delimiter=_ESCAPE),
+    ),
     opens={"<start_function_call>": Go("call")},
     parts=(_ESCAPE,),
     states={

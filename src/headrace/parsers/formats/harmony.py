@@ -2,7 +2,7 @@
 
 import re
 
-from headrace.parsers.table import Go, Header, Kind, State, Table
+from headrace.parsers.table import Go, Header, Kind, State, Table, Writing
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -31,6 +31,7 @@ TABLE = Table(
     aliases=("openai", "openai_gptoss", "harmony", "gpt_oss"),
     fingerprints=(("<|channel|>", "<|message|>"),),
     has_reasoning=True,
+    writings=(Writing("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
     start="header",
     prompts=(
         ("<|channel|>analysis<|message|>", "reasoning"),

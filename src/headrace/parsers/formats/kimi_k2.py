@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from headrace.parsers.json_text import JsonArguments
-from headrace.parsers.table import Go, Kind, State, Table
+from headrace.parsers.table import Go, Kind, State, Table, Writing
 
 _NAME = re.compile(r"(?:functions\.)?([^\s:]+)(?::\d+)?")
 
@@ -25,6 +25,13 @@ _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_e
 TABLE = Table(
     name="kimi_k2",
     fingerprints=((_SECTION,),),
+    writings=(
+        Writing(
+            "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            section=(_SECTION, _SECTION_END),
+        ),
+    ),
     opens={_SECTION: Go("section"), "<|tool_call_begin|>": Go("name")},
     read_name=read_name,
     call_id=call_id,

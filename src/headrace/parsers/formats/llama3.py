@@ -1,12 +1,13 @@
 """Llama 3.1 to 3.3: a bare JSON object at the beginning of the output, or after `<|python_tag|>`; several are separated by `;`."""
 
 from headrace.parsers.json_text import JsonCall
-from headrace.parsers.table import Go, Kind, State, Table
+from headrace.parsers.table import Go, Kind, State, Table, Writing
 
 TABLE = Table(
     name="llama3_json",
     aliases=("llama3", "llama4_json"),
     fingerprints=(("<|python_tag|>",), ('"parameters": dictionary of argument name',), ("<|eot_id|>", '"parameters"')),
+    writings=(Writing('{"name": "{name}", "parameters": ', "}", separator="; ", bare="{", escapes=True),),
     opens={"<|python_tag|>": Go("marked")},
     start="start",
     states={

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from headrace.parsers.json_text import JsonArguments, JsonCall
-from headrace.parsers.table import Go, Kind, State, Table
+from headrace.parsers.table import Go, Kind, State, Table, Writing
 
 
 def call_id(name: str, number: int, draw: Callable[[int], str]) -> str:
@@ -14,6 +14,10 @@ def call_id(name: str, number: int, draw: Callable[[int], str]) -> str:
 TABLE = Table(
     name="mistral",
     fingerprints=(("[TOOL_CALLS]",),),
+    writings=(
+        Writing("[TOOL_CALLS]{name}[ARGS]", needs="[ARGS]"),
+        Writing('{"name": "{name}", "arguments": ', "}", section=("[TOOL_CALLS] [", "]"), separator=", ", escapes=True),
+    ),
     opens={"[TOOL_CALLS]": Go("begin")},
     call_id=call_id,
     states={

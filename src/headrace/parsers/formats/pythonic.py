@@ -1,7 +1,7 @@
 """A list of Python calls: bare at the beginning of the output (Llama 3.2 and 4), or between special tokens (LFM2)."""
 
 from headrace.parsers.python_call import PythonCall
-from headrace.parsers.table import Go, Kind, State, Table
+from headrace.parsers.table import Go, Kind, State, Table, Writing
 
 
 def _states(end: str) -> dict[str, State]:
@@ -18,6 +18,15 @@ def _states(end: str) -> dict[str, State]:
 LFM2 = Table(
     name="lfm2",
     fingerprints=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+    writings=(
+        Writing(
+            "{name}(",
+            ")",
+            arguments="python",
+            section=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+            separator=", ",
+        ),
+    ),
     opens={"<|tool_call_start|>": Go("list")},
     states=_states("<|tool_call_end|>"),
 )
@@ -26,6 +35,7 @@ TABLE = Table(
     name="pythonic",
     aliases=("llama4_pythonic", "llama4"),
     fingerprints=(("<|python_start|>",), ("func_name1(params_name1=params_value1",)),
+    writings=(Writing("{name}(", ")", arguments="python", section=("[", "]"), separator=", ", bare="["),),
     opens={"<|python_start|>": Go("list")},
     start="start",
     states={"start": State(Kind.SPACE, peek={"[": "list"}), **_states("<|python_end|>")},

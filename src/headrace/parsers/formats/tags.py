@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from headrace.parsers.table import Go, Kind, State, Table
+from headrace.parsers.table import Go, Kind, State, Table, Writing
 
 
 def invocations(
     name: str,
     *,
     sections: Sequence[tuple[str, str]],
+    writing: Writing,
     prefix: str = "",
     has_types: bool = False,
     aliases: Sequence[str] = (),
@@ -25,6 +26,7 @@ def invocations(
         name=name,
         aliases=aliases,
         fingerprints=fingerprints,
+        writings=(writing,),
         opens={begin: Go("section") for begin, _ in sections},
         states={
             "section": State(Kind.SPACE, {f'<{prefix}invoke name="': Go("name"), **ends}),

@@ -1,0 +1,209 @@
+"""Grammars of calls in a model's own format, as structural tags: for calls that are required, bound by a schema, limited to one, or forbidden.
+
+Names a format's terminals by their text; where a tokenizer has a special token for one, the grammar means that token. Other added tokens are
+text to a grammar, and a model may then write them in other tokens: an output that is bound by one is read with `by_text` (`OutputFormat.parser`).
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.errors import RequestError
+from headrace.parsers.parameters import schema_types, to_json
+from headrace.parsers.registry import OutputFormat
+from headrace.parsers.table import Writing
+from headrace.parsers.value_grammar import (
+    Node,
+    any_text,
+    const,
+    free_gemma_object,
+    gemma_object,
+    json_schema,
+    one_of,
+    pairs,
+    python_value,
+    regex,
+    repeated,
+    sequence,
+    tag,
+    text_value,
+)
+
+Tool = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The function that must be called."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """What an output must match. structural_tag: its JSON, or "" for nothing. forbidden_ids: tokens that may not come."""
+
+    structural_tag: str = ""
+    forbidden_ids: frozenset[int] = frozenset()
+
+
+def call_grammar(
+    format: OutputFormat,
+    tools: Sequence[Tool],
+    choice: Literal["required", "auto", "none"] | Named,
+    parallel: bool = True,
+    strict_names: Collection[str] = (),
+    opens_reasoning: bool = True,
+) -> CallGrammar | None:
+    """The grammar for a choice of tools, or None if anything may be written.
+
+    tools: functions with `name` and `parameters`. Required or named calls match the functions' schemas; others only where the function is in
+    `strict_names`. parallel: whether there may be more than one call. opens_reasoning: the output may begin with reasoning; False where the
+    grammar begins after it, or reasoning is switched off. Raises RequestError if the format has no calls, or the named function is not there.
+    """
+    if choice == "none":
+        return _without_calls(format, opens_reasoning)
+    writing = _writing(format)
+    if isinstance(choice, Named):
+        tools = [tool for tool in tools if tool.get("name") == choice.name]
+        if not tools:
+            raise RequestError(f"tool_choice names the function {choice.name!r}, which is not in tools", "tool_choice")
+    if choice == "auto":
+        if parallel and not any(tool.get("name") in strict_names for tool in tools):
+            return None
+        calls = [_call(writing, tool, tool.get("name") in strict_names) for tool in tools]
+        body = _optional_calls(format, writing, calls, parallel)
+    else:
+        if not tools:
+            raise RequestError("tool_choice requires a call, and there are no tools", "tool_choice")
+        body = _calls(
+            writing, [_call(writing, tool, True) for tool in tools], parallel and not isinstance(choice, Named)
+        )
+        if not writing.bare and not _is_harmony(format):
+            body = sequence(regex("[\n]{0,2}"), body)
+    if opens_reasoning:
+        body = sequence(_reasoning(format), body)
+    return CallGrammar(json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False))
+
+
+def _writing(format: OutputFormat) -> Writing:
+    for writing in format.table.writings if format.table is not None else ():
+        if not writing.needs or writing.needs in format.special:
+            return writing
+    raise RequestError("calls of this model's format cannot be required or bound by a schema", "tool_choice")
+
+
+def _is_harmony(format: OutputFormat) -> bool:
+    return format.table is not None and format.table.has_reasoning
+
+
+def _without_calls(format: OutputFormat, opens_reasoning: bool) -> CallGrammar | None:
+    if format.table is None:
+        return None
+    table = format.table
+    openings = list(table.opens) or [text for text in ("<|call|>", "<|constrain|>") if text in format.special]
+    ids = frozenset(format.special[text] for text in openings if text in format.special)
+    if ids or not openings:
+        return CallGrammar(forbidden_ids=ids) if ids else None
+    body: Node = any_text(openings)
+    if opens_reasoning:
+        body = sequence(_reasoning(format), body)
+    return CallGrammar(json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False))
+
+
+def _reasoning(format: OutputFormat) -> Node:
+    """Reasoning that the model may begin by itself, up to its end."""
+    if _is_harmony(format):
+        after = "<|end|><|start|>assistant"
+        return sequence(
+            one_of(tag("<|channel|>analysis<|message|>", any_text(), after), const("")),
+            one_of(tag("<|channel|>commentary<|message|>", any_text(), after), const("")),
+        )
+    if format.reasoning is None:
+        return const("")
+    block = tag(format.reasoning.opens[0], any_text(), format.reasoning.closes[0])
+    return one_of(sequence(block, regex("[\n]{0,2}")), const(""))
+
+
+def _call(writing: Writing, tool: Tool, is_strict: bool) -> Node:
+    """One call of one function, as a tag."""
+    name = str(tool.get("name"))
+    begin = writing.begin.replace("{name}", to_json(name)[1:-1] if writing.escapes else name)
+    parameters = tool.get("parameters")
+    schema: Mapping[str, object] = (
+        parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    )
+    content = _arguments(writing, schema, is_strict)
+    begin, number, rest = begin.partition("{number}")
+    if number:
+        content = sequence(regex("[0-9]{1,6}"), const(rest), content)
+    return tag(begin, content, writing.end)
+
+
+def _arguments(writing: Writing, schema: Mapping[str, object], is_strict: bool) -> Node:
+    if writing.arguments == "json":
+        return json_schema(schema if is_strict else {"type": "object"})
+    if writing.arguments == "gemma":
+        return gemma_object(schema, schema, writing.delimiter) if is_strict else free_gemma_object(writing.delimiter)
+    if not is_strict:
+        return _free_arguments(writing)
+    properties = schema.get("properties")
+    required = schema.get("required")
+    items: list[tuple[Node, bool]] = []
+    for key, value in properties.items() if isinstance(properties, Mapping) else ():
+        is_required = isinstance(required, list) and key in required
+        if writing.arguments == "python":
+            items.append((sequence(const(f"{key}="), python_value(value, schema)), is_required))
+            continue
+        is_string = set(schema_types(value, schema)) <= {"string"}
+        begin, end = writing.parameter
+        begin = begin.replace("{key}", key).replace("{is_string}", "true" if is_string else "false")
+        items.append((tag(begin, text_value(value, schema), end), is_required))
+    return pairs(items, ", " if writing.arguments == "python" else "")
+
+
+def _free_arguments(writing: Writing) -> Node:
+    """Any arguments of a format that is not JSON."""
+    if writing.arguments == "python":
+        return repeated(sequence(regex("[A-Za-z_][A-Za-z0-9_]*="), python_value({}, {})), ", ")
+    begin, end = writing.parameter
+    begins = [begin.replace("{is_string}", text) for text in ("true", "false")][: 2 if "{is_string}" in begin else 1]
+    items = []
+    for begin in begins:
+        before, _, after = begin.partition("{key}")
+        items.append(sequence(const(before), regex('[^<>"\r\n]+'), tag(after, any_text(), end)))
+    return repeated(one_of(*items), "")
+
+
+def _calls(writing: Writing, calls: Sequence[Node], parallel: bool) -> Node:
+    """At least one call."""
+    separated: Node = {
+        "type": "tags_with_separator",
+        "tags": list(calls),
+        "separator": writing.separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    begin, end = writing.section
+    return tag(begin, separated, end) if begin else separated
+
+
+def _optional_calls(format: OutputFormat, writing: Writing, calls: Sequence[Node], parallel: bool) -> Node:
+    """Any text, in which calls may stand where the format has them."""
+    if _is_harmony(format):
+        return one_of(_calls(writing, calls, False), sequence(const("<|channel|>final<|message|>"), any_text()))
+    if writing.bare:
+        return one_of(_calls(writing, calls, parallel), regex(f"(?s:[ \t\r\n]*[^ \t\r\n\\{writing.bare}].*)?"))
+    assert format.table is not None
+    tags = [_calls(writing, calls, parallel)] if writing.section[0] else list(calls)
+    begins = [str(item["begin"]) for item in tags]
+    triggers = [text for text in format.table.opens if any(begin.startswith(text) for begin in begins)]
+    others = [text for text in format.table.opens if text not in triggers]
+    return {
+        "type": "triggered_tags",
+        "triggers": triggers[:1],
+        "tags": tags,
+        "stop_after_first": not parallel,
+        "excludes": others,
+    }
