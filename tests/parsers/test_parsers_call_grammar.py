@@ -162,6 +162,9 @@ def test_strict_functions_are_bound_where_the_model_chooses(name):
 
 @pytest.mark.parametrize("name", RENDERERS)
 def test_at_most_one_call(name):
+    if name in ONE_CALL:
+        assert call_grammar(make_format(name, None, MARKS[name]), TOOLS, "auto", parallel=False) is None
+        return
     made = grammar(name, "auto", parallel=False)
     write = RENDERERS[name]
 

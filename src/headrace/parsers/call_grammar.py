@@ -64,14 +64,16 @@ def call_grammar(
     """
     if choice == "none":
         return _without_calls(format, opens_reasoning)
+    is_harmony = _is_harmony(format)  # where the end of a call is the end of the output: there is only one
+    if choice == "auto" and (parallel or is_harmony) and not any(tool.get("name") in strict_names for tool in tools):
+        return None
     writing = _writing(format)
+    parallel = parallel and not is_harmony
     if isinstance(choice, Named):
         tools = [tool for tool in tools if tool.get("name") == choice.name]
         if not tools:
             raise RequestError(f"tool_choice names the function {choice.name!r}, which is not in tools", "tool_choice")
     if choice == "auto":
-        if parallel and not any(tool.get("name") in strict_names for tool in tools):
-            return None
         calls = [_call(writing, tool, tool.get("name") in strict_names) for tool in tools]
         body = _optional_calls(format, writing, calls, parallel)
     else:
@@ -80,7 +82,7 @@ def call_grammar(
         body = _calls(
             writing, [_call(writing, tool, True) for tool in tools], parallel and not isinstance(choice, Named)
         )
-        if not writing.bare and not _is_harmony(format):
+        if not writing.bare and not is_harmony:
             body = sequence(regex("[\n]{0,2}"), body)
     if opens_reasoning:
         body = sequence(_reasoning(format), body)

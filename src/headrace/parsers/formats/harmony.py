@@ -56,6 +56,7 @@ TABLE = Table(
             {
                 **{end: Go("between", end=True, closes=True) for end in _ENDS},
                 "<|start|>": Go("header", end=True, closes=True),
+                "<|channel|>": Go("header", end=True, closes=True, keep=True),
             },
         ),
         "between": State(Kind.SPACE, {"<|start|>": Go("header")}),
