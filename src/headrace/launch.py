@@ -21,7 +21,7 @@ from headrace.messages.fan_out import FanOutSender
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.children import ChildParts
 from headrace.processes.handshake import OnProgress
-from headrace.processes.model_files import open_chat_template, open_tokenizer, read_model_config
+from headrace.processes.model_files import open_chat_template, open_output_format, open_tokenizer, read_model_config
 from headrace.processes.parts import Parts
 from headrace.processes.threads import ThreadParts
 
@@ -85,6 +85,7 @@ def launch_engine(
             from_engine = parts.channels.receiver("to_tokenizer")
             tokenizer = open_tokenizer(args)
             template = open_chat_template(args, tokenizer)
+            open_output_format(args, tokenizer, template)  # a wrong name is refused before the model is loaded
             model = read_model_config(args)
             _import_front_end()
             meanwhile()

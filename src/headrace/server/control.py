@@ -100,6 +100,7 @@ class ControlAPI:
                 "model_class": model.ready.model_class,
                 "is_generation": True,
                 "has_chat_template": model.chat_template is not None,
+                "output_format": None if model.output_format is None else model.output_format.name,
                 "context_length": model.context_length,
                 "vocab_size": model.ready.vocab_size,
                 "hidden_size": model.ready.hidden_size,
