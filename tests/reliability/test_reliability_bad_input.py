@@ -98,6 +98,59 @@ PARAMETERS: dict[str, tuple[list[Any], list[Any]]] = {
 }
 
 
+GRAMMARS: list[tuple[str, Any, str]] = [
+    ("json_schema", {"type": "strnig"}, "'strnig' does not exist (at #/type)"),
+    (
+        "json_schema",
+        {"properties": {"a": {"uniqueItems": True}}},
+        "`uniqueItems` cannot be supported here (at #/properties/a/uniqueItems)",
+    ),
+    ("json_schema", {"items": {"pattern": "(?=a)"}}, "is not supported: look-around"),
+    ("json_schema", {"items": {"minProperties": 2}}, "`minProperties` is supported only up to one more"),
+    ("json_schema", {"$ref": "#/nowhere"}, "(at #/$ref)"),
+    ("json_schema", {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, "(at #/oneOf)"),
+    ("json_schema", {"const": "\x01"}, "(at #/const)"),
+    ("json_schema", {"x-guidance": {"lenient": True}}, "`lenient`"),
+    ("json_schema", "false", "allows nothing"),
+    ("json_schema", {"enum": []}, "allows no"),
+    ("regex", "(a", "unclosed group"),
+    ("regex", r"(a)\1", "backreferences"),
+    ("regex", "a{3000}{3000}", "too "),
+    ("regex", "[^\\s\\S]", "allows no output"),
+    ("choice", ["a", ""], "a string is empty"),
+    ("ebnf", 'start ::= "a"', "root"),
+    ("ebnf", 'root ::= "a" missing', "missing"),
+    ("ebnf", 'root ::= "a', "GBNF"),
+    ("lark", 'root: "a"', "start"),
+    ("lark", 'start: "a" missing', "missing"),
+    ("lark", "start: %json {", "not valid JSON"),
+    ("lark", 'start[max_tokens=3]: "a"', "'max_tokens'"),
+    ("structural_tag", {"type": "structural_tag", "format": {"type": "regex", "pattern": "("}}, "unclosed group"),
+    ("structural_tag", {"type": "structural_tag", "format": {"type": "or", "elements": []}}, "at least one element"),
+]
+
+
+def test_grammars_that_only_the_compiler_can_refuse(server: Server, client: httpx.Client):
+    def refused(path: str, body: dict[str, Any], field: str, said: str) -> None:
+        error = check_refused(client.post(path, json=GOOD[path] | body))
+        assert said in error["message"], (field, error)
+        assert error["param"] == field, (field, error)
+
+    def check(case: tuple[str, Any, str]) -> None:
+        field, value, said = case
+        refused("/generate", {"sampling_params": {"max_new_tokens": 3, field: value}}, field, said)
+        refused("/v1/completions", {field: value}, field, said)
+        if field == "json_schema":
+            schema = json.loads(value) if isinstance(value, str) else value
+            asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            refused("/v1/chat/completions", {"response_format": asked}, "response_format", said)
+
+    each_at_once(check, GRAMMARS)
+    # What was refused is remembered, and refused for the field that asks for it now.
+    error = check_refused(client.post("/v1/completions", json=GOOD["/v1/completions"] | {"guided_regex": "(a"}))
+    assert "unclosed group" in error["message"]
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_sampling_parameters_at_the_edges_of_their_range(client: httpx.Client, name: str):
     inside, outside = PARAMETERS[name]

@@ -76,6 +76,9 @@ _PIECES = re.compile(
 )
 """What is written differently for the library: classes of characters, and what can stand for all control characters."""
 
+_LAST_COUNT = re.compile(r"(?<!\\)\{(\d+),\d*\}\Z")
+"""How often the last part of a regular expression may come."""
+
 
 def library_pattern(pattern: str) -> str:
     """A regular expression of a schema as the library takes it.
@@ -108,7 +111,8 @@ def library_pattern(pattern: str) -> str:
             return r"[^\s\S]" if piece == "[]" else r"[\s\S]"
         return piece.replace("[^-", r"[^\-").replace("[^", r"[^\x{1}")
 
-    return _PIECES.sub(write, pattern)
+    # What is found anywhere need not go on: the library would count how far it does.
+    return _PIECES.sub(write, _LAST_COUNT.sub(r"{\1}", pattern))
 
 
 def _character(found: re.Match[str], begins_range: bool, ends_range: bool) -> str:
