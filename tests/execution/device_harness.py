@@ -40,6 +40,14 @@ class FakeDownload:
         return self._values.numpy()
 
 
+class FakeEvent:
+    def __init__(self, device: "FakeDevice") -> None:
+        self._device = device
+
+    def is_done(self) -> bool:
+        return not self._device.is_computing()
+
+
 class FakeGraph:
     def __init__(self, run: Callable[[], None], device: "FakeDevice") -> None:
         self._run = run
@@ -51,9 +59,10 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """`Device` on the CPU; a graph runs again what was captured."""
+    """`Device` on the CPU; a graph runs again what was captured. is_computing: what events are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_computing: Callable[[], bool] = lambda: False) -> None:
+        self.is_computing = is_computing
         self.num_waits = self.num_replays = self.num_captures = 0
 
     def upload(self, values: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,10 +72,24 @@ class FakeDevice:
     def download(self, values: torch.Tensor) -> FakeDownload:
         return FakeDownload(values, self)
 
+    def record(self) -> FakeEvent:
+        return FakeEvent(self)
+
     def capture(self, run: Callable[[], None]) -> FakeGraph:
         self.num_captures += 1
         run()
         return FakeGraph(run, self)
+
+
+class Elsewhere(FakeDevice):
+    """A device that keeps no values: asking for one raises, as do operations whose shapes depend on values."""
+
+    def upload(self, values: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        copy = torch.from_numpy(values.copy()).to("meta")
+        return copy if out is None else out.copy_(copy)
+
+    def download(self, values: torch.Tensor) -> FakeDownload:
+        return cast(FakeDownload, None)
 
 
 class TensorAttention(TorchNativeAttention):

@@ -94,6 +94,7 @@ class Driver:
         rows: list[tuple[int, int, bool]],
         new: tuple[NewSequence, ...] = (),
         faults: tuple[FaultReq, ...] = (),
+        left: tuple[int, ...] = (),
     ) -> None:
         """rows: (seq, count, samples); a row goes on where its sequence was."""
         starts = [self.computed[seq] for seq, _, _ in rows]
@@ -109,6 +110,7 @@ class Driver:
                 counts=int32(count for _, count, _ in rows),
                 num_logits=int32(samples for _, _, samples in rows),
                 out_slots=int32(slots),
+                left=left,
                 faults=faults,
             )
         )

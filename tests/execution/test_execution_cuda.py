@@ -4,8 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from runner_harness import make_driver, prompt, save_llama
+from runner_harness import ids_by_row, make_driver, prompt, save_llama
+from turns_grammar import Turns, under
 
+from headrace.sampling import grammar_rows
 from headrace.sampling.params import ResolvedSamplingParams
 
 PROMPTS = [prompt(40, 1), prompt(9, 2)]
@@ -45,3 +47,43 @@ def test_graphs_change_no_token(tmp_path, options):
     got = generate(tmp_path, device="cuda", attention_backend="triton", **options)
 
     assert got == generate(tmp_path, device="cpu", disable_native_kernels=True)
+
+
+def constrained(folder, *, detect_waiting: bool = False, **options) -> list[list[int]]:
+    """Tokens of a plain row, a greedy one under a grammar and one with penalties under another, two steps in flight."""
+    driver = make_driver(folder, page_size=1, max_running_requests=3, **options)
+    kinds = [{}, under(Turns(3)), under(Turns(2), PENALISED)]
+    with contextlib.closing(driver.worker):
+        new = tuple(driver.new(seq, PROMPTS[seq % 2], **kind) for seq, kind in enumerate(kinds))
+        driver.submit([(seq, len(PROMPTS[seq % 2]), True) for seq in range(3)], new)
+        got = []
+        for step in range(16):
+            # The first steps compile kernels.
+            torch.cuda.set_sync_debug_mode("error" if detect_waiting and step > 3 else "default")
+            try:
+                driver.submit([(seq, 1, True) for seq in range(3)])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            got.append(ids_by_row(driver.worker.collect()))
+        return [list(tokens) for tokens in zip(*got, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"cuda_graph_bs": "1,2,4"}, {"disable_cuda_graph": True}], ids=["graphs", "eager"])
+def test_grammars_give_the_tokens_of_the_cpu(tmp_path, options, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    monkeypatch.setattr(grammar_rows, "PATIENCE_S", 60.0)
+    save_llama(tmp_path)
+
+    got = constrained(
+        tmp_path,
+        detect_waiting=True,
+        device="cuda",
+        disable_overlap_schedule=False,
+        attention_backend="triton",
+        **options,
+    )
+
+    want = constrained(tmp_path, device="cpu", disable_native_kernels=True, attention_backend="torch_native")
+    assert got == want

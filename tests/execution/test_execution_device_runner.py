@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from device_harness import NUM_SEQS, FakeDevice, device_driver, reference
+from device_harness import NUM_SEQS, Elsewhere, FakeDevice, device_driver, reference
 from lora_harness import tiny_adapter
 from runner_harness import CONTEXT, GREEDY, ids_by_row, int32, prompt, save_llama
 
@@ -330,17 +330,6 @@ def test_weights_that_moved_are_captured_again(folder, expected):
     assert driver.generate(1, A, 4) == expected[0][:4]
 
 
-class Elsewhere(FakeDevice):
-    """A device that keeps no values: asking for one raises, as do operations whose shapes depend on values."""
-
-    def upload(self, values, out=None):
-        copy = torch.from_numpy(values.copy()).to("meta")
-        return copy if out is None else out.copy_(copy)
-
-    def download(self, values):
-        return None
-
-
 @pytest.mark.parametrize("sizes", [(), (2,)], ids=["eager", "graphs"])
 def test_no_step_asks_the_device_for_a_value(folder, sizes):
     with kernels.prefer("torch"):
@@ -351,7 +340,7 @@ def test_no_step_asks_the_device_for_a_value(folder, sizes):
         driver.submit([(0, 1, True), (1, 4, True)])
         for _ in range(2):
             driver.submit([(0, 1, True), (1, 1, True)])
-        assert [type(pending).__name__ for _, pending in driver.worker._in_flight] == ["_Queued"] * 4
+        assert [type(pending).__name__ for _, pending in driver.worker._in_flight] == ["QueuedStep"] * 4
         for ask in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.nonzero, bool):
             with pytest.raises((RuntimeError, NotImplementedError)):
                 ask(runner.runner.table.tokens[0, 0])

@@ -1,6 +1,6 @@
 """What the runner needs from a GPU besides arithmetic: asynchronous copies, events, captured graphs.
 
-Owns the interface (`Device`, `Download`, `Graph`) and its CUDA implementation; the one of the tests runs on the CPU. Does not own what is
+Owns the interface (`Device`, `Download`, `Event`, `Graph`) and its CUDA implementation; the one of the tests runs on the CPU. Does not own what is
 copied or captured. Used by the thread that runs the steps.
 
     compute stream   inputs n | layers, sample n | inputs n+1 | layers, sample n+1 | ...
@@ -26,6 +26,13 @@ class Download(Protocol):
         """Wait for the values, as they were when the download was queued."""
 
 
+class Event(Protocol):
+    """A point in the queue."""
+
+    def is_done(self) -> bool:
+        """Whether the work queued before it is done. Does not wait."""
+
+
 class Graph(Protocol):
     """Captured work."""
 
@@ -41,6 +48,9 @@ class Device(Protocol):
 
     def download(self, values: torch.Tensor) -> Download:
         """Queue a copy of int64 `values` to the host, after the work queued so far. `values` must not be written afterwards."""
+
+    def record(self) -> Event:
+        """The end of the work queued so far."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """Run `run` to warm up, then capture what it queues. All graphs share one memory pool: capture the largest first."""
@@ -65,6 +75,14 @@ class _CudaDownload:
     def wait(self) -> npt.NDArray[np.int64]:
         self._done.synchronize()
         return self._host.numpy()
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        return self._event.query()
 
 
 class CudaDevice:
@@ -95,6 +113,12 @@ class CudaDevice:
         # Its memory must not be reused by later work of the compute stream before the copy is done.
         values.record_stream(self._copies)
         return _CudaDownload(host, done)
+
+    def record(self) -> Event:
+        """See `Device`."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return _CudaEvent(event)
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""

@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch
 
 from headrace.errors import ExecutionError
-from headrace.execution.device_runner import DeviceRunner, Pending
+from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.expert_recorder import NO_EXPERTS, ExpertRecorder
 from headrace.execution.profiler import StepProfiler
+from headrace.execution.queued_step import Pending
 from headrace.execution.worker import guarded
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import WeightExecutor

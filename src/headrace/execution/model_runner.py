@@ -196,7 +196,7 @@ class ModelRunner:
 
     def _begin_masks(self, plan: ModelWorkerBatch) -> None:
         """Let the sampler fill the masks of grammars while the layers run."""
-        if self.sampler.edited:
+        if self.sampler.has_grammars:
             sampled = np.flatnonzero(plan.num_logits)
             positions = plan.starts[sampled] + plan.counts[sampled]
             self.sampler.begin(plan.seqs[sampled].tolist(), positions.tolist())

@@ -25,6 +25,8 @@ Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Ints = Sequence[int] | Int32Array
+MaskTensors = tuple[torch.Tensor, torch.Tensor]
+"""Words and rows as in `TokenMasks`; on the device if they have been uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class TokenMasks:
 
     words: Int32Array
     rows: Int64Array
+
+    def tensors(self) -> MaskTensors:
+        """The same memory, as the kernel takes it."""
+        return torch.from_numpy(self.words), torch.from_numpy(self.rows)
 
     def of(self, rows: Sequence[int]) -> "TokenMasks":
         """The masks of these rows of the step."""
@@ -75,7 +81,12 @@ class DrawTable:
         return not self._temperatures[seqs].any()
 
     def draw(
-        self, logits: torch.Tensor, seqs: Ints, positions: Ints, rows: Ints, masks: TokenMasks | None = None
+        self,
+        logits: torch.Tensor,
+        seqs: Ints,
+        positions: Ints,
+        rows: Ints,
+        masks: TokenMasks | MaskTensors | None = None,
     ) -> torch.Tensor:
         """int64[R] on the device of float32[R, V] logits: an id for each of `rows`, -1 for the others.
 
@@ -93,8 +104,8 @@ class DrawTable:
         if len(drawn):
             u[drawn] = uniform(self._seeds[index[drawn]], np.array(positions)[drawn])
         parameters = (temperatures, self._top_k[index], self._top_p[index], self._min_weights[index], u)
-        own = () if masks is None else (masks.words, masks.rows)
-        return ops.draw(logits, *(torch.from_numpy(values) for values in (*parameters, *own)))
+        own = masks.tensors() if isinstance(masks, TokenMasks) else masks or ()
+        return ops.draw(logits, *(torch.from_numpy(values) for values in parameters), *own)
 
 
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:

@@ -166,6 +166,17 @@ class GrammarRows:
         if row is not None and row.busy:
             self._threads.withdraw(row)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence is constrained."""
+        return not self._rows
+
+    def rows_of(self, seqs: npt.NDArray[np.int32]) -> list[int]:
+        """Indices of those of `seqs` that are constrained."""
+        if not self._rows:
+            return []
+        return [i for i, seq in enumerate(seqs.tolist()) if seq in self._rows]
+
     def begin(self, seqs: Sequence[int], positions: Sequence[int]) -> None:
         """Begin to fill the masks of those of `seqs` that are constrained. positions: index that the next token will have."""
         if not self._rows:
@@ -186,15 +197,20 @@ class GrammarRows:
         if todo:
             self._threads.submit(todo)
 
-    def ready(self, seqs: Sequence[int], positions: Sequence[int]) -> ReadyMasks:
-        """The masks of a step's rows, for which `begin` has been called; valid until the next call. Waits for those that are nearly ready."""
+    def ready(
+        self, seqs: Sequence[int], positions: Sequence[int], computing: Callable[[], bool] = lambda: False
+    ) -> ReadyMasks:
+        """The masks of a step's rows, for which `begin` has been called; valid until the next call. Waits for those that are nearly ready.
+
+        computing: whether the step's logits are not there yet, so that waiting costs nobody time.
+        """
         get = self._rows.get
         found = [(i, row) for i, seq in enumerate(seqs) if (row := get(seq)) is not None]
         # The step was planned before the one that the row sat out, or whose error ended it, was collected.
         current = [(i, row) for i, row in found if positions[i] <= row.num_tokens]
         late = [i for i, row in found if positions[i] > row.num_tokens]
         if any(row.busy for _, row in current):
-            self._wait([row for _, row in current], alone=len(current) == len(seqs))
+            self._wait([row for _, row in current], len(current) == len(seqs), computing)
         now = time.monotonic()
         rows: list[int] = []
         words: list[MaskWords] = []
@@ -226,6 +242,10 @@ class GrammarRows:
         """The token that a sequence has sampled."""
         self._rows[seq].accept(token_id)
 
+    def acceptors(self, seqs: Sequence[int]) -> list[Callable[[int], None]]:
+        """`accept` of each of these sequences, for a token that is known later: then the row may be another's, who does not notice."""
+        return [self._rows[seq].accept for seq in seqs]
+
     def take_masks_s(self) -> float:
         """Seconds that were spent on the masks that have become ready since the last call."""
         spent, self._spent_s = self._spent_s, 0.0
@@ -235,11 +255,13 @@ class GrammarRows:
         """End the threads, after the masks that they are filling."""
         self._threads.close()
 
-    def _wait(self, rows: Sequence[_Row], alone: bool) -> None:
+    def _wait(self, rows: Sequence[_Row], alone: bool, computing: Callable[[], bool]) -> None:
         """Wait until the masks of `rows` are filled, but not too long. alone: the step has no other rows."""
         # One that was late before is not waited for again.
         fresh = [row for row in rows if row.busy and row.step == self._step]
-        self._threads.wait(fresh, all, PATIENCE_S)
+        while not self._threads.wait(fresh, all, PATIENCE_S) and computing():
+            if any(row.busy and row.begun_s == math.inf for row in rows):
+                self._threads.add()
         if any(row.busy and row.begun_s == math.inf for row in rows) and self._threads.add():
             self._threads.wait(fresh, all, PATIENCE_S)
         if alone and all(row.busy for row in rows):

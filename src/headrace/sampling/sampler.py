@@ -11,9 +11,10 @@ A row's token is a function of its logits, its parameters, its own tokens and (s
 
 import math
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from headrace.errors import ExecutionError
@@ -24,7 +25,7 @@ from headrace.messages.requests import LogprobSpec
 from headrace.messages.step import NewSequence
 from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import DrawTable, Filters, Int32Array, TokenMasks, greedy_ids
-from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows
+from headrace.sampling.grammar_rows import NO_MASKS, GrammarRows, ReadyMasks
 from headrace.sampling.logit_processors import LogitContext, LogitProcessor, run_processor
 from headrace.sampling.logprobs import token_logprobs
 from headrace.sampling.penalties import LogitEdits, TokenHistory, edits_logits, edits_only_by_penalties
@@ -60,9 +61,14 @@ class _Sequence:
     constrained: bool
 
     @property
+    def is_edited(self) -> bool:
+        """Whether the host edits the logits, or reads them for logprobs."""
+        return self.history is not None or self.logprobs is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether the logits are used unchanged and only a token is needed."""
-        return self.history is None and self.logprobs is None and not self.constrained
+        return not self.is_edited and not self.constrained
 
 
 class Sampler:
@@ -114,31 +120,62 @@ class Sampler:
             constrained=new.grammar is not None,
         )
         self._grammars.add(seq, new)
-        if self._state(seq).is_plain:
-            self.edited.discard(seq)
-        else:
+        if self._state(seq).is_edited:
             self.edited.add(seq)
+        else:
+            self.edited.discard(seq)
 
     def forget_grammar(self, seq: int) -> None:
         """The sequence in row `seq` is in no later step."""
         self._grammars.discard(seq)
 
-    def all_greedy(self, seqs: Int32Array) -> bool:
-        """Whether each of these sequences takes the most likely token of the unedited logits."""
-        return self._draws.all_greedy(seqs) and not self._penalises(seqs)
+    def constrained_rows(self, seqs: Int32Array) -> list[int]:
+        """Indices of those of `seqs` whose output a grammar constrains."""
+        return self._grammars.rows_of(seqs)
 
-    def pick(self, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> torch.Tensor:
+    def all_greedy(self, seqs: Int32Array, constrained: Sequence[int] = ()) -> bool:
+        """Whether each of these sequences takes the most likely token of the unedited logits, except for those that a grammar constrains."""
+        return self._draws.all_greedy(_without(constrained, seqs)) and not self._penalises(seqs)
+
+    def pick(
+        self, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array, constrained: Sequence[int] = ()
+    ) -> torch.Tensor:
         """Like `sample`, for sequences that are not `edited`, without waiting for the device: int64[R] on it, -1 where `sample` reports an error.
-        May edit `logits`."""
+        May edit `logits`. constrained: rows that are left to `pick_allowed`; they get any id, or -1."""
         if self._penalties is not None and self._penalises(seqs):
             self._penalties.apply(logits, seqs, positions)
-        if self._draws.all_greedy(seqs):
+        if self._draws.all_greedy(_without(constrained, seqs)):
             return greedy_ids(logits)
-        return self._draws.draw(logits, seqs, positions, range(len(seqs)))
+        return self._draws.draw(logits, seqs, positions, _without(constrained, np.arange(len(seqs), dtype=np.int32)))
+
+    def ready_masks(self, seqs: Int32Array, positions: Int32Array, computing: Callable[[], bool]) -> ReadyMasks:
+        """The masks of a step's rows, for `pick_allowed`. `begin` has been called with the same rows. computing: see `GrammarRows.ready`."""
+        return self._grammars.ready(seqs.tolist(), positions.tolist(), computing)
+
+    def acceptors(self, seqs: Int32Array) -> list[Callable[[int], None]]:
+        """See `GrammarRows.acceptors`."""
+        return self._grammars.acceptors(seqs.tolist())
+
+    def pick_allowed(
+        self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, seqs: Int32Array, positions: Int32Array
+    ) -> torch.Tensor:
+        """The ids of constrained rows, like `pick`: int64[n] on the device, -1 where the model allows none of the mask's tokens.
+
+        logits: float32[R, V], as `pick` left them. rows: int64[n] in ascending order, words: int32[n, V / 32 rounded up], both on the device. seqs,
+        positions: of these rows. The tokens are to be given to `acceptors`.
+        """
+        wanted = logits if len(rows) == len(logits) else logits.index_select(0, rows)
+        return self._draws.draw(wanted, seqs, positions, range(len(rows)), (words, torch.arange(len(rows))))
 
     def begin(self, seqs: Sequence[int], positions: Sequence[int]) -> None:
-        """The layers of a step are about to run that will be sampled by `sample`, with these arguments. Fills the masks of grammars meanwhile."""
+        """The layers of a step are about to run that will be sampled by `sample`, or by `ready_masks` and `pick_allowed`, with these arguments. Fills
+        the masks of grammars meanwhile."""
         self._grammars.begin(seqs, positions)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether a sequence may have a grammar."""
+        return not self._grammars.is_empty
 
     def take_masks_s(self) -> float:
         """Seconds that were spent on masks of grammars since the last call."""
@@ -330,3 +367,8 @@ class Sampler:
             raise ExecutionError(BAD_LOGITS)
         if state.edits is not None:
             state.edits.apply(row, num_outputs)
+
+
+def _without(rows: Sequence[int], values: Int32Array) -> Int32Array:
+    """`values` but for those at `rows`."""
+    return np.delete(values, rows) if rows else values

@@ -1,0 +1,216 @@
+"""A step whose work is queued on a device: when its ids come to the host, and when the rows that a grammar constrains are sampled.
+
+Does not own how a step is queued (`device_runner`) nor the masks (the sampler's). Runs in the scheduler's thread.
+
+What a constrained row may sample in step n + 1 depends on its token of step n, which the host must have read. Only the sampling of these rows
+waits for that, and on the host only where the scheduler waits anyway:
+
+    compute stream   layers n+1, its other rows   | masks and constrained rows of n+1 | layers n+2 ...
+    host             collect n: begin the masks of n+1, commit n, plan n+2 | submit n+2: queue the rest of n+1, then n+2
+    mask threads                fill the masks of n+1
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.execution.device import Device, Download, upload_parts
+from headrace.execution.sequence_table import SequenceTable
+from headrace.messages.step import Int32Array, StepResult, one_id_a_row
+from headrace.sampling.grammar_rows import NO_MASKS, ReadyMasks
+from headrace.sampling.sampler import BAD_LOGITS, Sampler
+
+
+class Pending(Protocol):
+    """A queued step."""
+
+    def result(self) -> StepResult:
+        """Wait for the result. To be called once, in the order of the launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was waited for when it was queued."""
+
+    step: StepResult
+
+    def result(self) -> StepResult:
+        """See `Pending`."""
+        return self.step
+
+
+@dataclass(slots=True)
+class Busy:
+    """until: when the step that was collected last had finished."""
+
+    until: float = 0.0
+
+
+@dataclass(slots=True)
+class QueuedStep:
+    """rows: those that sample, in the order of the ids. begin: when it was queued; it runs when the previous step is done.
+
+    ids: set when all of it is queued.
+    """
+
+    step: int
+    num_rows: int
+    rows: Int32Array
+    begin: float
+    busy: Busy
+    ids: Download | None = None
+
+    def read(self) -> npt.NDArray[np.int64]:
+        """Wait for the ids of `rows`, -1 where the logits are bad."""
+        assert self.ids is not None, self.step
+        return self.ids.wait()
+
+    def result(self) -> StepResult:
+        """See `Pending`."""
+        return self.result_of(self.read())
+
+    def result_of(self, ids: npt.NDArray[np.int64], masks: ReadyMasks = NO_MASKS, masks_s: float = 0.0) -> StepResult:
+        """The result with these ids, which have just been read. masks: of the rows that are constrained."""
+        token_ids = np.full(self.num_rows, -1, np.int32)
+        token_ids[self.rows] = ids
+        errors = dict.fromkeys(self.rows[ids < 0].tolist(), BAD_LOGITS)
+        for row in self.rows[[*masks.late, *masks.errors]].tolist():
+            token_ids[row] = -1
+            errors.pop(row, None)
+        errors.update((int(self.rows[i]), message) for i, message in masks.errors.items())
+        begin, self.busy.until = max(self.begin, self.busy.until), time.perf_counter()
+        return StepResult(
+            self.step, *one_id_a_row(token_ids.tolist()), errors, forward_s=self.busy.until - begin, masks_s=masks_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unmasked:
+    """What the layers of a step and the sampling of its other rows give; constrained rows are still to be sampled from it.
+
+    seqs, positions: int32[R], of the rows that sample; where their tokens go. logits: float32[R, V], with penalties applied. ids: int64[R].
+    """
+
+    seqs: Int32Array
+    positions: Int32Array
+    logits: torch.Tensor
+    ids: torch.Tensor
+
+
+class ConstrainedStep:
+    """A queued step with rows that a grammar constrains. They are sampled by `sample`, which must come before the next step is queued.
+
+    before: the last step that had such rows, whose tokens their grammars need. Whatever goes wrong is raised by `result`, not by the call that
+    came upon it, which may be for another step.
+    """
+
+    def __init__(
+        self,
+        step: QueuedStep,
+        unmasked: Unmasked,
+        sampler: Sampler,
+        table: SequenceTable,
+        device: Device,
+        before: "ConstrainedStep | None",
+    ) -> None:
+        self._step = step
+        self._unmasked: Unmasked | None = unmasked
+        self._sampler = sampler
+        self._table = table
+        self._device = device
+        self._computed = device.record()
+        self._masks = NO_MASKS
+        # What takes the token of each row that its grammar let sample.
+        self._acceptors: dict[int, Callable[[int], None]] = {}
+        self._ids: npt.NDArray[np.int64] | None = None
+        self._error: Exception | None = None
+        self._before = before
+        self._next: ConstrainedStep | None = None
+        if before is None or before.is_read:
+            self._begin()
+        else:
+            before._next = self
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the grammars know the step's tokens."""
+        return self._ids is not None or self._error is not None
+
+    def _begin(self) -> None:
+        """Begin to fill the masks: the tokens before are known."""
+        self._before = None
+        if self._unmasked is None:
+            return
+        try:
+            self._sampler.begin(self._unmasked.seqs.tolist(), self._unmasked.positions.tolist())
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._unmasked = None
+        self._acceptors.clear()
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Queue the sampling of the constrained rows, those whose masks are late excepted. Waits for the masks, and for the tokens of the step
+        before if nobody has. Idempotent."""
+        if self._before is not None:
+            self._before.read()
+        if self._unmasked is None:
+            return
+        try:
+            self._sample(self._unmasked)
+        except Exception as error:
+            self._fail(error)
+        self._unmasked = None
+
+    def _sample(self, unmasked: Unmasked) -> None:
+        masks = self._sampler.ready_masks(unmasked.seqs, unmasked.positions, lambda: not self._computed.is_done())
+        if masks.tokens is not None:
+            rows = np.flatnonzero(masks.tokens.rows >= 0)
+            seqs, positions = unmasked.seqs[rows], unmasked.positions[rows]
+            at_rows, at_seqs, at_positions = upload_parts(
+                self._device, [part.astype(np.int64) for part in (rows, seqs, positions)]
+            )
+            words = self._device.upload(masks.tokens.words)
+            ids = self._sampler.pick_allowed(unmasked.logits, at_rows, words, seqs, positions)
+            unmasked.ids.index_put_((at_rows,), ids)
+            self._table.tokens.index_put_((at_seqs, at_positions), ids.clamp(min=0))
+            self._acceptors = dict(zip(rows.tolist(), self._sampler.acceptors(seqs), strict=True))
+        self._step.ids = self._device.download(unmasked.ids)
+        self._masks = masks
+
+    def read(self) -> None:
+        """Wait for the step's tokens and give the grammars theirs; the masks of the next step can begin then. Idempotent."""
+        self.sample()
+        if not self.is_read:
+            try:
+                self._ids = self._step.read()
+            except Exception as error:
+                self._fail(error)
+            else:
+                self._accept(self._ids)
+        following, self._next = self._next, None
+        if following is not None:
+            following._begin()
+
+    def _accept(self, ids: npt.NDArray[np.int64]) -> None:
+        for row, accept in self._acceptors.items():
+            if ids[row] >= 0:
+                accept(int(ids[row]))
+        # The runner keeps its last step; what a sequence holds that has left must not stay with it.
+        self._acceptors.clear()
+
+    def result(self) -> StepResult:
+        """See `Pending`."""
+        self.read()
+        if self._error is not None:
+            raise self._error
+        assert self._ids is not None, self._step.step
+        return self._step.result_of(self._ids, self._masks, self._sampler.take_masks_s())
