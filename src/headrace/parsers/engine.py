@@ -9,7 +9,7 @@ import random
 import re
 import string
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from headrace.parsers.base import Arguments, Event, Piece, Reader, Reasoning, Text, ToolCall
 from headrace.parsers.parameters import ArgumentsWriter
@@ -82,6 +82,7 @@ class Machine:
         self._held: list[str] = []
         self._name: str | None = None
         self._given_id = ""
+        self._captures: Mapping[str, str] = {}
         self.has_begun = False
         self._writer: ArgumentsWriter | None = None
         self._reader: Reader | None = None
@@ -118,11 +119,24 @@ class Machine:
         self._run(waiting, is_end=False)
         return self._take()
 
+    def skip(self, text: str) -> None:
+        """The prompt ends with this beginning of the output: it says in which state the rest begins. Texts of marks in it are marks."""
+        if text:
+            ids = {name: token_id for token_id, name in self._program.texts.items()}
+            parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
+            self.push(Piece("", ids[part]) if i % 2 else Piece(part) for i, part in enumerate(parts))
+            self._blanks.clear()
+            self._after_mark = True
+            self._token_starts.clear()
+            self.num_reasoning_tokens = 0
+
     def finish(self) -> list[Event]:
         """See `OutputParser.finish`."""
         self._run([], is_end=True)
         if self._reader is not None:
             self._reader.finish()
+        elif self._state.kind is Kind.REGION:
+            self._read_region("".join(self._held))
         if self._writer is not None:
             self.arguments(self._writer.cut("".join(self._held)))
         if not self.has_begun and self._raw:
@@ -171,11 +185,8 @@ class Machine:
         if self._reader is not None:
             return self._step_reader(self._reader)
         state, buffer, at = self._state, self._buffer, self._at
-        stop = len(buffer) if is_end or not state.texts else state.settled_end(buffer, at)
-        found = state.pattern.search(buffer, at) if state.pattern else None
-        if found is not None and found.start() >= stop:
-            found = None
-        until = found.start() if found is not None else stop
+        found, stop = state.find(buffer, at, is_end)
+        until = found.start if found is not None else stop
         if until > at:
             taken = self._text(buffer[at:until])
             self._advance(at + taken, state.kind is Kind.REASONING)
@@ -183,10 +194,11 @@ class Machine:
                 return True  # another state reads on
         if found is None:
             return False
-        go = state.texts[found[0]]
-        if not go.keep:
-            self._advance(found.end())
-        self._go(go, found[0])
+        if not found.go.keep:
+            self._advance(found.end)
+        if found.captures:
+            self._captures = found.captures
+        self._go(found.go, buffer[found.start : found.end])
         return True
 
     def _step_reader(self, reader: Reader) -> bool:
@@ -336,6 +348,9 @@ class Machine:
                 if header.call is not None:
                     self.begin(header.call)
                 return self._enter(header.to)
+            case Kind.REGION:
+                if not self._read_region(held):
+                    return self._malformed()
             case Kind.ID:
                 self._given_id = held.strip(BLANK)
             case Kind.KEY:
@@ -349,8 +364,7 @@ class Machine:
         to = self._program.states[go.to]
         if to.kind in _FLOWING or go.closes:
             self._raw.clear()
-            if to.kind is not state.kind:
-                self._boundary()
+            self._boundary()
             self._origin = self._program.states["content"]
         elif state.kind in _FLOWING:
             self._origin = state
@@ -367,6 +381,19 @@ class Machine:
                 self.arguments(self._writer.close())
             self._end_call()
         self._enter(go.to)
+
+    def _read_region(self, text: str) -> bool:
+        """The calls of a region; returns whether it has any."""
+        assert self._state.table.read_calls is not None
+        try:
+            calls = self._state.table.read_calls(text, self._captures, self._schemas)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return False
+        for name, arguments in calls:
+            self.begin(name)
+            self.arguments(arguments)
+            self._end_call()
+        return True
 
     def _enter(self, name: str) -> None:
         state = self._state = self._program.states[name]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from headrace.parsers.base import CallSink
+from headrace.parsers.parameters import without_surrogates
 
 BLANK = " \t\r\n"
 _SPACE = re.compile(f"[{BLANK}]*")
@@ -281,11 +282,6 @@ def decoded(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def without_surrogates(text: str) -> str:
-    """A text that can be encoded: halves of surrogate pairs, which JSON can write alone, are replaced."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def skip_blanks(text: str, at: int) -> int:

@@ -23,6 +23,11 @@ def to_json(value: object) -> str:
     return text if not _SURROGATE.search(text) else json.dumps(value)
 
 
+def without_surrogates(text: str) -> str:
+    """A text that can be encoded: halves of surrogate pairs, which JSON can write alone, are replaced."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def schema_types(schema: object, root: Schema, depth: int = 0) -> tuple[str, ...]:
     """The JSON types that a schema allows, in its order; empty if it does not say. root: where its references lead to."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:

@@ -4,10 +4,22 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+import regex
+
 from headrace.parsers.table import Go, Kind, ReasoningTable, State, Table
 
 _SHORTEST_PART = 3
 """Added tokens with fewer characters are no part of a terminal worth a mark: line breaks, runs of blanks, single brackets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A terminal in a text."""
+
+    start: int
+    end: int
+    go: Go
+    captures: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -23,6 +35,25 @@ class BoundState:
     longest: int = 0
     beginnings: frozenset[str] = frozenset()
     first: tuple[str, ...] = ()
+    patterns: list[tuple["regex.Pattern[str]", Go]] = field(default_factory=list)
+
+    def find(self, text: str, at: int, is_end: bool) -> tuple["Found | None", int]:
+        """The first terminal in `text` from `at` on that is certain, and the end of what is certain if there is none."""
+        stop = len(text) if is_end or not self.texts else self.settled_end(text, at)
+        found = self.pattern.search(text, at) if self.pattern else None
+        best = None
+        if found is not None and found.start() < stop:
+            best = Found(found.start(), found.end(), self.texts[found[0]], {})
+        for pattern, go in self.patterns:
+            match = pattern.search(text, at, partial=not is_end)
+            if match is None or (is_end and match.end() == match.start()):
+                continue
+            if not is_end and (match.partial or match.end() == len(text)):
+                stop = min(stop, match.start())
+            elif best is None or (match.start(), -match.end()) < (best.start, -best.end):
+                captures = {name: group for name, group in match.groupdict().items() if group is not None}
+                best = Found(match.start(), match.end(), go, captures)
+        return (best, stop) if best is not None and best.start < stop else (None, stop)
 
     def settle(self) -> None:
         """Prepare the search for the terminals in `texts`."""
@@ -65,6 +96,9 @@ def terminals(table: Table | None, reasoning: ReasoningTable | None) -> list[str
         for on in (table.opens, *(state.on for state in table.states.values())):
             found.update(dict.fromkeys(on))
         found.update(dict.fromkeys(table.parts))
+        for state in table.states.values():
+            # A token's text in a regular expression is the text, apart from what is escaped.
+            found.update((pattern.replace("\\", ""), None) for pattern, _ in state.patterns)
     if reasoning is not None:
         found.update(dict.fromkeys([*reasoning.opens, *reasoning.closes]))
     return list(found)
@@ -107,9 +141,24 @@ def bind(
         ended = {text: go for text, go in (table.opens if table is not None else {}).items() if text in special}
         tables["reasoning"] = State(Kind.REASONING, {**ended, **out})
         tables["content"] = _with(tables["content"], into)
-    states = {name: _bound(name, state, special, by_text) for name, state in tables.items()}
+    bound_to = {} if table is not None and table.is_text else special
+    states = {name: _bound(name, state, bound_to, by_text) for name, state in tables.items()}
     live = frozenset(token_id for state in states.values() for token_id in state.marks)
     return Program(states, start, known, live)
+
+
+def without_calls(table: Table) -> Table:
+    """A table of whole messages whose calls, where they are between terminals, stay in the content."""
+    calls = {name for name, state in table.states.items() if state.kind in (Kind.REGION, Kind.READER)}
+    states = {
+        name: replace(
+            state,
+            on={text: go for text, go in state.on.items() if go.to not in calls},
+            patterns=[(pattern, go) for pattern, go in state.patterns if go.to not in calls],
+        )
+        for name, state in table.states.items()
+    }
+    return replace(table, states=states)
 
 
 def _with(state: State, on: Mapping[str, Go]) -> State:
@@ -123,5 +172,6 @@ def _bound(name: str, table: State, special: Mapping[str, int], by_text: bool) -
             state.marks[special[text]] = go
         if by_text or text not in special:
             state.texts[text] = go
+    state.patterns = [(regex.compile(pattern, regex.DOTALL), go) for pattern, go in table.patterns]
     state.settle()
     return state

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import regex
+
 from headrace.errors import ConfigError
+from headrace.log import get_logger
 from headrace.parsers.base import OutputParser
 from headrace.parsers.engine import BLANK, Machine, random_characters
 from headrace.parsers.formats import (
@@ -20,8 +23,11 @@ from headrace.parsers.formats import (
     qwen3_coder,
     think,
 )
-from headrace.parsers.program import Program, bind, marks, terminals
+from headrace.parsers.program import Program, bind, marks, terminals, without_calls
+from headrace.parsers.response_template import UnsupportedTemplateError, table_of
 from headrace.parsers.table import ReasoningTable, Table
+
+logger = get_logger(__name__)
 
 TABLES: tuple[Table, ...] = (
     harmony.TABLE,
@@ -101,7 +107,7 @@ class OutputFormat:
             if isinstance(name, str) and isinstance(parameters, Mapping):
                 schemas[name] = parameters
         table = self.table if self.table is not None else _NO_TABLE
-        return Machine(
+        machine = Machine(
             program,
             schemas,
             self._start(program, prompt_ids, prompt_text),
@@ -112,13 +118,17 @@ class OutputFormat:
             call_id=table.call_id,
             draw=random_characters if random is None else lambda num: "".join(random() for _ in range(num)),
         )
+        if table.anchor:
+            begun = [found.end() for found in regex.finditer(table.anchor, prompt_text, regex.DOTALL)]
+            machine.skip(prompt_text[begun[-1] :] if begun else "")
+        return machine
 
     def _program(self, reads_tools: bool, reads_reasoning: bool, by_text: bool) -> Program:
         key = (reads_tools, reads_reasoning, by_text)
         if key not in self._programs:
             table = self.table
-            if table is not None and not reads_tools and not table.has_reasoning:
-                table = None
+            if table is not None and not reads_tools:
+                table = without_calls(table) if table.has_reasoning else None
             reasoning = self.reasoning if reads_reasoning else None
             self._programs[key] = bind(table, reasoning, self.special, self._marks, by_text)
         return self._programs[key]
@@ -158,10 +168,16 @@ def choose(
 ) -> OutputFormat | None:
     """The format of a model, or None if it writes neither calls nor reasoning that is known.
 
-    template: the chat template. special: texts of all added tokens and their ids. response_template: that of the tokenizer's config.
+    template: the chat template. special: texts of all added tokens and their ids. response_template: that of the tokenizer's config, which decides
+    unless a parser is named.
     tool_parser, reasoning_parser: names (`names`), `none` to switch off, None or `auto` to choose by the checkpoint. Raises ConfigError for
     unknown names.
     """
+    if response_template is not None and {tool_parser or AUTO, reasoning_parser or AUTO} == {AUTO}:
+        try:
+            return OutputFormat(table_of(response_template, special), None, special)
+        except UnsupportedTemplateError as err:
+            logger.warning("the checkpoint's response_template cannot be used: %s; its chat template decides", err)
     table = _table(tool_parser, template)
     reasoning = _reasoning_table(reasoning_parser, template)
     if table is not None and table.has_reasoning:

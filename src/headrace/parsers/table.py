@@ -31,6 +31,8 @@ class Kind(Enum):
     """The value of a parameter, as text, which becomes JSON."""
     ARGUMENTS = auto()
     """The arguments as they are."""
+    REGION = auto()
+    """The text of one call or several, which is read once it is complete (`State.read_calls`)."""
     ID = auto()
     """The id that the model gives a call."""
     READER = auto()
@@ -65,6 +67,10 @@ class Header:
     call: str | None = None
 
 
+Captures = Mapping[str, str]
+ReadCalls = Callable[[str, Captures, ToolSchemas], list[tuple[str, str]]]
+"""Calls as (name, JSON text of the arguments) in a region's text. Captures: by the terminal before it. Raises ValueError if it is none."""
+
 MakeReader = Callable[[CallSink, ToolSchemas], Reader]
 
 
@@ -72,7 +78,8 @@ MakeReader = Callable[[CallSink, ToolSchemas], Reader]
 class State:
     """A state of a format.
 
-    on: terminals that are looked for. peek: for SPACE, the state for a first character that is no blank, which is not consumed; "" = any.
+    on: terminals that are looked for. patterns: regular expressions that are terminals, too;
+    their named groups are captures. peek: for SPACE, the state for a first character that is no blank, which is not consumed; "" = any.
     then: for READER, the state after it. trim_newline: for VALUE, one line break after the opening and one before the closing terminal belong
     to them.
     """
@@ -84,6 +91,8 @@ class State:
     then: str = "content"
     trim_newline: bool = False
     read_header: Callable[[str], Header | None] | None = None
+    read_calls: ReadCalls | None = None
+    patterns: Sequence[tuple[str, Go]] = ()
 
 
 NameReader = Callable[[str], str | None]
@@ -126,9 +135,11 @@ class Table:
     name. start: the state at the beginning of an output and after reasoning between tags. read_name: the function's name in the text of a
     NAME, or None for what is no name. call_id: makes the id of a call from its name, its number in the conversation, and a function that
     draws as many random letters and digits as it is told; None: `call_` and 24 of them. prompts: an end of the prompt, without blanks after
-    it, and the state in which it leaves the output; the first that fits. parts: texts inside calls that may be special tokens of a
-    tokenizer, and are read as text. writings: how calls are to be written; the first that the tokenizer has the token for. aliases: other
-    names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model that writes this format.
+    it, and the state in which it leaves the output; the first that fits. anchor: a regular expression; what the prompt has after its last
+    match is read as the beginning of the output. is_text: all terminals match by text. parts: texts inside calls that may be special tokens
+    of a tokenizer, and are read as text. writings: how calls are to be written; the first that the tokenizer has the token for. aliases:
+    other names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model that writes this
+    format.
     """
 
     name: str
@@ -138,6 +149,8 @@ class Table:
     read_name: NameReader = plain_name
     call_id: CallId | None = None
     prompts: Sequence[tuple[str, str]] = ()
+    anchor: str = ""
+    is_text: bool = False
     parts: Sequence[str] = ()
     writings: Sequence[Writing] = ()
     aliases: Sequence[str] = ()
