@@ -55,17 +55,22 @@ def call_grammar(
     parallel: bool = True,
     strict_names: Collection[str] = (),
     opens_reasoning: bool = True,
+    content: Node | None = None,
 ) -> CallGrammar | None:
     """The grammar for a choice of tools, or None if anything may be written.
 
     tools: functions with `name` and `parameters`. Required or named calls match the functions' schemas; others only where the function is in
     `strict_names`. parallel: whether there may be more than one call. opens_reasoning: the output may begin with reasoning; False where the
-    grammar begins after it, or reasoning is switched off. Raises RequestError if the format has no calls, or the named function is not there.
+    grammar begins after it, or reasoning is switched off. content: what an output without calls must match, a format of a
+    structural tag. Raises RequestError if the format has no calls, or the named function is not there.
     """
+    if content is not None and (choice == "none" or not tools):
+        return _bound(format, _answer(format, content), opens_reasoning)
     if choice == "none":
         return _without_calls(format, opens_reasoning)
     is_harmony = _is_harmony(format)  # where the end of a call is the end of the output: there is only one
-    if choice == "auto" and (parallel or is_harmony) and not any(tool.get("name") in strict_names for tool in tools):
+    is_free = content is None and (parallel or is_harmony)
+    if choice == "auto" and is_free and not any(tool.get("name") in strict_names for tool in tools):
         return None
     writing = _writing(format)
     parallel = parallel and not is_harmony
@@ -75,7 +80,10 @@ def call_grammar(
             raise RequestError(f"tool_choice names the function {choice.name!r}, which is not in tools", "tool_choice")
     if choice == "auto":
         calls = [_call(writing, tool, tool.get("name") in strict_names) for tool in tools]
-        body = _optional_calls(format, writing, calls, parallel)
+        if content is None:
+            body = _optional_calls(format, writing, calls, parallel)
+        else:
+            body = one_of(_calls(writing, calls, parallel), _answer(format, content))
     else:
         if not tools:
             raise RequestError("tool_choice requires a call, and there are no tools", "tool_choice")
@@ -84,9 +92,18 @@ def call_grammar(
         )
         if not writing.bare and not is_harmony:
             body = sequence(regex("[\n]{0,2}"), body)
+    return _bound(format, body, opens_reasoning)
+
+
+def _bound(format: OutputFormat, body: Node, opens_reasoning: bool) -> CallGrammar:
     if opens_reasoning:
         body = sequence(_reasoning(format), body)
     return CallGrammar(json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False))
+
+
+def _answer(format: OutputFormat, content: Node) -> Node:
+    """What matches `content`, where the format has its answers."""
+    return sequence(const("<|channel|>final<|message|>"), content) if _is_harmony(format) else content
 
 
 def _writing(format: OutputFormat) -> Writing:
@@ -108,10 +125,7 @@ def _without_calls(format: OutputFormat, opens_reasoning: bool) -> CallGrammar |
     ids = frozenset(format.special[text] for text in openings if text in format.special)
     if ids or not openings:
         return CallGrammar(forbidden_ids=ids) if ids else None
-    body: Node = any_text(openings)
-    if opens_reasoning:
-        body = sequence(_reasoning(format), body)
-    return CallGrammar(json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False))
+    return _bound(format, any_text(openings), opens_reasoning)
 
 
 def _reasoning(format: OutputFormat) -> Node:

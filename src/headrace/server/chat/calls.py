@@ -5,6 +5,7 @@ thread; the rest in the event loop that serves HTTP.
 """
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,13 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
+from headrace.parsers.base import OutputParser
 from headrace.parsers.registry import OutputFormat
 from headrace.sampling.params import SamplingParams
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
-from headrace.server.chat.reply_grammar import bound_by_tools
+from headrace.server.chat.reply_grammar import bound_reply
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 
@@ -29,7 +31,10 @@ CONTEXT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A conversation that is ready to be generated. call: for the engine. format: how the output is read; None = it is nothing but text."""
+    """A conversation that is ready to be generated.
+
+    call: for the engine. format: how the output is read; None = it is nothing but text. by_grammar: see `BoundReply`.
+    """
 
     context: ServingContext
     conversation: Conversation
@@ -37,20 +42,14 @@ class ChatCall:
     sampling: SamplingParams
     call: GenerateReqInput
     format: OutputFormat | None
+    by_grammar: bool
 
     def choice(self) -> ChoiceStream:
         """The reader of one choice."""
         if self.format is None:
             return ChoiceStream(None, None)
-        conversation = self.conversation
-        parser = self.format.parser(
-            tools=[tool.function for tool in conversation.tools],
-            prompt_ids=self.prompt.ids,
-            prompt_text=self.prompt.tail,
-            reads_tools=bool(conversation.tools) and conversation.choice.mode != "none",
-            reads_reasoning=conversation.splits_reasoning,
-            num_calls_before=conversation.num_calls_before,
-        )
+        reads_reasoning = self.conversation.splits_reasoning
+        parser = _parser(self.format, self.conversation, self.prompt, reads_reasoning, self.by_grammar)
         pieces = TokenPieces(
             self.context.model.tokenizer,
             self.format.mark_ids,
@@ -60,11 +59,21 @@ class ChatCall:
         )
         return ChoiceStream(parser, pieces)
 
-    def updates(self, exchange: Exchange) -> AsyncGenerator[SampleUpdate, None]:
-        """Generate. Without a limit the output may fill the context."""
-        return self.context.frontend.generate_request(
-            self.call, default_max_new_tokens=self.context.model.context_length, caller=exchange.caller
+    async def updates(self, exchange: Exchange) -> AsyncGenerator[SampleUpdate, None]:
+        """Generate. Without a limit the output may fill the context. Raises the errors of the engine, which name the fields of the request."""
+        limit = self.context.model.context_length
+        updates = self.context.frontend.generate_request(
+            self.call, default_max_new_tokens=limit, caller=exchange.caller
         )
+        try:
+            async with aclosing(updates):
+                async for update in updates:
+                    yield update
+        except RequestError as exc:
+            if self.by_grammar and exc.param == "structural_tag":
+                exc.param = "tools" if self.conversation.tools else "response_format"
+                exc.message = exc.message.replace("structural_tag", exc.param).replace("the structural tag", exc.param)
+            raise
 
     def reason(self, finish: FinishReason, choice: ChoiceStream) -> str:
         """Why a choice ended: stop, length, tool_calls or abort. A call that was asked for by name is no surprise: stop, as OpenAI says."""
@@ -90,12 +99,34 @@ async def chat_call(
     prompt = await context.in_text_thread(lambda: chat_prompt(context, conversation))
     if shorten is not None:
         prompt = ChatPrompt(shorten(prompt.ids), prompt.tail)
-    sampling = bound_by_tools(sampling, conversation, output_format, prompt)
+    by_grammar = False
+    if output_format is not None:
+        start = _parser(output_format, conversation, prompt, reads_reasoning=True)
+        bound = bound_reply(sampling, conversation, output_format, start, prompt.tail)
+        sampling, by_grammar = bound.sampling, bound.by_grammar
     limit, room = sampling.max_new_tokens, context.model.context_length - len(prompt.ids)
     if clamps_limit and limit is not None and limit > room > 0:
         sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
     call = GenerateReqInput(input_ids=list(prompt.ids), sampling_params=sampling, **fields)
-    return ChatCall(context, conversation, prompt, sampling, call, output_format)
+    return ChatCall(context, conversation, prompt, sampling, call, output_format, by_grammar)
+
+
+def _parser(
+    output_format: OutputFormat,
+    conversation: Conversation,
+    prompt: ChatPrompt,
+    reads_reasoning: bool,
+    by_grammar: bool = False,
+) -> OutputParser:
+    return output_format.parser(
+        tools=[tool.function for tool in conversation.tools],
+        prompt_ids=prompt.ids,
+        prompt_text=prompt.tail,
+        reads_tools=bool(conversation.tools) and conversation.choice.mode != "none",
+        reads_reasoning=reads_reasoning,
+        num_calls_before=conversation.num_calls_before,
+        by_text=by_grammar,
+    )
 
 
 def _format(context: ServingContext, conversation: Conversation) -> OutputFormat | None:

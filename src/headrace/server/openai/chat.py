@@ -4,6 +4,7 @@ Owns the chat chunks and the reply. `chat_request` checks the messages and tools
 Runs in the event loop that serves HTTP.
 """
 
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,7 +15,7 @@ from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
 from headrace.server.context import ServingContext
-from headrace.server.http import encode_json
+from headrace.server.http import Exchange, encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
@@ -141,6 +142,9 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             **generation.ending(update).fields(),
         }
         return choice | {"token_ids": update.ids} if request.return_token_ids else choice
+
+    def _updates(self, exchange: Exchange, generation: ChatGeneration) -> AsyncGenerator[SampleUpdate, None]:
+        return generation.chat.updates(exchange)
 
     def chunk_writer(self, generation: ChatGeneration) -> "ChatChunks":
         """See `ChatChunks`."""
