@@ -15,7 +15,6 @@ import argparse
 import json
 import shlex
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from pathlib import Path
 import tokenizers
 
 from headrace.api.engine import Engine
-from headrace.benchmark.machine import revision, this_machine
+from headrace.benchmark.report import add_output, write_report
 from headrace.checkpoint.names import resolve_model
 from headrace.config.cli import parse
 from headrace.text.tokenizers import load_tokenizer
@@ -164,7 +163,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--serve", default="--quantization int8", help="options of the engine")
     parser.add_argument("--large-vocabulary", action="store_true")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model, serve = options.model, shlex.split(options.serve)
@@ -174,17 +173,11 @@ def main() -> None:
         args = parse(["--model-path", model, "--max-total-tokens", "65536", *serve])
         with Engine(**asdict(args)) as engine:
             results = [measure(engine, rows, options.tokens, options.repeat) for rows in options.rows]
-    report = {
-        "command": sys.argv,
-        **asdict(revision(Path(__file__))),
-        "machine": asdict(this_machine()),
+    found = {
         "vocabulary": GEMMA_VOCABULARY if options.large_vocabulary else None,
         "results": results,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    write_report(found, Path(__file__), options.output)
 
 
 if __name__ == "__main__":

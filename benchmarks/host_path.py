@@ -10,20 +10,15 @@ Processor time, not wall time: what else runs on the machine changes it little. 
 
 import argparse
 import json
-import os
 import shlex
 import socket
 import statistics
-import subprocess
-import sys
-import time
-import urllib.request
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
-from headrace.benchmark.machine import revision, this_machine
+from headrace.benchmark.own_server import own_server
+from headrace.benchmark.report import add_output, write_report
 
 MARK = b'"delta":{"content"'
 """Once in the chunk of each token."""
@@ -115,43 +110,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--serve", default="", help="more options of `headrace serve`")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     options = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    headrace = os.path.join(os.path.dirname(sys.executable), "headrace")
-    command = [headrace, "serve", options.model, "--port", str(port), "--log-level", "warning"]
-    server = subprocess.Popen([*command, *shlex.split(options.serve)])
-    try:
-        _wait_until_ready(f"http://127.0.0.1:{port}/ready")
-        parts = parts_of(psutil.Process(server.pid))
+    with own_server(options.model, shlex.split(options.serve)) as server:
+        parts = parts_of(server.process)
         results = []
         for num_streams in options.streams:
-            measure(port, parts, num_streams, 64)
-            runs = [measure(port, parts, num_streams, options.tokens) for _ in range(options.repeat)]
+            measure(server.port, parts, num_streams, 64)
+            runs = [measure(server.port, parts, num_streams, options.tokens) for _ in range(options.repeat)]
             results.append({"streams": num_streams, "us_per_token": report(runs)})
-    finally:
-        server.terminate()
-        server.wait()
-    found = {
-        "command": sys.argv,
-        **asdict(revision(Path(__file__))),
-        "machine": asdict(this_machine()),
-        "results": results,
-    }
-    text = json.dumps(found, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
-
-
-def _wait_until_ready(url: str) -> None:
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
+    write_report({"results": results}, Path(__file__), options.output)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ how much the memory of all processes has grown when everything is over. Prints J
 import argparse
 import asyncio
 import json
-import os
 import shlex
-import socket
-import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
-from headrace.benchmark.machine import revision, this_machine
+from headrace.benchmark.own_server import own_server
+from headrace.benchmark.report import add_output, write_report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "reliability"))
 
@@ -110,44 +107,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--serve", default="--quantization int8", help="options of the server")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "headrace.cli",
-        "serve",
-        options.model,
-        "--port",
-        str(port),
-        "--log-level",
-        "error",
-    ]
-    server = subprocess.Popen([*command, *shlex.split(options.serve)], env=os.environ)
-    try:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        results = asyncio.run(measure(f"http://127.0.0.1:{port}", psutil.Process(server.pid)))
-    finally:
-        server.terminate()
-        server.wait()
-    report = {
-        "command": sys.argv,
-        **asdict(revision(Path(__file__))),
-        "machine": asdict(this_machine()),
-        "results": results,
-    }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    with own_server(options.model, shlex.split(options.serve)) as server:
+        results = asyncio.run(measure(server.url, server.process))
+    write_report({"results": results}, Path(__file__), options.output)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 """Kill a part of a running server under load, and look at what its clients get.
 
-    python benchmarks/recovery.py MODEL [--kill scheduler|detokenizer] [--streams 8] [--tokens 200]
+    python benchmarks/recovery.py MODEL [--kill scheduler|detokenizer] [--streams 8] [--tokens 200] [--output FILE]
 
 Starts `headrace serve MODEL`, asks for the streams once undisturbed, then again with a `kill -9` when every stream has had a third of its tokens.
-Prints one JSON line: the longest wait of a stream for its next token after the kill, and whether all texts are the same as before.
+Prints JSON: the longest wait of a stream for its next token after the kill, and whether all texts are the same as before.
 """
 
 import argparse
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
 
-PORT = 31877
+from headrace.benchmark.own_server import own_server
+from headrace.benchmark.report import add_output, write_report
 
 
 def stream(client: httpx.Client, i: int, tokens: int, times: list[float], texts: list[str]) -> None:
@@ -55,35 +54,26 @@ def main() -> None:
     parser.add_argument("--kill", choices=("scheduler", "detokenizer"), default="scheduler")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=200)
+    add_output(parser)
     options = parser.parse_args()
-    command = [os.path.join(os.path.dirname(sys.executable), "headrace"), "serve", options.model, "--port", str(PORT)]
-    server = subprocess.Popen(command)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=120) as client:
-            while True:
-                try:
-                    if client.get("/ready").status_code == 200:
-                        break
-                except httpx.HTTPError:
-                    time.sleep(0.1)
-            want, _, _ = run(client, options.streams, options.tokens, None)
-            children = psutil.Process(server.pid).children()
-            victim = next(child for child in children if options.kill in child.cmdline())
-            got, killed_s, times = run(client, options.streams, options.tokens, victim)
-            after = [next(t for t in chunks if t > killed_s + 0.3) - killed_s for chunks in times]
-            counters = client.get("/internal_state").json()["frontend"]
-            result = {
-                "killed": options.kill,
-                "streams": options.streams,
-                "tokens_each": options.tokens,
-                "next_token_after_s": round(max(after), 2),
-                "same_texts": got == want,
-                "num_replayed": counters["num_replayed"],
-            }
-            print(json.dumps(result), flush=True)
-    finally:
-        server.terminate()
-        server.wait()
+    with (
+        own_server(options.model) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        want, _, _ = run(client, options.streams, options.tokens, None)
+        victim = next(child for child in server.process.children() if options.kill in child.cmdline())
+        got, killed_s, times = run(client, options.streams, options.tokens, victim)
+        after = [next(t for t in chunks if t > killed_s + 0.3) - killed_s for chunks in times]
+        counters = client.get("/internal_state").json()["frontend"]
+    found = {
+        "killed": options.kill,
+        "streams": options.streams,
+        "tokens_each": options.tokens,
+        "next_token_after_s": round(max(after), 2),
+        "same_texts": got == want,
+        "num_replayed": counters["num_replayed"],
+    }
+    write_report(found, Path(__file__), options.output)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,15 @@ Processor time, not wall time: what else runs on the machine hardly changes it. 
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections import deque
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.benchmark.machine import revision, this_machine
+from headrace.benchmark.report import add_output, write_report
 from headrace.cache.allocator import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.garbage import freeze
@@ -151,19 +148,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--no-stream", dest="stream", action="store_false")
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     options = parser.parse_args()
-    report = {
-        "command": sys.argv,
-        **asdict(revision(Path(__file__))),
-        "machine": asdict(this_machine()),
+    found = {
         "stream": options.stream,
         "results": [measure(rows, options.turns, options.stream) for rows in options.rows],
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    write_report(found, Path(__file__), options.output)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from peer_headrace import quantized_command
 from peer_llama_cpp import command_for as llama_cpp_command
 from peer_process import Precision, ServerProcess, free_port, leave_on_sigterm
 
-from headrace.benchmark.machine import revision, this_machine
+from headrace.benchmark.report import add_output, write_report
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -132,21 +131,15 @@ def main() -> None:
     parser.add_argument("--class", dest="precision", choices=("16", "8", "4"), default="8", help="bits of a weight")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     options = parser.parse_args()
     leave_on_sigterm()
-    report = {
-        "command": sys.argv,
-        **asdict(revision(Path(__file__))),
-        "machine": asdict(this_machine()),
+    found = {
         "results": [
             result for streams in options.streams for result in measure(options.precision, options.repeat, streams)
         ],
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    write_report(found, Path(__file__), options.output)
 
 
 if __name__ == "__main__":
