@@ -1,6 +1,7 @@
 """Tools and reasoning in chat completions, over a scripted engine whose tokens are bytes."""
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,3 +202,45 @@ def test_hostile_tools_are_refused(client: httpx.Client):
     for _ in range(200):
         nested = {"type": "object", "properties": {"a": nested}}
     assert status([{"type": "function", "function": {"name": "f", "parameters": nested}}]) in (200, 400)
+
+
+WORDS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    CALL,
+    "\n",
+    " ",
+    "a",
+    "wörld 🙂",
+    "<",
+    "{",
+    '{"name": "f"',
+]
+
+
+def random_text(chance: random.Random) -> str:
+    """Marks, calls and text in any order, cut anywhere."""
+    text = "".join(chance.choices(WORDS, k=chance.randint(1, 8)))
+    return text[: chance.randint(1, len(text))] if chance.random() < 0.3 else text
+
+
+def test_any_stream_adds_up_to_the_whole_reply(client: httpx.Client, server: Running):
+    for seed in range(200):
+        chance = random.Random(seed)
+        script = server.frontend.script
+        script.text = random_text(chance)
+        script.tokens_per_chunk = chance.choice([1, 1, 2, 7, 1000])
+        body = ASKED | {"max_tokens": chance.choice([4, 400]), "parallel_tool_calls": chance.random() < 0.8}
+        whole = client.post(CHAT, json=body).json()
+        frames = events(client.post(CHAT, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
+        choice = whole["choices"][0]
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        expected = (message["content"] or "", message["reasoning_content"] or "", calls)
+        found = folded(frames)
+        assert (found["content"], found["reasoning_content"], found["tool_calls"]) == expected, script.text
+        reasons = [one["finish_reason"] for frame in frames for one in frame["choices"] if one["finish_reason"]]
+        assert reasons == [choice["finish_reason"]]
+        assert frames[-1]["usage"] == whole["usage"]
