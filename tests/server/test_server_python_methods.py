@@ -67,6 +67,10 @@ METHODS = {
 HTTP_ONLY = {
     "/v1/chat/completions": "OpenAI's shapes are for OpenAI's clients",
     "/v1/completions": "OpenAI's shapes are for OpenAI's clients",
+    "/v1/responses": "OpenAI's shapes are for OpenAI's clients",
+    "/v1/responses/{id}": "OpenAI's shapes are for OpenAI's clients",
+    "/v1/responses/{id}/cancel": "OpenAI's shapes are for OpenAI's clients",
+    "/v1/responses/{id}/input_items": "OpenAI's shapes are for OpenAI's clients",
     "/ready": "for who watches a server; both are ready once they are made",
     "/ping": "for who watches a server",
     "/openapi.json": "describes the routes",

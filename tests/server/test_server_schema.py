@@ -28,6 +28,7 @@ EXAMPLES = settings(
 GENERATION = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/generate",
     "/tokenize",
     "/detokenize",

@@ -202,6 +202,12 @@ class ServerArgs:
     session_timeout_s: float = _opt(
         3600.0, _S, "Close a session that has not been used for this many seconds; 0 = never.", _SECONDS
     )
+    max_stored_responses: int = _opt(
+        0,
+        _S,
+        "Keep the last N responses of /v1/responses in memory, at most 64 MiB, for previous_response_id and later reading; 0 = none.",
+        _COUNT,
+    )
     keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after this many seconds.", _SECONDS)
     custom_logit_processors: str = _opt(
         "",
@@ -420,6 +426,10 @@ class ServerArgs:
         if self.tokenizer_worker_num > 1 and self.single_process:
             raise ConfigError(
                 "--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process"
+            )
+        if self.tokenizer_worker_num > 1 and self.max_stored_responses:
+            raise ConfigError(
+                "--max-stored-responses cannot be combined with --tokenizer-worker-num above 1: each worker would keep its own"
             )
         if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
             raise ConfigError("--cuda-graph-bs lists all sizes; leave --cuda-graph-max-bs out")

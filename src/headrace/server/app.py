@@ -43,6 +43,8 @@ from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate, is_loopback
 from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
+from headrace.server.responses.protocol import ResponsesRequest
+from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.settings import SetInternalStateBody, SettingsAPI
@@ -56,14 +58,20 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     """Every route with its access; the most used first, because they are tried in order."""
     native, control = NativeAPI(context), ControlAPI(context)
     chat, completions = ChatServing(context), CompletionServing(context)
+    responses = ResponsesAPI(context)
     loras = LoraAPI(context)
     models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
     diagnostics, settings = DiagnosticsAPI(context), SettingsAPI(context)
-    get, post = ("GET",), ("POST",)
+    get, post, delete = ("GET",), ("POST",), ("DELETE",)
     # fmt: off
     table = [
         RouteSpec("/v1/chat/completions", post, "user", chat.handle_request, "Chat completion", ChatCompletionRequest),
         RouteSpec("/v1/completions", post, "user", completions.handle_request, "Text completion", CompletionRequest),
+        RouteSpec("/v1/responses", post, "user", responses.create, "Response", ResponsesRequest),
+        RouteSpec("/v1/responses/{id}", get, "user", responses.get, "A kept response", query=GetQuery),
+        RouteSpec("/v1/responses/{id}", delete, "user", responses.delete, "Forget a kept response"),
+        RouteSpec("/v1/responses/{id}/cancel", post, "user", responses.cancel, "Refused: no response runs in the background"),
+        RouteSpec("/v1/responses/{id}/input_items", get, "user", responses.input_items, "Input of a kept response", query=ItemsQuery),
         RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput),
         RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
         RouteSpec("/ready", get, "public", control.ready, "New requests are accepted", failure=Liveness),

@@ -20,17 +20,20 @@ Access = Literal["public", "user", "admin"]
 
 
 class AccessTable:
-    """The access of each path. A path is matched exactly, or by the prefix before a trailing `{parameter}`."""
+    """The access of each path. A path is matched exactly, or by the prefix before its first `{parameter}`."""
 
     def __init__(self, routes: Iterable[tuple[str, Access]]) -> None:
         self.exact: dict[str, Access] = {}
         self.prefixes: list[tuple[str, Access]] = []
         for path, access in routes:
-            head, brace, rest = path.partition("{")
+            head, brace, _ = path.partition("{")
             if not brace:
                 self.exact[path] = access
             else:
-                assert rest.find("}") == len(rest) - 1, f"only a trailing parameter can be declared: {path}"
+                others = [
+                    other for prefix, other in self.prefixes if prefix.startswith(head) or head.startswith(prefix)
+                ]
+                assert all(other == access for other in others), f"another path with this beginning: {path}"
                 self.prefixes.append((head, access))
 
     def access(self, path: str) -> Access | None:

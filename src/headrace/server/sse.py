@@ -3,7 +3,7 @@
 Runs in the event loop that serves HTTP. Frames are bytes made by the caller; nothing here knows a protocol.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -46,15 +46,16 @@ async def stream_reply(
     *,
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = error_frame,
+    headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
-    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last.
+    """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: more of the reply's.
 
     A failure before the first item raises, so that the reply has an error status; a later one becomes the frames that `failed` makes.
     `done` ends the stream exactly once in both cases. The generator is closed before this returns or raises.
     """
     async with exchange.until_client_leaves(), aclosing(items):
         first = await anext(items, None)
-        await exchange.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]})
         try:
             if first is not None and (frames := render(first)):
                 await exchange.write(frames)

@@ -33,13 +33,14 @@ class Tool:
     """A function that the model may call.
 
     parameters: the JSON schema of its arguments; None = any object. strict: arguments must match it. definition: what templates show the
-    model, as the client wrote it: `{"type": "function", "function": {...}}`.
+    model, as the client wrote it: `{"type": "function", "function": {...}}`. is_custom: the client takes a text (`custom_tools.py`).
     """
 
     name: str
     parameters: Mapping[str, object] | None
     strict: bool
     definition: Mapping[str, object]
+    is_custom: bool = False
 
     @property
     def function(self) -> Mapping[str, object]:
@@ -76,6 +77,11 @@ class Conversation:
     splits_reasoning: bool = True
     opens_reply: bool = True
     continues_last: bool = False
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the tools that take a text."""
+        return frozenset(tool.name for tool in self.tools if tool.is_custom)
 
     @property
     def num_calls_before(self) -> int:
@@ -142,6 +148,16 @@ def check_choice(field: str, choice: ToolChoice, tools: Sequence[Tool]) -> None:
     if choice.name is not None and all(tool.name != choice.name for tool in tools):
         shown = choice.name[:100]
         raise RequestError(f"{field}: there is no tool called {shown!r} among the tools", field)
+
+
+def allowed_tools(field: str, names: Sequence[str], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """The tools with these names, the only ones that the model is offered. Raises RequestError for a name that no tool has."""
+    known = {tool.name for tool in tools}
+    for name in names:
+        if name not in known:
+            raise RequestError(f"{field}: there is no tool called {name[:100]!r} among the tools", field)
+    allowed = frozenset(names)
+    return tuple(tool for tool in tools if tool.name in allowed)
 
 
 def check_history(field: str, messages: Sequence[Message]) -> None:

@@ -316,8 +316,3 @@ class ChunkWriter(ABC):
     def usage(self, usage: Usage) -> bytes:
         """The frame with the counts."""
         return self.head + b',"choices":[],"usage":' + encode_json(usage) + b"}\n\n"
-
-
-def finite_logprob(value: float | None) -> float:
-    """A logprob that JSON and clients can represent; -inf and a missing one as OpenAI writes them."""
-    return -9999.0 if value is None or value < -9999.0 or value != value else value

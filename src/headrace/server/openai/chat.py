@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.frontend.sample_update import LogprobItem, SampleUpdate
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
+from headrace.server.chat.custom_tools import InputReader, input_of
+from headrace.server.chat.logprobs import token_logprob
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json
 from headrace.server.openai.base import (
@@ -25,7 +27,6 @@ from headrace.server.openai.base import (
     NewLogprobs,
     OpenAIServingBase,
     Usage,
-    finite_logprob,
 )
 from headrace.server.openai.chat_request import conversation_of
 from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, refuse_unsupported
@@ -134,7 +135,11 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         logprobs = None
         if request.logprobs:
             logprobs = chat_logprobs(self.context.model.tokenizer, NewLogprobs.of(update, request))
-        message = chat_message(fold(generation.events(update)), request.include_reasoning is not False)
+        message = chat_message(
+            fold(generation.events(update)),
+            request.include_reasoning is not False,
+            generation.chat.conversation.custom_names,
+        )
         choice = {
             "index": update.index,
             "message": message,
@@ -151,8 +156,8 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         return ChatChunks(self, generation)
 
 
-def chat_message(reply: FoldedReply, shows_reasoning: bool) -> dict[str, object]:
-    """The message of a reply that is not streamed. Content is null only beside tool calls."""
+def chat_message(reply: FoldedReply, shows_reasoning: bool, custom_names: frozenset[str]) -> dict[str, object]:
+    """The message of a reply that is not streamed. Content is null only beside tool calls. custom_names: tools that take a text."""
     reasoning = reply.reasoning if shows_reasoning else None
     message: dict[str, object] = {
         "role": "assistant",
@@ -164,7 +169,9 @@ def chat_message(reply: FoldedReply, shows_reasoning: bool) -> dict[str, object]
         message["reasoning"] = reasoning
     if reply.calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
+            if call.name in custom_names
+            else {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in reply.calls
         ]
     return message
@@ -186,6 +193,9 @@ class ChatChunks(ChunkWriter):
         self.shows_reasoning = generation.request.include_reasoning is not False
         # Reasoning that is kept until it is complete, by choice.
         self.kept: dict[int, list[str]] | None = {} if generation.request.stream_reasoning is False else None
+        self.custom_names = generation.chat.conversation.custom_names
+        # Readers of the calls of custom tools, by choice and call.
+        self.inputs: dict[int, dict[int, InputReader]] = {}
 
     def delta(self, update: SampleUpdate) -> bytes:
         """The role before the first delta, then a chunk for each event. A choice that ends without more text gets an empty delta."""
@@ -218,7 +228,26 @@ class ChatChunks(ChunkWriter):
             events = [event for event in events if not isinstance(event, Reasoning)]
         elif self.kept is not None:
             events = self._with_whole_reasoning(self.kept.setdefault(index, []), events, ended)
-        return [_delta(event) for event in events]
+        if not self.custom_names:
+            return [_delta(event) for event in events]
+        inputs = self.inputs.setdefault(index, {})
+        deltas = [delta for event in events if (delta := self._custom_delta(inputs, event))]
+        return deltas + [delta for call in list(inputs) if ended and (delta := _last_input(inputs, call))]
+
+    def _custom_delta(self, inputs: dict[int, InputReader], event: Event) -> bytes:
+        """The delta of an event where tools may be custom; empty if there is nothing new to say."""
+        match event:
+            case ToolCall(index, call_id, name) if name in self.custom_names:
+                inputs[index] = InputReader()
+                return b'{"tool_calls":[{"index":%d,"id":%b,"type":"custom","custom":{"name":%b,"input":""}}]}' % (
+                    index,
+                    encode_json(call_id),
+                    encode_json(name),
+                )
+            case Arguments(index, text) if index in inputs:
+                return _input_delta(index, inputs[index].push(text))
+            case _:
+                return _delta(event)
 
     @staticmethod
     def _with_whole_reasoning(kept: list[str], events: list[Event], ended: bool) -> list[Event]:
@@ -264,19 +293,20 @@ def _delta(event: Event) -> bytes:
             return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, encode_json(text))
 
 
+def _input_delta(index: int, text: str) -> bytes:
+    return b'{"tool_calls":[{"index":%d,"custom":{"input":%b}}]}' % (index, encode_json(text)) if text else b""
+
+
+def _last_input(inputs: dict[int, InputReader], index: int) -> bytes:
+    return _input_delta(index, inputs.pop(index).finish())
+
+
 def chat_logprobs(tokenizer: Tokenizer, new: NewLogprobs) -> dict[str, object]:
     """The logprobs object of a chat choice."""
     content = []
     for position, entry in enumerate(new.tokens):
         alternatives = (new.alternatives[position] if position < len(new.alternatives) else None) or []
-        shown = _token(tokenizer, entry)
-        shown["top_logprobs"] = [_token(tokenizer, alternative) for alternative in alternatives]
+        shown = token_logprob(tokenizer, entry)
+        shown["top_logprobs"] = [token_logprob(tokenizer, alternative) for alternative in alternatives]
         content.append(shown)
     return {"content": content, "refusal": None}
-
-
-def _token(tokenizer: Tokenizer, entry: LogprobItem) -> dict[str, object]:
-    value, token_id, text = entry
-    shown = text if text is not None else tokenizer.decode([token_id], False)
-    raw = tokenizer.token_bytes(token_id) if tokenizer.fixed_bytes else shown.encode(errors="replace")
-    return {"token": shown, "logprob": finite_logprob(value), "bytes": list(raw)}

@@ -12,12 +12,14 @@ from headrace.server.chat.conversation import (
     Message,
     Tool,
     ToolChoice,
+    allowed_tools,
     check_choice,
     check_history,
     check_tools,
     function_call,
     function_tool,
 )
+from headrace.server.chat.custom_tools import custom_call, custom_tool
 from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart
 
 _MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial")
@@ -32,7 +34,7 @@ def conversation_of(request: ChatCompletionRequest, context_length: int) -> Conv
             "continue_final_message needs a last message of the role assistant", "continue_final_message"
         )
     tools = tools_of(request.tools)
-    choice = choice_of(request.tool_choice, tools)
+    choice, tools = choice_of(request.tool_choice, tools)
     return Conversation(
         messages=messages,
         tools=tools,
@@ -123,8 +125,10 @@ def _tool_call(where: str, call: dict[str, object]) -> Message:
     call_id, function = call.get("id"), call.get("function")
     if not isinstance(call_id, str) or not call_id:
         raise RequestError(f"{where}.id is missing", f"{where}.id")
+    if call.get("type") == "custom":
+        return _custom_call(where, call_id, call.get("custom"))
     if call.get("type") not in (None, "function"):
-        raise RequestError(f"{where}.type must be 'function'", f"{where}.type")
+        raise RequestError(f"{where}.type must be 'function' or 'custom'", f"{where}.type")
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function is missing", f"{where}.function")
     name, arguments = function.get("name"), function.get("arguments")
@@ -133,6 +137,17 @@ def _tool_call(where: str, call: dict[str, object]) -> Message:
     if arguments is not None and not isinstance(arguments, str | dict):
         raise RequestError(f"{where}.function.arguments must be JSON text", f"{where}.function.arguments")
     return function_call(call_id, name, "" if arguments is None else arguments)
+
+
+def _custom_call(where: str, call_id: str, custom: object) -> Message:
+    if not isinstance(custom, dict):
+        raise RequestError(f"{where}.custom is missing", f"{where}.custom")
+    name, text = custom.get("name"), custom.get("input")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.custom.name is missing", f"{where}.custom.name")
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.custom.input must be a string", f"{where}.custom.input")
+    return custom_call(call_id, name, text)
 
 
 def tools_of(tools: Sequence[dict[str, object]] | None) -> tuple[Tool, ...]:
@@ -144,9 +159,16 @@ def tools_of(tools: Sequence[dict[str, object]] | None) -> tuple[Tool, ...]:
 
 def _tool(where: str, tool: dict[str, object]) -> Tool:
     kind = tool.get("type", "function")
+    if kind == "custom":
+        custom = tool.get("custom")
+        if not isinstance(custom, dict):
+            raise RequestError(f"{where}.custom is missing", f"{where}.custom")
+        return custom_tool(f"{where}.custom", custom.get("name"), custom.get("description"), custom.get("format"))
     if kind != "function":
         raise RequestError(
-            f"{where}.type must be 'function', got {str(kind)[:50]!r}", f"{where}.type", "unsupported_parameter"
+            f"{where}.type must be 'function' or 'custom', got {str(kind)[:50]!r}",
+            f"{where}.type",
+            "unsupported_parameter",
         )
     function = tool.get("function")
     if not isinstance(function, dict):
@@ -161,8 +183,8 @@ def _tool(where: str, tool: dict[str, object]) -> Tool:
     )
 
 
-def choice_of(choice: str | dict[str, object] | None, tools: Sequence[Tool]) -> ToolChoice:
-    """`tool_choice`. Raises RequestError."""
+def choice_of(choice: str | dict[str, object] | None, tools: tuple[Tool, ...]) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    """`tool_choice`, and the tools that it leaves. Raises RequestError."""
     match choice:
         case None | "" | "auto":
             found = ToolChoice()
@@ -172,13 +194,36 @@ def choice_of(choice: str | dict[str, object] | None, tools: Sequence[Tool]) -> 
             found = ToolChoice("required")
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             found = ToolChoice("required", name)
+        case {"type": "custom", "custom": {"name": str(name)}} | {"type": "custom", "name": str(name)}:
+            found = ToolChoice("required", name)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)},
+        }:
+            found = ToolChoice("required" if mode == "required" else "auto")
+            tools = allowed_tools(
+                "tool_choice", [_allowed_name(number, one) for number, one in enumerate(allowed)], tools
+            )
         case dict() if not choice:
             found = ToolChoice()
         case _:
             raise RequestError(
-                "tool_choice must be auto, none, required, or an object that names a function: "
-                '{"type": "function", "function": {"name": ...}}',
+                "tool_choice must be auto, none, required, or an object that names a tool "
+                '({"type": "function", "function": {"name": ...}}) or the allowed ones '
+                '({"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": ...}})',
                 "tool_choice",
             )
     check_choice("tool_choice", found, tools)
-    return found
+    return found, tools
+
+
+def _allowed_name(number: int, tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
+            return name
+        case _:
+            raise RequestError(
+                f"tool_choice.allowed_tools.tools[{number}] must name a tool: "
+                '{"type": "function", "function": {"name": ...}}',
+                "tool_choice",
+            )

@@ -11,6 +11,7 @@ from typing import cast
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import LogprobItem, SampleUpdate
 from headrace.messages.requests import GenerateReqInput
+from headrace.server.chat.logprobs import finite_logprob
 from headrace.server.context import ServingContext
 from headrace.server.http import encode_json
 from headrace.server.openai.base import (
@@ -20,7 +21,6 @@ from headrace.server.openai.base import (
     NewLogprobs,
     OpenAIServingBase,
     Usage,
-    finite_logprob,
 )
 from headrace.server.openai.protocol import MAX_LOGPROBS, CompletionRequest
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated

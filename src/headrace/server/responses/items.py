@@ -1,0 +1,189 @@
+"""The items of an input as messages for chat templates.
+
+Owns which items are understood, and how the items of one turn of the assistant become one message. Pure functions, run in the event loop that
+serves HTTP.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from headrace.errors import RequestError
+from headrace.messages.neutral import is_empty
+from headrace.server.chat.conversation import Message, calls_of, function_call
+from headrace.server.chat.custom_tools import custom_call
+from headrace.server.responses.tools import shown_name
+
+Item = Mapping[str, object]
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def messages_of(items: Sequence[Item], field: str, instructions: str | None) -> list[Message]:
+    """The messages of a conversation.
+
+    field: how errors name the list. Reasoning, text and calls of the assistant that follow each other become one message, and so do the
+    instructions and the system messages right after them. Raises RequestError that names the item at fault.
+    """
+    reader = _Messages()
+    if instructions:
+        reader.text("system", instructions)
+    for number, item in enumerate(items):
+        reader.read(f"{field}[{number}]", item)
+    if not reader.messages:
+        raise RequestError(f"{field} is empty", field)
+    return reader.messages
+
+
+class _Messages:
+    """Collects messages, item by item."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        # The tool of each call, by its id.
+        self.asked: dict[str, str] = {}
+
+    def read(self, where: str, item: Item) -> None:
+        """The next item."""
+        kind = item.get("type", "message")
+        readers: dict[str, Callable[[str, Item], None]] = {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._call,
+            "custom_tool_call": self._call,
+            "function_call_output": self._result,
+            "custom_tool_call_output": self._result,
+        }
+        reader = readers.get(kind) if isinstance(kind, str) else None
+        if reader is None:
+            raise RequestError(
+                f"{where}: items of type {str(kind)[:50]!r} are not supported", f"{where}.type", "unsupported_parameter"
+            )
+        reader(where, item)
+
+    def text(self, role: str, content: str) -> None:
+        """A message, which joins the one before it within a turn of the assistant, and within the system messages at the beginning."""
+        last = self._last()
+        joins = last is not None and last["role"] == role
+        if role == "assistant" and last is not None and joins:
+            joins = not last["content"] or bool(calls_of(last))
+        elif role == "system":
+            joins = joins and len(self.messages) == 1
+        else:
+            joins = False
+        if last is not None and joins:
+            between = "\n\n" if role == "system" else "\n"
+            last["content"] = f"{last['content']}{between}{content}" if last["content"] else content
+        else:
+            self.messages.append({"role": role, "content": content})
+
+    def _last(self) -> Message | None:
+        return self.messages[-1] if self.messages else None
+
+    def _turn(self) -> Message:
+        """The assistant's message that calls join."""
+        last = self._last()
+        if last is None or last["role"] != "assistant":
+            last = {"role": "assistant", "content": ""}
+            self.messages.append(last)
+        return last
+
+    def _message(self, where: str, item: Item) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            raise RequestError(
+                f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:50]!r}", f"{where}.role"
+            )
+        content = content_text(f"{where}.content", item.get("content"))
+        self.text("system" if role == "developer" else str(role), content)
+
+    def _reasoning(self, where: str, item: Item) -> None:
+        thought = _joined(f"{where}.content", item.get("content")) or _joined(f"{where}.summary", item.get("summary"))
+        if not thought:
+            return  # Encrypted by somebody else: nobody here can read it.
+        last = self._last()
+        if last is None or last["role"] != "assistant" or (last["content"] and not calls_of(last)):
+            last = {"role": "assistant", "content": ""}
+            self.messages.append(last)
+        before = last.get("reasoning_content")
+        last["reasoning_content"] = f"{before}\n{thought}" if before else thought
+
+    def _call(self, where: str, item: Item) -> None:
+        call_id, name, namespace = _text(where, item, "call_id"), _text(where, item, "name"), item.get("namespace")
+        if not is_empty(namespace) and not isinstance(namespace, str):
+            raise RequestError(f"{where}.namespace must be a string", f"{where}.namespace")
+        name = shown_name(namespace if isinstance(namespace, str) else None, name)
+        is_custom = item.get("type") == "custom_tool_call"
+        given = item.get("input" if is_custom else "arguments")
+        if given is not None and not isinstance(given, str):
+            field = f"{where}.{'input' if is_custom else 'arguments'}"
+            raise RequestError(f"{field} must be a string", field)
+        turn = self._turn()
+        calls = calls_of(turn)
+        if any(call["id"] == call_id for call in calls):
+            raise RequestError(
+                f"{where}.call_id: there are two calls with the id {call_id[:100]!r}", f"{where}.call_id"
+            )
+        call = custom_call(call_id, name, given or "") if is_custom else function_call(call_id, name, given or "")
+        turn["tool_calls"] = [*calls, call]
+        self.asked[call_id] = name
+
+    def _result(self, where: str, item: Item) -> None:
+        call_id = _text(where, item, "call_id")
+        if call_id not in self.asked:
+            raise RequestError(
+                f"{where} is the output of a tool call, but no call before it has the id {call_id[:100]!r}",
+                f"{where}.call_id",
+            )
+        output = content_text(f"{where}.output", item.get("output"), may_be_empty=True)
+        self.messages.append({"role": "tool", "content": output, "tool_call_id": call_id, "name": self.asked[call_id]})
+
+
+def content_text(where: str, content: object, may_be_empty: bool = False) -> str:
+    """A content, a text or a list of parts, as one text. Raises RequestError for parts that are no text."""
+    if isinstance(content, str):
+        return content
+    if content is None or content == []:
+        if may_be_empty and content is not None:
+            return ""
+        raise RequestError(f"{where} is missing", where)
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a string or a list of parts", where)
+    return "\n".join(_part(f"{where}[{number}]", part) for number, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    if not isinstance(part, dict):
+        raise RequestError(f"{where} must be an object", where)
+    kind = part.get("type")
+    field = "refusal" if kind == "refusal" else "text"
+    if kind not in _TEXT_PARTS and kind != "refusal":
+        raise RequestError(
+            f"{where}: parts of type {str(kind)[:50]!r} are not supported, only text",
+            f"{where}.type",
+            "unsupported_parameter",
+        )
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{field} must be a string", f"{where}.{field}")
+    return text
+
+
+def _joined(where: str, parts: object) -> str:
+    """The texts of the parts of a reasoning item."""
+    if parts is None:
+        return ""
+    if not isinstance(parts, list):
+        raise RequestError(f"{where} must be a list", where)
+    texts = []
+    for number, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise RequestError(f"{where}[{number}].text must be a string", where)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _text(where: str, item: Item, name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{where}.{name} is missing", f"{where}.{name}")
+    return value

@@ -1,0 +1,184 @@
+"""The body of `POST /v1/responses`: every field of OpenAI's API, and additional ones, e.g. `top_k`.
+
+A field is supported, or refused by name if it requests something that is not supported (`refuse_unsupported`). Fields that are not listed here
+are refused by the decoder, unless they request nothing (`messages/neutral.py`). Runs in the event loop that serves HTTP.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import RequestError
+from headrace.messages.neutral import asks_for_nothing
+from headrace.sampling.grammar_fields import GrammarFields, Schema
+
+MAX_LOGPROBS = 20
+"""Most alternatives per token."""
+
+LOGPROBS = "message.output_text.logprobs"
+
+INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+"""What `include` may ask for.
+
+Logprobs are added. Reasoning is never encrypted: its text is in the item. The others belong to items that no reply has.
+"""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`reasoning`. effort: for templates that know it. summary: accepted; the reasoning is given as it is and not summarised."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`text.format`. name, description and strict have no effect: the schema is always enforced."""
+
+    type: Literal["text", "json_object", "json_schema"] | None = None
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`stream_options`. include_obfuscation: accepted without effect."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of /v1/responses.
+
+    input: a text, or a list of items. model: "" and "default" mean the served model. The fields of `GrammarFields` say what the output must match,
+    as `text.format` does. metadata, user, safety_identifier, prompt_cache_key and client_metadata are labels without effect. max_tool_calls limits
+    tools that the server runs, of which there are none.
+    """
+
+    input: str | list[dict[str, object]] | None = None
+    model: str = ""
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    max_tool_calls: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
+    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
+    top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})] = None
+    include: list[str] | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    client_metadata: object | None = None
+    service_tier: str | None = None
+    background: bool | None = None
+    conversation: object | None = None
+    prompt: object | None = None
+    context_management: object | None = None
+    moderation: object | None = None
+    prompt_cache_options: object | None = None
+    prompt_cache_retention: str | None = None
+    access_programs: object | None = None
+    image: object | None = None
+    # Ours.
+    stop: str | list[str] | None = None
+    seed: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    min_p: Annotated[float | None, Meta(extra_json_schema={"minimum": 0, "maximum": 1})] = None
+    frequency_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    presence_penalty: Annotated[float | None, Meta(extra_json_schema={"minimum": -2, "maximum": 2})] = None
+    repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 2})] = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    lora_path: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """The texts of the reply have logprobs."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+
+_NOT_SUPPORTED = (
+    "background",
+    "conversation",
+    "prompt",
+    "context_management",
+    "moderation",
+    "service_tier",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "access_programs",
+    "image",
+)
+"""Fields that are accepted only at values that ask for nothing."""
+
+_INSTEAD = {
+    "background": "send the request without it and wait, or stream",
+    "conversation": "send the items in input, or use previous_response_id",
+    "prompt": "send the text in instructions and input",
+}
+
+
+def refuse_unsupported(request: ResponsesRequest) -> None:
+    """Raises RequestError naming the first field that asks for something this server does not do."""
+    for name in _NOT_SUPPORTED:
+        if not asks_for_nothing(name, getattr(request, name)):
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise RequestError(f"{name} is not supported{instead}", name, "unsupported_parameter")
+    if request.text is not None and not asks_for_nothing("verbosity", request.text.verbosity):
+        raise RequestError("text.verbosity is not supported", "text.verbosity", "unsupported_parameter")
+    reasoning = request.reasoning
+    if reasoning is not None:
+        for name, neutral in (("context", "auto"), ("mode", "standard")):
+            if getattr(reasoning, name) not in (None, "", neutral):
+                field = f"reasoning.{name}"
+                raise RequestError(f"{field} is not supported", field, "unsupported_parameter")
+    for number, name in enumerate(request.include or ()):
+        if name not in INCLUDABLE:
+            raise RequestError(f"include[{number}]: {name[:100]!r} is unknown", "include")
+    for name in ("max_output_tokens", "max_tool_calls"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise RequestError(f"{name} must be at least 1, got {value}", name)
+    if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_LOGPROBS:
+        message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
+        raise RequestError(message, "top_logprobs")
+    if request.wants_logprobs and request.tools:
+        raise RequestError("logprobs are not available together with tools", "top_logprobs", "unsupported_parameter")
+    if request.stream_options is not None and not request.stream and request.stream_options.include_obfuscation:
+        raise RequestError("stream_options is only allowed when stream is true", "stream_options")

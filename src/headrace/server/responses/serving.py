@@ -1,0 +1,291 @@
+"""The routes of the Responses API.
+
+Owns the handlers: making a response, and reading and forgetting those that are kept. Runs in the event loop that serves HTTP.
+"""
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.errors import ContextLengthError, NotFoundError, RequestError
+from headrace.frontend.failures import failure_of
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.log import get_logger
+from headrace.server.chat.calls import ChatCall, chat_call
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange, Headers
+from headrace.server.responses.items import Item
+from headrace.server.responses.protocol import ResponsesRequest, refuse_unsupported
+from headrace.server.responses.reply import ResponseReply
+from headrace.server.responses.request import AskedResponse, asked_response, input_items
+from headrace.server.responses.store import ResponseStore, StoredResponse
+from headrace.server.responses.truncation import fitting
+from headrace.server.sse import stream_reply
+
+log = get_logger(__name__)
+
+SKIPPED_HEADER = b"x-headrace-skipped-tools"
+"""Header of a reply with the types of the tools that the model was not offered."""
+
+MAX_LISTED = 100
+
+_OUR_NAMES = {
+    "max_new_tokens": "max_output_tokens",
+    "top_logprobs_num": "top_logprobs",
+    "return_logprob": "include",
+    "input_ids": "input",
+    "messages": "input",
+    "text": "input",
+}
+_OUR_NAME = re.compile(r"\b(max_new_tokens|top_logprobs_num|return_logprob|input_ids)\b|^(messages|text)\b")
+
+
+class GetQuery(msgspec.Struct, frozen=True):
+    """Query of `GET /v1/responses/{id}`. A kept response cannot be streamed again."""
+
+    stream: bool = False
+    starting_after: int | None = None
+
+
+class ItemsQuery(msgspec.Struct, frozen=True):
+    """Query of the list of items: at most `limit` (1 to 100) after the item `after`; desc: the latest first."""
+
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+class ResponsesAPI:
+    """Handlers of /v1/responses."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+        self.store = ResponseStore(context.args.max_stored_responses)
+        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+        self._named: set[str] = set()
+
+    async def create(self, exchange: Exchange) -> None:
+        """Make a response. Errors name the fields as this API spells them."""
+        request = await exchange.read_json(self._decoder)
+        try:
+            self.context.check_tokenizer("input")
+            refuse_unsupported(request)
+            keeps = self._keeps(request)
+            adapter = self._adapter(request)
+            owner = owner_of(exchange)
+            before = self._before(request, owner)
+            items = self._resolved(input_items(request.input), owner)
+            earlier = before.items if before is not None else ()
+            asked = asked_response(request, earlier, items, self.context.model.context_length)
+            response_id = f"resp_{uuid.uuid4().hex}"
+            chat = await self._call(request, asked, response_id, adapter)
+            exchange.name_request(response_id)
+            reply = ResponseReply(
+                response_id,
+                request,
+                chat,
+                asked.tools,
+                model=request.model or self.context.model.name,
+                is_stored=keeps,
+                counts_cached=self.context.args.enable_cache_report,
+            )
+            headers = self._skipped(asked.tools.skipped)
+            if request.stream:
+                await self._stream(exchange, chat, reply, headers)
+            else:
+                await self._whole(exchange, chat, reply, headers)
+        except RequestError as exc:
+            raise _renamed(exc) from None
+        if keeps:
+            self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
+
+    async def get(self, exchange: Exchange) -> None:
+        """A kept response."""
+        query = exchange.read_query(GetQuery)
+        stored = self._stored(exchange)
+        if query.stream or query.starting_after is not None:
+            field = "stream" if query.stream else "starting_after"
+            raise RequestError(f"{field}: a kept response cannot be streamed", field, "unsupported_parameter")
+        await exchange.reply_json(stored.response)
+
+    async def delete(self, exchange: Exchange) -> None:
+        """Forget a kept response."""
+        response_id = exchange.path_param("id")
+        self.store.delete(owner_of(exchange), response_id)
+        await exchange.reply_json({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """Refuse to cancel: only background responses can be cancelled, and there are none."""
+        self._stored(exchange)
+        raise RequestError(
+            "only background responses can be cancelled, and this server makes none; a response that is still being made ends when its "
+            "client disconnects, or by /abort_request with its id as rid"
+        )
+
+    async def input_items(self, exchange: Exchange) -> None:
+        """The items of the input of a kept response, with those of the conversation before it."""
+        query = exchange.read_query(ItemsQuery)
+        if not 1 <= query.limit <= MAX_LISTED:
+            raise RequestError(f"limit must be between 1 and {MAX_LISTED}, got {query.limit}", "limit")
+        items: Sequence[Item] = self._stored(exchange).input_items
+        if query.order == "desc":
+            items = items[::-1]
+        if query.after is not None:
+            places = [place for place, item in enumerate(items) if item.get("id") == query.after]
+            if not places:
+                raise NotFoundError(f"there is no item with the id {query.after[:100]!r}", "after")
+            items = items[places[0] + 1 :]
+        page = [_shown(item) for item in items[: query.limit]]
+        await exchange.reply_json(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > len(page),
+            }
+        )
+
+    def _stored(self, exchange: Exchange) -> StoredResponse:
+        return self.store.get(owner_of(exchange), exchange.path_param("id"))
+
+    def _keeps(self, request: ResponsesRequest) -> bool:
+        """Whether the response will be kept. Raises RequestError if it is asked for and cannot be."""
+        if request.store and not self.store.max_responses:
+            raise RequestError(
+                "store: this server keeps no responses; send store: false, or start it with --max-stored-responses",
+                "store",
+                "unsupported_parameter",
+            )
+        return bool(self.store.max_responses) and request.store is not False
+
+    def _adapter(self, request: ResponsesRequest) -> str | None:
+        adapter = self.context.adapter_of(request.model)
+        if adapter is not None and request.lora_path not in (None, "", adapter):
+            raise RequestError("model and lora_path name two adapters: give one of them", "lora_path")
+        return adapter or request.lora_path
+
+    def _before(self, request: ResponsesRequest, owner: str) -> StoredResponse | None:
+        """The response that this one continues. Raises RequestError."""
+        field = "previous_response_id"
+        if not request.previous_response_id:
+            return None
+        if not self.store.max_responses:
+            raise RequestError(
+                f"{field}: this server keeps no responses; send the whole conversation in input, or start it with --max-stored-responses",
+                field,
+                "unsupported_parameter",
+            )
+        return self.store.get(owner, request.previous_response_id, field)
+
+    def _resolved(self, items: list[Item], owner: str) -> list[Item]:
+        """The items with those in the place of the references to them. Raises RequestError."""
+        if all(not _is_reference(item) for item in items):
+            return items
+        if not self.store.max_responses:
+            raise RequestError(
+                "input: this server keeps no items that an item_reference could name; send the items themselves, or start it with "
+                "--max-stored-responses",
+                "input",
+                "unsupported_parameter",
+            )
+        known, found = self.store.items_of(owner), []
+        for number, item in enumerate(items):
+            if _is_reference(item):
+                item_id = item.get("id")
+                if not isinstance(item_id, str) or item_id not in known:
+                    where = f"input[{number}]"
+                    raise NotFoundError(f"{where}: there is no item with the id {str(item_id)[:100]!r}", f"{where}.id")
+                item = known[item_id]
+            found.append(item)
+        return found
+
+    async def _call(
+        self, request: ResponsesRequest, asked: AskedResponse, response_id: str, adapter: str | None
+    ) -> ChatCall:
+        fields: dict[str, Any] = {
+            "rid": response_id,
+            "stream": bool(request.stream),
+            "return_logprob": request.wants_logprobs,
+            "top_logprobs_num": request.top_logprobs or 0,
+            "return_text_in_logprobs": request.wants_logprobs,
+            "priority": request.priority,
+            "cache_salt": request.cache_salt,
+            "lora_path": adapter,
+        }
+        conversation = asked.conversation
+        if request.truncation == "auto":
+            conversation = await fitting(self.context, conversation, request.max_output_tokens)
+        return await chat_call(self.context, conversation, asked.sampling, clamps_limit=True, **fields)
+
+    def _skipped(self, kinds: tuple[str, ...]) -> Headers:
+        """The header that names the tools that the model is not offered; a kind is logged when it is met for the first time."""
+        if not kinds:
+            return []
+        new = [kind for kind in kinds if kind not in self._named]
+        if new:
+            self._named.update(new)
+            log.info("tools that only their vendor can run are not offered to the model: %s", ", ".join(new))
+        return [(SKIPPED_HEADER, ", ".join(kinds).encode())]
+
+    async def _whole(self, exchange: Exchange, chat: ChatCall, reply: ResponseReply, headers: Headers) -> None:
+        async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
+            async for update in updates:
+                if update.finish is not None and (failure := failure_of(update.finish)) is not None:
+                    raise failure
+                reply.push(update)
+        reply.end()
+        await exchange.reply_json(reply.response(), headers=headers)
+
+    async def _stream(self, exchange: Exchange, chat: ChatCall, reply: ResponseReply, headers: Headers) -> None:
+        def render(update: SampleUpdate) -> bytes:
+            return reply.push(update)
+
+        await stream_reply(
+            exchange, chat.updates(exchange), render, reply.end, done=b"", failed=reply.failed, headers=headers
+        )
+
+
+def owner_of(exchange: Exchange) -> str:
+    """Whose responses a request may see: those that were made with the same key of the key file, or with the same one of the two other keys."""
+    role = "admin" if exchange.is_admin else "user"
+    return f"{role}/{exchange.caller.scope}"
+
+
+def _is_reference(item: Item) -> bool:
+    """An item without a type that has only an id is one, too."""
+    return item.get("type") == "item_reference" or (item.get("type") is None and set(item) <= {"id", "type"})
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+
+
+def _with_id(item: Item) -> Item:
+    """An item of the input with the id under which it can be found."""
+    if isinstance(item.get("id"), str):
+        return item
+    prefix = _PREFIXES.get(str(item.get("type", "message")), "item")
+    return {**item, "id": f"{prefix}_{uuid.uuid4().hex}"}
+
+
+def _shown(item: Item) -> Mapping[str, object]:
+    """An item as the list shows it."""
+    if item.get("type", "message") != "message":
+        return item
+    content = item.get("content")
+    if isinstance(content, str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        content = [{"type": kind, "text": content}]
+    return {"type": "message", "status": "completed", **item, "content": content}
+
+
+def _renamed(exc: RequestError) -> RequestError:
+    """The error with our own parameter names replaced by this API's."""
+    if not isinstance(exc, ContextLengthError):
+        exc.message = _OUR_NAME.sub(lambda found: _OUR_NAMES[found[0]], exc.message)
+    exc.param = _OUR_NAMES.get(exc.param, exc.param) if exc.param is not None else None
+    return exc
