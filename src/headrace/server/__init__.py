@@ -1,4 +1,4 @@
-"""The HTTP surface: routes, authentication, OpenAI and native protocols, server-sent events.
+"""The HTTP surface: routes, authentication, the protocols of several APIs, server-sent events.
 
 Read first: app.py (the route table), context.py (what handlers get), http.py (one exchange), request_frontend.py (what
 a server needs of an engine).
@@ -8,6 +8,6 @@ a server needs of an engine).
   body.py (limits of a body), embeds_body.py, sse.py, error_forms.py (what errors look like in each API), openapi.py
 - Chats of any API: chat/
 - Handlers: native.py, control.py, settings.py, lora.py, weights.py, sessions.py, diagnostics.py, experts.py; those of
-  openai/
+  openai/ and anthropic/
 - In an HTTP worker: remote_frontend.py, remote_calls.py
 """

@@ -21,6 +21,9 @@ from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
+from headrace.server.anthropic.messages import AnthropicErrorReply, MessagesServing
+from headrace.server.anthropic.models import AnthropicModels, by_version
+from headrace.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
 from headrace.server.chat.conversation import Conversation
@@ -61,6 +64,9 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
     responses = ResponsesAPI(context)
     loras = LoraAPI(context)
     models, tokens, sessions = ModelsAPI(context), TokenizeAPI(context), SessionAPI(context)
+    messages, cards = MessagesServing(context), AnthropicModels(context)
+    list_models = by_version(cards.list_models, models.list_models)
+    get_model = by_version(cards.get_model, models.get_model)
     diagnostics, settings = DiagnosticsAPI(context), SettingsAPI(context)
     get, post, delete = ("GET",), ("POST",), ("DELETE",)
     # fmt: off
@@ -72,6 +78,11 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/v1/responses/{id}", delete, "user", responses.delete, "Forget a kept response"),
         RouteSpec("/v1/responses/{id}/cancel", post, "user", responses.cancel, "Refused: no response runs in the background"),
         RouteSpec("/v1/responses/{id}/input_items", get, "user", responses.input_items, "Input of a kept response", query=ItemsQuery),
+        RouteSpec("/v1/messages", post, "user", messages.create, "Message", MessagesRequest, failure=AnthropicErrorReply),
+        RouteSpec(
+            "/v1/messages/count_tokens", post, "user", messages.count_tokens, "Length of a message's prompt", CountTokensRequest,
+            failure=AnthropicErrorReply,
+        ),
         RouteSpec("/generate", ("POST", "PUT"), "user", native.generate, "Native generation", GenerateReqInput),
         RouteSpec("/health", get, "public", control.health, "Liveness", failure=Liveness),
         RouteSpec("/ready", get, "public", control.ready, "New requests are accepted", failure=Liveness),
@@ -83,8 +94,8 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/v1/detokenize", post, "user", tokens.detokenize, "Alias of /detokenize", DetokenizeBody),
         RouteSpec("/open_session", post, "user", sessions.open, "Open a session", OpenSessionBody),
         RouteSpec("/close_session", post, "user", sessions.close, "Forget a session", CloseSessionBody),
-        RouteSpec("/v1/models", get, "user", models.list_models, "Served models"),
-        RouteSpec("/v1/models/{id:path}", get, "user", models.get_model, "One model"),
+        RouteSpec("/v1/models", get, "user", list_models, "Served models"),
+        RouteSpec("/v1/models/{id:path}", get, "user", get_model, "One model"),
         RouteSpec("/model_info", get, "user", control.model_info, "The served model"),
         RouteSpec("/get_model_info", get, "user", control.model_info, "Alias of /model_info"),
         RouteSpec("/server_info", get, "user", control.server_info, "Options, memory plan and state"),

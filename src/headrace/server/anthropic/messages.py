@@ -1,0 +1,179 @@
+"""Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
+
+Owns how a body becomes a call of the engine and how its reply is sent. Runs in the event loop that serves HTTP.
+"""
+
+import re
+import uuid
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.errors import ContextLengthError, RequestError
+from headrace.frontend.sample_update import SampleUpdate
+from headrace.log import get_logger
+from headrace.parsers.base import Event
+from headrace.server.anthropic.protocol import (
+    CountTokensRequest,
+    MessagesRequest,
+    PromptRequest,
+    refuse_unsupported,
+)
+from headrace.server.anthropic.reply import MessageEvents, content_of, error_event, reason_of, usage_of
+from headrace.server.anthropic.request import conversation_of, sampling_of
+from headrace.server.anthropic.tools import skipped_header
+from headrace.server.chat.calls import ChatCall, chat_call
+from headrace.server.chat.conversation import Conversation
+from headrace.server.chat.prompt import chat_prompt
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange, Headers
+from headrace.server.sse import stream_reply
+
+log = get_logger(__name__)
+
+MAX_NAMED = 1000
+"""Most names of skipped tools that are logged; they are the clients' own."""
+
+_THEIR_NAMES = {"max_new_tokens": "max_tokens", "input_ids": "messages", "text": "messages", "stop": "stop_sequences"}
+"""What this API calls our sampling parameters and prompts."""
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+    """Why a request failed."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(msgspec.Struct, frozen=True):
+    """Body of every failing reply of these routes; `type` is `error`."""
+
+    type: str
+    error: AnthropicErrorDetail
+
+
+class MessagesServing:
+    """Handlers of /v1/messages and /v1/messages/count_tokens."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+        self._messages: msgspec.json.Decoder[MessagesRequest] = msgspec.json.Decoder(MessagesRequest)
+        # Skipped tools that the log has named.
+        self._named: set[str] = set()
+        self._counts: msgspec.json.Decoder[CountTokensRequest] = msgspec.json.Decoder(CountTokensRequest)
+
+    async def create(self, exchange: Exchange) -> None:
+        """Answer one message. Errors name the fields as this API spells them."""
+        request = await exchange.read_json(self._messages)
+        try:
+            adapter = self.context.adapter_of(request.model)
+            conversation, skipped = self._conversation(request)
+            message_id = request.rid if request.rid is not None else f"msg_{uuid.uuid4().hex[:24]}"
+            chat = await chat_call(
+                self.context,
+                conversation,
+                sampling_of(request),
+                clamps_limit=True,
+                rid=message_id,
+                stream=bool(request.stream),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                lora_path=adapter,
+                session_params=request.session_params,
+            )
+            exchange.name_request(message_id)
+            headers = self._skipped(skipped)
+            model = request.model if adapter is not None else self.context.model.name
+            answer = _Answer(message_id, model, request.shows_thinking, chat)
+            if request.stream:
+                await _stream(exchange, answer, headers)
+            else:
+                await _reply(exchange, answer, headers)
+        except RequestError as exc:
+            raise _renamed(exc, request) from None
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """The number of tokens of a message's prompt: exactly what the message itself would count."""
+        request = await exchange.read_json(self._counts)
+        try:
+            self.context.adapter_of(request.model)
+            conversation, skipped = self._conversation(request)
+            prompt = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation))
+        except RequestError as exc:
+            raise _renamed(exc, request) from None
+        await exchange.reply_json({"input_tokens": len(prompt.ids)}, headers=self._skipped(skipped))
+
+    def _skipped(self, names: list[str]) -> Headers:
+        """The header that names the tools that the model is not offered; a name is logged when it is met for the first time."""
+        if not names:
+            return []
+        new = [name for name in names if name not in self._named]
+        if new and len(self._named) < MAX_NAMED:
+            self._named.update(new)
+            log.info("tools that are not offered to the model: %s", skipped_header(new).decode())
+        return [(b"x-headrace-skipped-tools", skipped_header(names))]
+
+    def _conversation(self, request: PromptRequest) -> tuple[Conversation, list[str]]:
+        self.context.check_tokenizer("messages")
+        refuse_unsupported(request)
+        return conversation_of(request, self.context.model.context_length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the replies to one request need. model: its name, as the reply says it."""
+
+    id: str
+    model: str
+    shows_thinking: bool
+    chat: ChatCall
+
+
+async def _reply(exchange: Exchange, answer: _Answer, headers: Headers) -> None:
+    choice = answer.chat.choice()
+    events: list[Event] = []
+    last: SampleUpdate | None = None
+    async with exchange.until_client_leaves(), aclosing(answer.chat.updates(exchange)) as updates:
+        async for last in updates:
+            events += choice.push(last)
+    assert last is not None, "the last update has the finish reason"
+    assert last.finish is not None, last
+    reason, sequence = reason_of(last.finish, choice)
+    message = {
+        "id": answer.id,
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": content_of(events, answer.shows_thinking),
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "usage": usage_of(last.usage, choice.num_reasoning_tokens),
+    }
+    await exchange.reply_json(message, headers=headers)
+
+
+async def _stream(exchange: Exchange, answer: _Answer, headers: Headers) -> None:
+    writer = MessageEvents(answer.id, answer.model, answer.chat.choice(), answer.shows_thinking)
+    await stream_reply(
+        exchange,
+        answer.chat.updates(exchange),
+        writer.push,
+        lambda: b"",
+        done=b"",
+        failed=error_event,
+        headers=headers,
+    )
+
+
+def _renamed(exc: RequestError, request: PromptRequest) -> RequestError:
+    """The error with our own parameter names replaced by this API's, and with the words by which clients know that the prompt is too long."""
+    schema = "output_config.format.schema" if request.output_format is None else "output_format.schema"
+    theirs = (_THEIR_NAMES | {"json_schema": schema, "response_format": schema}).get(exc.param or "")
+    if exc.param is not None and theirs is not None:
+        # The rest of the message may quote a grammar, and stays as it is.
+        exc.message = re.sub(rf"\b{exc.param}\b", theirs, exc.message, count=1)
+        exc.param = theirs
+    if isinstance(exc, ContextLengthError):
+        exc.message = f"prompt is too long: {exc.message}"
+    return exc

@@ -1,0 +1,196 @@
+"""Replies of /v1/messages: a whole message, and the events of a stream, both from the events of the output.
+
+Owns the blocks of a reply, its ids, reasons and counts. Runs in the event loop that serves HTTP.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.frontend.failures import failure_of
+from headrace.frontend.sample_update import SampleUpdate, SampleUsage
+from headrace.messages.outputs import FinishReason
+from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
+from headrace.server.chat.choice_stream import ChoiceStream
+from headrace.server.error_forms import ApiError, anthropic_error
+from headrace.server.http import encode_json
+
+SIGNATURE = "headrace"
+"""The signature of every thinking block. Clients want one; nobody checks it."""
+
+NOT_AN_OBJECT = "invalid_arguments"
+"""Where `input` has the text of a call's arguments that are not the JSON of an object (the model was cut off, or erred)."""
+
+
+def tool_use_id(call_id: str) -> str:
+    """The id of a call, as Anthropic writes it. Ids that the model's format needs in the history stay as they are."""
+    return "toolu_" + call_id.removeprefix("call_") if call_id.startswith("call_") else call_id
+
+
+def usage_of(usage: SampleUsage, num_thinking_tokens: int) -> dict[str, object]:
+    """Token counts. `input_tokens` are those that were not in the prefix cache."""
+    counts: dict[str, object] = {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+    if num_thinking_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": num_thinking_tokens}
+    return counts
+
+
+def reason_of(finish: FinishReason, choice: ChoiceStream) -> tuple[str, str | None]:
+    """`stop_reason` and `stop_sequence`. Raises the error of a sample that failed or was aborted."""
+    match finish.type:
+        case "abort":
+            raise failure_of(finish) or RequestError("the message was aborted")
+        case "length":
+            return "max_tokens", None
+        case "stop" if isinstance(finish.matched, str):
+            return "stop_sequence", finish.matched
+        case _:
+            return ("tool_use" if choice.has_calls else "end_turn"), None
+
+
+def content_of(events: Iterable[Event], shows_thinking: bool) -> list[dict[str, object]]:
+    """The blocks of a whole reply. shows_thinking: false leaves the text of thinking blocks empty."""
+    blocks: list[dict[str, object]] = []
+    texts: list[list[str]] = []
+    for event in events:
+        match event:
+            case Text(text):
+                if not blocks or blocks[-1]["type"] != "text":
+                    blocks.append({"type": "text", "text": ""})
+                    texts.append([])
+                texts[-1].append(text)
+            case Reasoning(text):
+                if not blocks or blocks[-1]["type"] != "thinking":
+                    blocks.append({"type": "thinking", "thinking": "", "signature": SIGNATURE})
+                    texts.append([])
+                texts[-1].append(text if shows_thinking else "")
+            case ToolCall(_, call_id, name):
+                blocks.append({"type": "tool_use", "id": tool_use_id(call_id), "name": name, "input": {}})
+                texts.append([])
+            case Arguments(_, text):
+                texts[-1].append(text)
+    for block, parts in zip(blocks, texts, strict=True):
+        if block["type"] == "tool_use":
+            block["input"] = input_of("".join(parts))
+        else:
+            block[str(block["type"])] = "".join(parts)
+    return blocks
+
+
+def input_of(arguments: str) -> dict[str, object]:
+    """The `input` of a call: its arguments, or an object that shows them if they are not the JSON of one."""
+    if not arguments.strip():
+        return {}
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {NOT_AN_OBJECT: arguments}
+
+
+def frame(kind: bytes, data: bytes) -> bytes:
+    """One event of a stream."""
+    return b"event: %b\ndata: %b\n\n" % (kind, data)
+
+
+_STATUS = {
+    "invalid_request_error": 400,
+    "not_found_error": 404,
+    "requests": 429,
+    "tokens": 429,
+    "overloaded_error": 503,
+}
+"""The status of an error by its type; others have 500."""
+
+
+def error_event(error: ApiError) -> bytes:
+    """The event that reports a failure after the reply has begun."""
+    return frame(b"error", anthropic_error(_STATUS.get(error.type, 500), error))
+
+
+class MessageEvents:
+    """Writes the events of one stream. At most one block is open at a time."""
+
+    def __init__(self, message_id: str, model: str, choice: ChoiceStream, shows_thinking: bool) -> None:
+        self._id = message_id
+        self._model = model
+        self._choice = choice
+        self._shows_thinking = shows_thinking
+        self._started = False
+        self._num_blocks = 0
+        # The type of the open block, "" = none is open.
+        self._open = ""
+
+    def push(self, update: SampleUpdate) -> bytes:
+        """The frames of an update: with the first, the beginning of the message, with the last, its end."""
+        parts: list[bytes] = []
+        if not self._started:
+            self._started = True
+            parts.append(self._start(update.usage))
+        for event in self._choice.push(update):
+            match event:
+                case Text(text):
+                    self._open_block(parts, "text", b'{"type":"text","text":""}')
+                    parts.append(self._delta(b'{"type":"text_delta","text":%b}' % encode_json(text)))
+                case Reasoning(text):
+                    self._open_block(parts, "thinking", b'{"type":"thinking","thinking":"","signature":""}')
+                    if self._shows_thinking:
+                        parts.append(self._delta(b'{"type":"thinking_delta","thinking":%b}' % encode_json(text)))
+                case ToolCall(_, call_id, name):
+                    self._close_block(parts)
+                    block = {"type": "tool_use", "id": tool_use_id(call_id), "name": name, "input": {}}
+                    self._open_block(parts, "tool_use", encode_json(block))
+                case Arguments(_, text):
+                    parts.append(self._delta(b'{"type":"input_json_delta","partial_json":%b}' % encode_json(text)))
+        if update.finish is not None:
+            self._close_block(parts)
+            reason, sequence = reason_of(update.finish, self._choice)
+            delta = {"stop_reason": reason, "stop_sequence": sequence}
+            usage = usage_of(update.usage, self._choice.num_reasoning_tokens)
+            end = {"type": "message_delta", "delta": delta, "usage": usage}
+            parts.append(frame(b"message_delta", encode_json(end)))
+            parts.append(frame(b"message_stop", b'{"type":"message_stop"}'))
+        return b"".join(parts)
+
+    def _start(self, usage: SampleUsage) -> bytes:
+        message: dict[str, object] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_of(SampleUsage(usage.prompt_tokens, 0, usage.cached_tokens), 0),
+        }
+        return frame(b"message_start", encode_json({"type": "message_start", "message": message}))
+
+    def _open_block(self, parts: list[bytes], kind: str, block: bytes) -> None:
+        """Open a block, unless the open one is of this type."""
+        if self._open == kind:
+            return
+        self._close_block(parts)
+        self._open = kind
+        data = b'{"type":"content_block_start","index":%d,"content_block":%b}' % (self._num_blocks, block)
+        parts.append(frame(b"content_block_start", data))
+
+    def _close_block(self, parts: list[bytes]) -> None:
+        if not self._open:
+            return
+        if self._open == "thinking":
+            signature = b'{"type":"signature_delta","signature":%b}' % encode_json(SIGNATURE)
+            parts.append(self._delta(signature))
+        stop = b'{"type":"content_block_stop","index":%d}' % self._num_blocks
+        parts.append(frame(b"content_block_stop", stop))
+        self._open = ""
+        self._num_blocks += 1
+
+    def _delta(self, delta: bytes) -> bytes:
+        data = b'{"type":"content_block_delta","index":%d,"delta":%b}' % (self._num_blocks, delta)
+        return frame(b"content_block_delta", data)

@@ -1,0 +1,259 @@
+"""A body of Anthropic's routes as a `Conversation` and as sampling parameters.
+
+Owns the checks of its messages. Pure functions, run in the event loop that serves HTTP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace.errors import ContextLengthError, RequestError
+from headrace.messages.neutral import is_empty
+from headrace.sampling.params import SamplingParams
+from headrace.server.anthropic.protocol import (
+    Block,
+    InnerBlock,
+    InputMessage,
+    MessagesRequest,
+    OutputFormatConfig,
+    PromptRequest,
+)
+from headrace.server.anthropic.tools import choice_of, tools_of
+from headrace.server.chat.conversation import Conversation, Message, function_call
+
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""Begins a system block of Claude Code that names its version. It would change the beginning of every prompt, so it is left out."""
+
+_FIELDS_OF_TYPE = {
+    "text": {"text", "citations"},
+    "tool_use": {"id", "name", "input", "caller"},
+    "tool_result": {"tool_use_id", "content", "is_error"},
+    "thinking": {"thinking", "signature"},
+    "redacted_thinking": {"data"},
+}
+"""The fields of each supported type of block, beside those of all types."""
+
+_OF_EVERY_TYPE = {"type", "cache_control"}
+
+
+def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conversation, list[str]]:
+    """The conversation of a request, and the names of the tools that are skipped. Raises RequestError that names the field at fault."""
+    messages = _Messages().read(request, context_length)
+    tools, skipped = tools_of(request.tools)
+    choice, parallel = choice_of(request.tool_choice, tools)
+    thinking = request.thinking
+    effort = request.output_config.effort if request.output_config is not None else None
+    thinks: bool | None = False if effort is None else None
+    if thinking is not None:
+        if thinking.type == "enabled" and thinking.budget_tokens is None:
+            raise RequestError("thinking.budget_tokens is missing", "thinking.budget_tokens", "missing_field")
+        if thinking.type != "enabled" and thinking.budget_tokens is not None:
+            raise RequestError("thinking.budget_tokens belongs to the type enabled", "thinking.budget_tokens")
+        if thinking.budget_tokens is not None and thinking.budget_tokens < 0:
+            raise RequestError(
+                f"thinking.budget_tokens must be at least 0, got {thinking.budget_tokens}", "thinking.budget_tokens"
+            )
+        thinks = {"enabled": True, "disabled": False}.get(thinking.type)
+    conversation = Conversation(
+        messages=messages,
+        tools=tools,
+        choice=choice,
+        parallel=parallel,
+        effort=effort,
+        thinking=thinks,
+        continues_last=messages[-1]["role"] == "assistant",
+    )
+    return conversation, skipped
+
+
+def sampling_of(request: MessagesRequest) -> SamplingParams:
+    """The sampling parameters of a request. Raises RequestError."""
+    if request.max_tokens < 0:
+        raise RequestError(f"max_tokens must be at least 0, got {request.max_tokens}", "max_tokens")
+    asked = _format_of(request)
+    return SamplingParams(
+        max_new_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        # An empty schema allows every JSON value.
+        json_schema=None if asked is None else asked.schema or "{}",
+    )
+
+
+def _format_of(request: PromptRequest) -> OutputFormatConfig | None:
+    inner = request.output_config.format if request.output_config is not None else None
+    if inner is not None and request.output_format is not None:
+        raise RequestError("output_format and output_config.format are both given: give one of them", "output_format")
+    return request.output_format if inner is None else inner
+
+
+@dataclass(slots=True)
+class _Messages:
+    """Messages in the form for templates. asked: the calls of the last message with calls, by id, with their names."""
+
+    shown: list[Message] = field(default_factory=list)
+    asked: dict[str, str] = field(default_factory=dict)
+
+    def read(self, request: PromptRequest, context_length: int) -> list[Message]:
+        """All messages of a request, the system prompt first."""
+        if not request.messages:
+            raise RequestError("messages is empty", "messages")
+        if len(request.messages) > context_length:
+            raise ContextLengthError("messages", context_length, f"there are {len(request.messages)} messages")
+        system = _system_text(request.system)
+        if system:
+            self.shown.append({"role": "system", "content": system})
+        for number, message in enumerate(request.messages):
+            self._add(f"messages[{number}]", message)
+        last = self.shown[-1]
+        if last.get("tool_calls"):
+            where = f"messages[{len(request.messages) - 1}]"
+            raise RequestError(f"{where}: the results of its tool calls are missing", where)
+        return self.shown
+
+    def _add(self, where: str, message: InputMessage) -> None:
+        content = message.content
+        if isinstance(content, str):
+            self.shown.append({"role": message.role, "content": content})
+            return
+        if not content:
+            raise RequestError(f"{where}.content is empty", f"{where}.content")
+        places = [f"{where}.content[{place}]" for place in range(len(content))]
+        for place, block in zip(places, content, strict=True):
+            _check_block(place, block)
+        match message.role:
+            case "user":
+                self._add_user(places, content)
+            case "assistant":
+                self._add_assistant(places, content)
+            case "system":
+                self.shown.append({"role": "system", "content": "\n".join(_texts(places, content, "system"))})
+
+    def _add_user(self, places: Sequence[str], blocks: Sequence[Block]) -> None:
+        """Results of tools come before the text, because templates expect them right after the calls."""
+        others = []
+        for place, block in zip(places, blocks, strict=True):
+            if block.type == "tool_result":
+                self.shown.append(self._result(place, block))
+            else:
+                others.append((place, block))
+        if others:
+            texts = _texts([place for place, _ in others], [block for _, block in others], "user")
+            self.shown.append({"role": "user", "content": [{"type": "text", "text": text} for text in texts]})
+
+    def _result(self, where: str, block: Block) -> Message:
+        if not block.tool_use_id:
+            raise RequestError(f"{where}.tool_use_id is missing", f"{where}.tool_use_id", "missing_field")
+        name = self.asked.get(block.tool_use_id)
+        if name is None:
+            raise RequestError(
+                f"{where} is the result of a tool call, but no tool_use block before it has the id {block.tool_use_id[:100]!r}",
+                f"{where}.tool_use_id",
+            )
+        text = _result_text(f"{where}.content", block.content)
+        if block.is_error:
+            text = f"Error: {text}" if text else "Error"
+        return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name}
+
+    def _add_assistant(self, places: Sequence[str], blocks: Sequence[Block]) -> None:
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[Message] = []
+        asked: dict[str, str] = {}
+        for place, block in zip(places, blocks, strict=True):
+            match block.type:
+                case "text":
+                    texts.append(_text(place, block))
+                case "thinking":
+                    thoughts.append(block.thinking or "")
+                case "redacted_thinking":
+                    pass
+                case "tool_use":
+                    calls.append(_call(place, block, asked))
+                case _:
+                    raise _wrong_role(place, block.type, "assistant")
+        message: Message = {"role": "assistant", "content": "\n".join(texts)}
+        if any(thoughts):
+            message["reasoning_content"] = "".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+            self.asked = asked
+        self.shown.append(message)
+
+
+def _system_text(system: str | Sequence[Block] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    places = [f"system[{place}]" for place in range(len(system))]
+    for place, block in zip(places, system, strict=True):
+        _check_block(place, block)
+    texts = _texts(places, system, "system")
+    return "\n".join(text for text in texts if not text.startswith(ATTRIBUTION))
+
+
+def _check_block(where: str, block: Block | InnerBlock) -> None:
+    """Raises RequestError for a block of another type, or with fields of another type."""
+    known = _FIELDS_OF_TYPE.get(block.type)
+    if known is None:
+        raise RequestError(
+            f"{where}: blocks of type {block.type[:50]!r} are not supported yet",
+            f"{where}.type",
+            "unsupported_parameter",
+        )
+    for name in block.__struct_fields__:
+        if name not in known and name not in _OF_EVERY_TYPE and not is_empty(getattr(block, name)):
+            raise RequestError(f"{where}.{name} does not belong to a block of type {block.type}", f"{where}.{name}")
+
+
+def _texts(places: Sequence[str], blocks: Sequence[Block], role: str) -> list[str]:
+    for place, block in zip(places, blocks, strict=True):
+        if block.type != "text":
+            raise _wrong_role(place, block.type, role)
+    return [_text(place, block) for place, block in zip(places, blocks, strict=True)]
+
+
+def _wrong_role(where: str, kind: str, role: str) -> RequestError:
+    return RequestError(f"{where}: blocks of type {kind} do not belong to the role {role}", f"{where}.type")
+
+
+def _text(where: str, block: Block | InnerBlock) -> str:
+    if block.text is None:
+        raise RequestError(f"{where}.text is missing", f"{where}.text", "missing_field")
+    return block.text
+
+
+def _call(where: str, block: Block, asked: dict[str, str]) -> Message:
+    """A call in the history; enters its id into `asked`."""
+    for name in ("id", "name"):
+        if not getattr(block, name):
+            raise RequestError(f"{where}.{name} is missing", f"{where}.{name}", "missing_field")
+    assert block.id is not None and block.name is not None, "checked"  # noqa: PT018
+    if block.id in asked:
+        raise RequestError(f"{where}.id: there are two calls with the id {block.id[:100]!r}", f"{where}.id")
+    if not isinstance(block.input, dict | None):
+        raise RequestError(f"{where}.input must be an object", f"{where}.input")
+    if block.caller not in (None, {}, {"type": "direct"}):
+        raise RequestError(
+            f"{where}.caller: only calls by the model itself are supported", f"{where}.caller", "unsupported_parameter"
+        )
+    asked[block.id] = block.name
+    return function_call(block.id, block.name, block.input or {})
+
+
+def _result_text(where: str, content: str | Sequence[InnerBlock] | dict[str, object] | None) -> str:
+    """The text of a result: a string, or blocks of text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, dict):
+        raise RequestError(f"{where} must be a string or a list of blocks", where)
+    places = [f"{where}[{place}]" for place in range(len(content))]
+    for place, block in zip(places, content, strict=True):
+        if block.type != "text":
+            raise RequestError(
+                f"{place}: blocks of type {block.type[:50]!r} are not supported yet in the result of a tool",
+                f"{place}.type",
+                "unsupported_parameter",
+            )
+        _check_block(place, block)
+    return "\n".join(_text(place, block) for place, block in zip(places, content, strict=True))
