@@ -1,6 +1,7 @@
 """Checkpoints are read whole and exactly, or refused naming the file and the tensor."""
 
 import json
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -10,7 +11,11 @@ from safetensors.torch import save_file
 
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
+from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
+from headrace.execution.build import open_model
+from headrace.processes.model_files import open_tokenizer, read_model_config
+from headrace.text.tokenizers import load_tokenizer
 
 CONFIG = {
     "model_type": "llama",
@@ -393,3 +398,28 @@ def test_smollm2_opens_by_name_with_its_shapes():
     blocks = checkpoint.raw_blocks("model.layers.3.self_attn.q_proj.weight")
     assert blocks is not None
     assert (blocks.type_name, blocks.data.shape) == ("Q4_1", (576, 360))
+
+
+@pytest.mark.parametrize("where", ["sha256-1f7e", "folder"])
+def test_a_gguf_file_needs_no_suffix_and_may_be_alone_in_a_folder(where, tmp_path):
+    """Ollama's blobs are named by their sum. Every reader of a model sees the same file."""
+    file = resolve_model("smollm2")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.gguf").symlink_to(file)
+    (tmp_path / "folder" / "mmproj-model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "sha256-1f7e").symlink_to(file)
+    args = ServerArgs(model_path=str(tmp_path / where))
+
+    assert read_model_config(args).num_layers == 30
+    assert open_tokenizer(args).encode("The") == open_tokenizer(ServerArgs(model_path=str(file))).encode("The")
+    assert open_model(args).kind == "gguf"
+    assert open_model(replace(args, load_format="dummy")).config.num_layers == 30
+
+
+def test_a_folder_with_several_gguf_files_lists_them(tmp_path):
+    for name in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+
+    for read in (open_checkpoint, lambda path: resolve_model(str(path)), load_tokenizer):
+        with pytest.raises(ModelError, match=r"2 GGUF files.*a-Q4_0\.gguf, a-Q8_0\.gguf"):
+            read(tmp_path)

@@ -318,6 +318,34 @@ class GgufFile:
             end, before = tensor.offset + tensor.num_bytes, tensor.name
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is GGUF: by its first four bytes, whatever its name (Ollama's blobs have no suffix), or by `.gguf`.
+
+    Raises ModelError if it cannot be opened or is not a regular file.
+    """
+    try:
+        with open_regular(path) as file:
+            magic = file.read(4)
+    except OSError as err:
+        raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
+    return magic == b"GGUF" or path.suffix == ".gguf"
+
+
+def gguf_of(folder: Path) -> Path | None:
+    """The GGUF file of a folder without config.json; None if there is none, or if the folder has a config.json.
+
+    Files for other parts of a model (`mmproj-*.gguf`, which sees images) do not count. Raises ModelError listing them if
+    there are several.
+    """
+    if (folder / "config.json").is_file():
+        return None
+    found = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
+    if len(found) > 1:
+        listed = ", ".join(file.name for file in found[:20])
+        raise ModelError(f"{folder.name} holds {len(found)} GGUF files; name one of them: {listed}")
+    return found[0] if found else None
+
+
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with open_regular(path) as file:

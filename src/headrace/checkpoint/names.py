@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from headrace.checkpoint.gguf import gguf_of
 from headrace.errors import ModelError
 from headrace.log import get_logger
 
@@ -94,12 +95,13 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 def resolve_model(name_or_path: str) -> Path:
     """The file or folder that a user means by a name or a path.
 
-    A path that exists wins over a name. A model in parts is joined into the cache the first time. No network.
+    A path that exists wins over a name. A folder that holds one GGUF file instead of a config.json means that file. A
+    model in parts is joined into the cache the first time. No network.
     Raises ModelError that lists the known names, or says how to get the one that is missing.
     """
     path = Path(name_or_path).expanduser()
     if path.exists() and (path.is_file() or name_or_path not in KNOWN_MODELS):
-        return path
+        return (gguf_of(path) if path.is_dir() else None) or path
     model = KNOWN_MODELS.get(name_or_path)
     if model is None:
         raise ModelError(

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.base import Checkpoint
-from headrace.checkpoint.gguf import GgufFile
+from headrace.checkpoint.gguf import GgufFile, gguf_of, is_gguf
 from headrace.checkpoint.gguf_checkpoint import GgufCheckpoint, config_of
 from headrace.checkpoint.huggingface import Fp8Checkpoint, HuggingFaceCheckpoint, QuantizedCheckpoint
 from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.quantization_settings import stored_settings
 from headrace.checkpoint.quantized_formats import stored_format
-from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class DummyCheckpoint(Checkpoint):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a Hugging Face folder, a `.gguf` file, or a folder that holds one `.gguf` file.
+    """Open a Hugging Face folder, a GGUF file of any name, or a folder that holds one `.gguf` file.
 
     Only headers are read. Raises ModelError for anything else and for files that are missing, cut off or inconsistent.
     """
@@ -58,20 +57,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             if settings is not None and settings.method == "fp8":
                 return Fp8Checkpoint(path, settings.block)
             return HuggingFaceCheckpoint(path) if stored is None else QuantizedCheckpoint(path, stored)
-        found = sorted(path.glob("*.gguf"))
-        if len(found) == 1:
-            return GgufCheckpoint(found[0])
-        if found:
-            raise ModelError(f"{path.name} holds {len(found)} GGUF files; name one of them")
+        if (file := gguf_of(path)) is not None:
+            return GgufCheckpoint(file)
         raise ModelError(f"{path.name} holds neither config.json nor a .gguf file")
     if not path.exists():
         raise ModelError(f"there is no checkpoint at {path}")
-    try:
-        with open_regular(path) as file:
-            magic = file.read(4)
-    except OSError as err:
-        raise ModelError(f"{path.name} cannot be opened: {err.strerror}") from err
-    if magic == b"GGUF" or path.suffix == ".gguf":
+    if is_gguf(path):
         return GgufCheckpoint(path)
     raise ModelError(
         f"{path.name} is neither a folder nor a GGUF file; for safetensors name the folder with config.json"
@@ -81,6 +72,6 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def dummy_checkpoint(path: Path | str) -> DummyCheckpoint:
     """A checkpoint of only the config of `path`: a folder with config.json, a config file, or a GGUF file."""
     path = Path(path)
-    if path.suffix == ".gguf":
+    if path.is_file() and is_gguf(path):
         return DummyCheckpoint(path, config_of(GgufFile(path)))
     return DummyCheckpoint(path, load_model_config(path))

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 def read_model_config(args: ServerArgs) -> "ModelConfig":
     """What the checkpoint says of itself, with the user's overrides; reads no weights."""
+    from headrace.checkpoint.gguf import is_gguf
     from headrace.checkpoint.model_config import load_model_config
     from headrace.checkpoint.source import open_checkpoint
     from headrace.config.resolve import override_model
 
     path = resolve_model(args.model_path)
-    is_gguf = path.is_file() and path.suffix == ".gguf"
-    config = open_checkpoint(path).config if is_gguf else load_model_config(path)
+    config = open_checkpoint(path).config if path.is_file() and is_gguf(path) else load_model_config(path)
     return override_model(config, args.json_model_override_args)
 
 

@@ -11,7 +11,7 @@ where the chat template wrote them.
 
 from pathlib import Path
 
-from headrace.checkpoint.gguf import GgufFile
+from headrace.checkpoint.gguf import GgufFile, gguf_of
 from headrace.text.tokenizers.base import RenderedPrompt, Segment, SpecialTexts, Tokenizer, check_unicode
 from headrace.text.tokenizers.folder import tokenizer_from_folder
 from headrace.text.tokenizers.gguf import tokenizer_from_gguf
@@ -31,8 +31,6 @@ __all__ = [
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a checkpoint: a Hugging Face folder or a GGUF file. Raises ModelError."""
     if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
-        if len(found) == 1 and not (path / "config.json").is_file():
-            return tokenizer_from_gguf(GgufFile(found[0]))
-        return tokenizer_from_folder(path)
+        file = gguf_of(path)
+        return tokenizer_from_folder(path) if file is None else tokenizer_from_gguf(GgufFile(file))
     return tokenizer_from_gguf(GgufFile(path))
