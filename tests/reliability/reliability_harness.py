@@ -22,6 +22,7 @@ import torch
 import transformers
 
 import headrace
+from error_bodies import checked_error
 
 MODEL = "tiny-llama"
 VOCAB_SIZE = 320
@@ -368,13 +369,11 @@ class Oracle:
 
 
 def check_refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """An error in the one shape that gives nothing of the machine or the program away. Returns its `error`."""
+    """An error in the form of its route that gives nothing of the machine or the program away. Returns what it says."""
     assert reply.status_code == status, (reply.status_code, reply.text[:500])
     assert reply.headers["content-type"] == "application/json"
     assert not (leak := LEAKS.search(reply.text)), (leak, reply.text[:500])
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return dict(error)
+    return checked_error(reply.url.path, reply.json())
 
 
 class Stream:

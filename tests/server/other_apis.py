@@ -128,6 +128,8 @@ ROUTER_GENERATE: Defaults = {
     "model": None, "log_metrics": True, "background": False, "no_logs": False, "return_bytes": False, "return_entropy": False,
 }  # fmt: skip
 
+ROUTER_RERANK: Defaults = {"return_documents": True, "rid": None, "user": None}
+
 VLLM_TOKENIZE: Defaults = {
     "model": None, "add_special_tokens": True, "return_token_strs": False, "add_generation_prompt": True,
     "continue_final_message": False, "chat_template": None, "chat_template_kwargs": None, "media_io_kwargs": None,
@@ -151,3 +153,4 @@ COMPLETION = {
 GENERATE = {"SGLang": SGLANG_GENERATE, "sglang-router": ROUTER_GENERATE}
 TOKENIZE = {"vLLM": VLLM_TOKENIZE, "SGLang": SGLANG_TOKENIZE, "llama.cpp": LLAMA_CPP_TOKENIZE}
 DETOKENIZE = {"SGLang": {"model": "default", "skip_special_tokens": True}, "vLLM": {"model": None}}
+ROUTER = {"chat": ROUTER_CHAT, "completions": ROUTER_COMPLETION, "generate": ROUTER_GENERATE, "rerank": ROUTER_RERANK}

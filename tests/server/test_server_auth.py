@@ -9,6 +9,7 @@ import pytest
 from fake_frontend import FakeFrontend, make_app
 from starlette.routing import Route
 
+from error_bodies import checked_error
 from headrace.server.app import route_table
 from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.context import ServerStatus
@@ -78,15 +79,13 @@ async def test_every_route_with_every_key(keys: str):
                 if not allowed:
                     assert reply.headers["www-authenticate"] == "Bearer"
                     if method != "HEAD":
-                        is_anthropics = path.startswith("/v1/messages")
-                        fields = {"message", "type"} if is_anthropics else {"message", "type", "param", "code"}
-                        assert set(reply.json()["error"]) == fields
+                        assert "this route needs" in checked_error(path, reply.json())["message"]
 
 
 async def test_odd_paths_are_never_a_way_in():
     async with asgi_client(api_key=USER, admin_api_key=ADMIN, allowed_hosts="*") as (client, _, _):
         for path in (
-            "//flush_cache",
+            "http://localhost//flush_cache",
             "/flush_cache/",
             "/%66lush_cache",
             "/health/../flush_cache",
@@ -97,7 +96,6 @@ async def test_odd_paths_are_never_a_way_in():
             "/v1/models",
             "/v1/models/",
             "/nope",
-            "/",
         ):
             reply = await client.get(path, headers={"host": "/health"})
             assert reply.status_code == 401, path

@@ -36,6 +36,10 @@ GENERATION = (
     "/detokenize",
     "/open_session",
     "/close_session",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
+    "/api/pull",
 )
 CONTROL = (
     "/pause_generation",

@@ -8,6 +8,6 @@ a server needs of an engine).
   body.py (limits of a body), embeds_body.py, sse.py, error_forms.py (what errors look like in each API), openapi.py
 - Chats of any API: chat/
 - Handlers: native.py, control.py, settings.py, lora.py, weights.py, sessions.py, diagnostics.py, experts.py; those of
-  openai/ and anthropic/
+  openai/, responses/, anthropic/ and ollama/
 - In an HTTP worker: remote_frontend.py, remote_calls.py
 """

@@ -37,6 +37,14 @@ from headrace.server.http import Endpoint, ErrorBoundary
 from headrace.server.keys import ApiKeys, open_keys
 from headrace.server.lora import LoadLoraBody, LoraAPI, UnloadLoraBody
 from headrace.server.native import NativeAPI
+from headrace.server.ollama.generation import OllamaGenerationAPI
+from headrace.server.ollama.models import OllamaModelsAPI
+from headrace.server.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaPullRequest,
+    OllamaShowRequest,
+)
 from headrace.server.openai.chat import ChatServing
 from headrace.server.openai.completions import CompletionServing
 from headrace.server.openai.models import ModelsAPI
@@ -118,6 +126,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
             "/set_internal_state", post, "admin", settings.set_internal_state, "Change limits", SetInternalStateBody
         ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
+        *_ollama_routes(context),
         *WeightsAPI(context).routes(),
         *ExpertsAPI(context).routes(),
     ]
@@ -132,6 +141,27 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         table.append(RouteSpec("/openapi.json", get, "user", openapi.openapi_json, "This API", in_schema=False))
         table.append(RouteSpec("/docs", get, "user", openapi.docs, "The routes on one page", in_schema=False))
     return table
+
+
+def _ollama_routes(context: ServingContext) -> list[RouteSpec]:
+    generation, models = OllamaGenerationAPI(context), OllamaModelsAPI(context)
+    get, post = ("GET",), ("POST",)
+    # fmt: off
+    return [
+        RouteSpec("/api/chat", post, "user", generation.chat, "Ollama: chat", OllamaChatRequest),
+        RouteSpec("/api/generate", post, "user", generation.generate, "Ollama: generate", OllamaGenerateRequest),
+        RouteSpec("/", get, "public", models.root, "What runs here"),
+        RouteSpec("/api/version", get, "user", models.version, "Ollama: version of the API"),
+        RouteSpec("/api/tags", get, "user", models.tags, "Ollama: served models"),
+        RouteSpec("/api/ps", get, "user", models.ps, "Ollama: loaded models"),
+        RouteSpec("/api/show", post, "user", models.show, "Ollama: one model", OllamaShowRequest),
+        RouteSpec("/api/pull", post, "user", models.pull, "Ollama: success for a served model", OllamaPullRequest),
+        *(RouteSpec(f"/api/{name}", post, "user", models.embed, "Not supported yet", in_schema=False) for name in ("embed", "embeddings")),
+        *(RouteSpec(f"/api/{name}", post, "user", models.refuse, "Not here", in_schema=False) for name in ("create", "copy", "push")),
+        RouteSpec("/api/delete", ("DELETE",), "user", models.refuse, "Not here", in_schema=False),
+        RouteSpec("/api/blobs/{digest:path}", ("HEAD", "POST"), "user", models.refuse, "Not here", in_schema=False),
+    ]
+    # fmt: on
 
 
 def create_app(

@@ -4,7 +4,7 @@ OpenAI's form is that of every path without one of its own.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -16,6 +16,32 @@ class ApiError(msgspec.Struct, frozen=True):
     type: str
     param: str | None
     code: str | None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """Body of a failing reply."""
+
+    error: ApiError
+
+
+class OllamaErrorReply(msgspec.Struct, frozen=True):
+    """Body of a failing reply of Ollama's API. error: the message."""
+
+    error: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
+    """What happened, and its kind."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(msgspec.Struct, frozen=True):
+    """Body of a failing reply of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicError
 
 
 ErrorForm = Callable[[int, ApiError], bytes]
@@ -50,9 +76,17 @@ def ollama_error(status: int, error: ApiError) -> bytes:
     return msgspec.json.encode({"error": error.message})
 
 
-_FORMS: Final[tuple[tuple[str, ErrorForm], ...]] = (("/v1/messages", anthropic_error), ("/api/", ollama_error))
+_FORMS: Final[tuple[tuple[str, ErrorForm, type], ...]] = (
+    ("/v1/messages", anthropic_error, AnthropicErrorReply),
+    ("/api/", ollama_error, OllamaErrorReply),
+)
 
 
 def form_of(path: str) -> ErrorForm:
     """The form of errors on a path."""
-    return next((form for prefix, form in _FORMS if path.startswith(prefix)), openai_error)
+    return next((form for prefix, form, _ in _FORMS if path.startswith(prefix)), openai_error)
+
+
+def reply_type_of(path: str) -> type:
+    """The type of the bodies of errors on a path."""
+    return next((kind for prefix, _, kind in _FORMS if path.startswith(prefix)), ErrorReply)

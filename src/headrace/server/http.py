@@ -204,10 +204,19 @@ class Exchange:
         except msgspec.ValidationError as error:
             raise field_error(str(error), kind) from None
 
-    async def read_json(self, decoder: "msgspec.json.Decoder[T]", shorten: Callable[[bytes], bytes] | None = None) -> T:
-        """The body decoded, see `decode_json` and `Bodies.decode`. Raises RequestError, TooLargeError, CapacityError, ClientGone."""
+    async def read_json(
+        self,
+        decoder: "msgspec.json.Decoder[T]",
+        shorten: Callable[[bytes], bytes] | None = None,
+        *,
+        any_content_type: bool = False,
+    ) -> T:
+        """The body decoded, see `decode_json` and `Bodies.decode`. Raises RequestError, TooLargeError, CapacityError, ClientGone.
+
+        any_content_type: the header is not looked at. Web pages of other origins are refused in any case (`origin_gate`).
+        """
         content_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
-        if content_type != b"application/json":
+        if content_type != b"application/json" and not any_content_type:
             raise RequestError("send the body as JSON with the header Content-Type: application/json")
         body = await self.read_body()
         try:

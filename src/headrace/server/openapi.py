@@ -7,16 +7,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.server.error_forms import ApiError
+from headrace.server.error_forms import reply_type_of
 from headrace.server.http import Exchange, send_response
 from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
-
-
-class ErrorReply(msgspec.Struct, frozen=True):
-    """Body of every failing reply."""
-
-    error: ApiError
 
 
 class OpenApi:
@@ -34,17 +28,18 @@ class OpenApi:
 
     def _build(self) -> dict[str, Any]:
         kinds = {kind for route in self.routes for kind in (route.body, route.failure) if kind is not None}
+        kinds |= {reply_type_of(route.path) for route in self.routes}
         in_order = sorted(kinds, key=lambda kind: kind.__name__)
         schemas, components = msgspec.json.schema_components(
-            [*in_order, ErrorReply], schema_hook=_any_value, ref_template="#/components/schemas/{name}"
+            in_order, schema_hook=_any_value, ref_template="#/components/schemas/{name}"
         )
         _bound_numbers([schemas, components])
-        schema_of = dict(zip([*in_order, ErrorReply], schemas, strict=True))
+        schema_of = dict(zip(in_order, schemas, strict=True))
         paths: dict[str, Any] = {}
         for route in self.routes:
             path = route.path.replace(":path}", "}")
             for method in route.methods:
-                failures = [schema_of[kind] for kind in (route.failure, ErrorReply) if kind is not None]
+                failures = [schema_of[kind] for kind in (route.failure, reply_type_of(path)) if kind is not None]
                 schema = {"anyOf": failures} if len(failures) > 1 else failures[0]
                 error = {"description": "error", "content": {"application/json": {"schema": schema}}}
                 operation: dict[str, Any] = {

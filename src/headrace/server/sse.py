@@ -15,8 +15,8 @@ from headrace.server.http import Exchange, Headers, describe_error
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _HEADERS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -47,6 +47,7 @@ async def stream_reply(
     done: bytes = DONE,
     failed: Callable[[ApiError], bytes] = error_frame,
     headers: Sequence[tuple[bytes, bytes]] = (),
+    content_type: bytes = EVENT_STREAM,
 ) -> None:
     """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: more of the reply's.
 
@@ -55,7 +56,8 @@ async def stream_reply(
     """
     async with exchange.until_client_leaves(), aclosing(items):
         first = await anext(items, None)
-        await exchange.send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]})
+        begins = [(b"content-type", content_type), *_HEADERS, *headers]
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": begins})
         try:
             if first is not None and (frames := render(first)):
                 await exchange.write(frames)

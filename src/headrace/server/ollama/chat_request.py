@@ -1,0 +1,127 @@
+"""The messages and tools of Ollama's API as a `Conversation`.
+
+Owns their checks, and which tool call a result answers: calls have no ids in most clients. Pure functions, run in the event loop that serves HTTP.
+"""
+
+from collections.abc import Sequence
+
+from headrace.errors import ContextLengthError, RequestError
+from headrace.messages.neutral import is_empty
+from headrace.server.chat.conversation import (
+    Conversation,
+    Message,
+    Tool,
+    calls_of,
+    check_history,
+    check_tools,
+    function_call,
+    function_tool,
+)
+from headrace.server.ollama.protocol import OllamaMessage
+
+ROLES = ("system", "user", "assistant", "tool")
+EFFORTS = ("low", "medium", "high")
+
+
+def conversation_of(
+    messages: Sequence[OllamaMessage], tools: Sequence[dict[str, object]], think: bool | str | None, context_length: int
+) -> Conversation:
+    """The conversation of a request; messages is not empty. Raises RequestError that names the field."""
+    if len(messages) > context_length:
+        raise ContextLengthError("messages", context_length, f"there are {len(messages)} messages")
+    shown: list[Message] = []
+    for number, message in enumerate(messages):
+        shown.append(_template_message(f"messages[{number}]", message, shown))
+    check_history("messages", shown)
+    return Conversation(
+        messages=shown,
+        tools=_tools(tools),
+        thinking=None if think is None else think is not False,
+        effort=think if isinstance(think, str) else None,
+    )
+
+
+def checked_think(think: bool | str | None, reasons: bool) -> bool | str | None:
+    """`think`, None for "". reasons: the model's reasoning is known. Raises RequestError."""
+    if think == "":
+        return None
+    if isinstance(think, str) and think not in EFFORTS:
+        raise RequestError(f"think must be true, false, {', '.join(EFFORTS)}, got {think[:50]!r}", "think")
+    if think and not reasons:
+        raise RequestError(
+            "think: this model does not support thinking, or this server does not know how it writes it "
+            "(see --reasoning-parser)",
+            "think",
+            "unsupported_parameter",
+        )
+    return think
+
+
+def _template_message(where: str, message: OllamaMessage, before: Sequence[Message]) -> Message:
+    role = message.role
+    if role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role[:50]!r}", f"{where}.role")
+    if message.images:
+        raise RequestError(
+            f"{where}.images are not supported yet, only text", f"{where}.images", "unsupported_parameter"
+        )
+    for name, owner in (
+        ("thinking", "assistant"),
+        ("tool_calls", "assistant"),
+        ("tool_call_id", "tool"),
+        ("tool_name", "tool"),
+    ):
+        if role != owner and not is_empty(getattr(message, name)):
+            raise RequestError(f"{where}.{name} belongs to the role {owner}", f"{where}.{name}")
+    if message.content is None and not (role == "assistant" and message.tool_calls):
+        raise RequestError(f"{where}.content is missing", f"{where}.content")
+    shown: Message = {"role": role, "content": message.content or ""}
+    if message.thinking:
+        shown["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        number = sum(len(calls_of(earlier)) for earlier in before)
+        shown["tool_calls"] = [
+            function_call(call.id or f"call_{number + place}", call.function.name, call.function.arguments or {})
+            for place, call in enumerate(message.tool_calls)
+        ]
+        if not all(call.function.name for call in message.tool_calls):
+            raise RequestError(f"{where}.tool_calls: a function has no name", f"{where}.tool_calls")
+    if role == "tool":
+        shown["tool_call_id"] = message.tool_call_id or _answered(where, message.tool_name or message.name, before)
+    elif message.name:
+        shown["name"] = message.name
+    return shown
+
+
+def _answered(where: str, name: str | None, before: Sequence[Message]) -> str:
+    """The id of the call that a result without one answers: the first of that name in the last message with calls that has no result yet."""
+    answered: set[object] = set()
+    for message in reversed(before):
+        if message["role"] == "tool":
+            answered.add(message["tool_call_id"])
+        for call in calls_of(message):
+            function = call["function"]
+            assert isinstance(function, dict), "made by `function_call`"
+            if call["id"] not in answered and name in (None, "", function["name"]):
+                return str(call["id"])
+        if calls_of(message):
+            break
+    called = f" of {name[:100]!r}" if name else ""
+    raise RequestError(f"{where} is the result of a tool call, but no call{called} before it waits for one", where)
+
+
+def _tools(tools: Sequence[dict[str, object]]) -> tuple[Tool, ...]:
+    found = tuple(_tool(f"tools[{number}]", tool) for number, tool in enumerate(tools))
+    check_tools("tools", found)
+    return found
+
+
+def _tool(where: str, tool: dict[str, object]) -> Tool:
+    kind, function = tool.get("type") or "function", tool.get("function")
+    if kind != "function":
+        shown = f"{where}.type must be 'function', got {str(kind)[:50]!r}"
+        raise RequestError(shown, f"{where}.type", "unsupported_parameter")
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function is missing", f"{where}.function")
+    name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
+    return function_tool(f"{where}.function", name, description, parameters, function.get("strict") is True, function)

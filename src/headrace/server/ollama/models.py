@@ -1,0 +1,166 @@
+"""The routes of Ollama's API about the server and its models, and the names of models. Runs in the event loop that serves HTTP."""
+
+import hashlib
+from typing import Final
+
+import msgspec
+
+from headrace.errors import NotFoundError, RequestError
+from headrace.server.context import ServingContext
+from headrace.server.http import Exchange, encode_json, send_response
+from headrace.server.ollama.protocol import OllamaPullRequest, OllamaShowRequest
+from headrace.server.ollama.reply import NDJSON, timestamp
+
+API_VERSION = "0.13.0"
+"""The version of Ollama whose API this is: some clients demand a recent one."""
+
+LATEST = ":latest"
+_NEVER = "2318-01-01T00:00:00Z"
+_OPTIONS = {"repetition_penalty": "repeat_penalty"}
+_SHOW = msgspec.json.Decoder(OllamaShowRequest)
+_PULL = msgspec.json.Decoder(OllamaPullRequest)
+
+_PAGE: Final = (
+    b"<!doctype html><meta charset=utf-8><title>Headrace</title><h1>Headrace is running</h1>"
+    b'<p>This server speaks the APIs of OpenAI and Ollama. Its <a href="/docs">routes</a>.</p>'
+)
+
+
+def full_name(name: str) -> str:
+    """The name as Ollama writes names, with a tag."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def adapter_of(context: ServingContext, name: str) -> str | None:
+    """The adapter that a name means, with or without `:latest`; None for the served model. Raises NotFoundError."""
+    try:
+        return context.adapter_of(name)
+    except NotFoundError:
+        if not name.endswith(LATEST):
+            raise
+        return context.adapter_of(name.removesuffix(LATEST))
+
+
+class OllamaModelsAPI:
+    """Handlers that say what is served."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def root(self, exchange: Exchange) -> None:
+        """The line by which Ollama's clients recognise a server; a page for browsers."""
+        if b"text/html" in (exchange.header(b"accept") or b""):
+            await send_response(exchange.send, 200, _PAGE, b"text/html; charset=utf-8")
+        else:
+            await send_response(exchange.send, 200, b"Ollama is running", b"text/plain; charset=utf-8")
+
+    async def version(self, exchange: Exchange) -> None:
+        """The version of Ollama's API."""
+        await exchange.reply_json({"version": API_VERSION})
+
+    async def tags(self, exchange: Exchange) -> None:
+        """The served model and its adapters."""
+        await exchange.reply_json({"models": [self._card(name) for name in self._names()]})
+
+    async def ps(self, exchange: Exchange) -> None:
+        """The same: they are all loaded, for ever."""
+        ready = self.context.model.ready
+        loaded = {
+            "expires_at": _NEVER,
+            "size_vram": 0 if ready.device == "cpu" else ready.weight_bytes + ready.kv_bytes,
+            "context_length": self.context.model.context_length,
+        }
+        cards = [self._card(name) for name in self._names()]
+        for card in cards:
+            del card["modified_at"]
+        await exchange.reply_json({"models": [card | loaded for card in cards]})
+
+    async def show(self, exchange: Exchange) -> None:
+        """What the model is and can do."""
+        body = await exchange.read_json(_SHOW, any_content_type=True)
+        context, model = self.context, self.context.model
+        adapter = adapter_of(context, _one_name(body.model, body.name))
+        defaults = model.sampling_defaults
+        brought = {name: value for name, value in defaults.values().items() if getattr(defaults, name) is not None}
+        template = "" if model.chat_template is None else model.chat_template.source
+        family = model.model_type
+        info: dict[str, object] = {
+            "general.architecture": family,
+            "general.basename": model.name,
+            f"{family}.context_length": model.context_length,
+            f"{family}.embedding_length": model.ready.hidden_size,
+            f"{family}.vocab_size": model.ready.vocab_size,
+        }
+        await exchange.reply_json(
+            {
+                "license": "",
+                "modelfile": f"FROM {full_name(model.name)}\n",
+                "parameters": "\n".join(f"{_OPTIONS.get(name, name)} {value:g}" for name, value in brought.items()),
+                "template": template,
+                "details": self._details(adapter),
+                "model_info": info,
+                "capabilities": self._capabilities(),
+                "modified_at": timestamp(model.created),
+            }
+        )
+
+    async def pull(self, exchange: Exchange) -> None:
+        """Success for a model that is served; there is no other."""
+        body = await exchange.read_json(_PULL, any_content_type=True)
+        adapter_of(self.context, _one_name(body.model, body.name))
+        if body.stream is False:
+            await exchange.reply_json({"status": "success"})
+            return
+        lines = [encode_json({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
+        await send_response(exchange.send, 200, b"".join(lines), NDJSON)
+
+    async def embed(self, exchange: Exchange) -> None:
+        """Refused."""
+        raise RequestError("embeddings are not supported yet", code="unsupported_route")
+
+    async def refuse(self, exchange: Exchange) -> None:
+        """Refused: this server has the models that it was started with."""
+        raise NotFoundError(
+            "models cannot be created, copied, deleted or pushed here: this server has the models that it was started with",
+            code="unsupported_route",
+        )
+
+    def _names(self) -> list[str]:
+        return [self.context.model.name, *self.context.frontend.adapters.names]
+
+    def _card(self, name: str) -> dict[str, object]:
+        model = self.context.model
+        shown = full_name(name)
+        return {
+            "name": shown,
+            "model": shown,
+            "modified_at": timestamp(model.created),
+            "size": model.ready.weight_bytes,
+            "digest": hashlib.sha256(f"{name}\n{model.ready.fingerprint}".encode()).hexdigest(),
+            "details": self._details(None if name == model.name else name),
+        }
+
+    def _details(self, adapter: str | None) -> dict[str, object]:
+        model = self.context.model
+        precision = model.ready.quantization if model.ready.quantization != "none" else model.ready.dtype
+        return {
+            "parent_model": "" if adapter is None else full_name(model.name),
+            "format": "",
+            "family": model.model_type,
+            "families": [model.model_type],
+            "parameter_size": "",
+            "quantization_level": precision,
+        }
+
+    def _capabilities(self) -> list[str]:
+        model, found = self.context.model, self.context.model.output_format
+        has_chat = found is not None and model.chat_template is not None
+        tools = ["tools"] if has_chat and found is not None and found.has_tools else []
+        return ["completion", *tools, *(["thinking"] if has_chat and found is not None and found.has_reasoning else [])]
+
+
+def _one_name(model: str, name: str) -> str:
+    """Raises RequestError when there is none."""
+    if not (model or name):
+        raise RequestError("model is missing", "model", "missing_field")
+    return model or name

@@ -1,0 +1,83 @@
+"""Ollama's options as sampling parameters.
+
+Owns what each option means here, and Ollama's defaults. Pure functions, run in the event loop that serves HTTP.
+"""
+
+from headrace.checkpoint.sampling_defaults import SamplingDefaults
+from headrace.errors import RequestError
+from headrace.sampling.params import SamplingParams
+from headrace.server.ollama.protocol import OllamaOptions
+
+TEMPERATURE, TOP_K, TOP_P = 0.8, 40, 0.9
+"""Ollama's defaults, for requests that name no value and models that bring none."""
+
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+_REPEAT_LAST_N = 64
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "typical_p": (None, 1.0),
+    "tfs_z": (None, 1.0),
+    "mirostat": (None, 0),
+    "vocab_only": (None, False),
+    "embedding_only": (None, False),
+}
+"""Options that are not supported, with the values that ask for nothing. mirostat_tau and mirostat_eta mean nothing without mirostat."""
+
+
+def sampling_params(
+    options: OllamaOptions, defaults: SamplingDefaults, context_length: int, json_schema: dict[str, object] | None
+) -> SamplingParams:
+    """The sampling parameters of a request. defaults: of the model. json_schema: what the output must match.
+
+    Options about loading a model (num_gpu, num_thread, use_mmap ...) have no effect: it is loaded already. Neither has num_keep: nothing is ever
+    dropped from the context. Raises RequestError that names the option.
+    """
+    _check(options, context_length)
+    penalised = options.repeat_last_n != 0
+    return SamplingParams(
+        max_new_tokens=_limit(options.num_predict),
+        stop=options.stop,
+        seed=options.seed,
+        temperature=_first(options.temperature, defaults.temperature, TEMPERATURE),
+        top_k=int(_first(options.top_k, defaults.top_k, TOP_K)),
+        top_p=_first(options.top_p, defaults.top_p, TOP_P),
+        min_p=options.min_p,
+        repetition_penalty=options.repeat_penalty if penalised else 1.0,
+        presence_penalty=(options.presence_penalty or 0.0) if penalised else 0.0,
+        frequency_penalty=(options.frequency_penalty or 0.0) if penalised else 0.0,
+        json_schema=json_schema,
+    )
+
+
+def _check(options: OllamaOptions, context_length: int) -> None:
+    for name, neutral in _NEUTRAL.items():
+        if getattr(options, name) not in neutral:
+            raise _unsupported(name, "is not supported")
+    if options.num_ctx is not None and options.num_ctx > context_length:
+        asked = f"is {options.num_ctx}, but this server's context has {context_length} tokens"
+        raise _unsupported("num_ctx", f"{asked}; start it with a larger --context-length")
+    if not any(
+        getattr(options, name) not in (None, neutral) for name, neutral in zip(_PENALTIES, (1, 0, 0), strict=True)
+    ):
+        return
+    if options.penalize_newline is False:
+        raise _unsupported("penalize_newline", "false is not supported: newlines are penalised like any other text")
+    if options.repeat_last_n not in (None, 0, -1, _REPEAT_LAST_N):
+        message = "must be -1 (all tokens), 0 (no penalty) or left out: penalties count all tokens, not the last ones"
+        raise _unsupported("repeat_last_n", message)
+
+
+def _limit(num_predict: int | None) -> int | None:
+    """The most output tokens; None = as many as fit: 0 and -1 mean no limit, -2 a full context."""
+    if num_predict is None or -2 <= num_predict <= 0:
+        return None
+    if num_predict < 0:
+        raise RequestError(f"options.num_predict must be at least -2, got {num_predict}", "options.num_predict")
+    return num_predict
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _unsupported(name: str, why: str) -> RequestError:
+    return RequestError(f"options.{name} {why}", f"options.{name}", "unsupported_parameter")
