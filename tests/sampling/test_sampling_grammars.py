@@ -1,6 +1,7 @@
 """Rows whose output a grammar constrains: what they sample, when they wait, and that nobody else notices."""
 
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -201,6 +202,19 @@ def test_a_mask_that_takes_too_long_ends_its_row(make, hurried, monkeypatch):
         assert output.late == [1]
     assert output.errors == {1: TOO_SLOW}
     assert output.token_ids.tolist()[0] >= 0
+    gate.set()
+
+
+def test_a_mask_that_waits_for_its_turn_is_not_too_slow(make, hurried, monkeypatch):
+    gate = threading.Event()
+    sampler = make(sequence(0), sequence(1, Countdown(3, gate=gate)))
+    monkeypatch.setattr(grammar_rows, "LIMIT_S", 0.02)
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        output = step(sampler, table(2), num_outputs=[0, 0])
+        assert (output.late, output.errors) == ([1], {})
+    monkeypatch.setattr(grammar_rows, "WAIT_LIMIT_S", 0.05)
+    assert step(sampler, table(2), num_outputs=[0, 0]).errors == {1: TOO_SLOW}
     gate.set()
 
 

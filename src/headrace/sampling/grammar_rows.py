@@ -34,7 +34,10 @@ PATIENCE_ALONE_S: Final = 0.02
 """How long it waits for any mask if no row is ready: whoever comes meanwhile waits, too."""
 
 LIMIT_S: Final = 0.5
-"""A sequence whose mask takes longer ends."""
+"""A sequence whose mask takes more processor time ends. Not the time that passes: on a busy machine a mask may wait long for its turn."""
+
+WAIT_LIMIT_S: Final = 5.0
+"""One whose mask is not there after this much time ends, too."""
 
 MAX_THREADS: Final = 3
 
@@ -47,6 +50,7 @@ class _Row:
     num_tokens: its prompt and the outputs so far, so the index of the next one. words: where that one's mask is filled. only_end: the mask allows
     nothing but the end. done: it is filled, or `error` says why it cannot be. busy: a thread fills it or will, since step number `step`. begun_s:
     when it began, infinite before. fill_s: seconds that it took.
+    clock, begun_at_s: the processor clock of the thread that fills it, and what it showed at the beginning.
     """
 
     def __init__(self, new: NewSequence, vocab_size: int) -> None:
@@ -60,6 +64,8 @@ class _Row:
         self.done = False
         self.busy = False
         self.step = 0
+        self.clock = 0
+        self.begun_at_s = 0.0
         self.begun_s = math.inf
         self.fill_s = 0.0
         self.error = ""
@@ -98,8 +104,15 @@ class _Row:
                 self._begins_at = None
         self.num_tokens = num_tokens
 
+    def is_over_limit(self, now_s: float) -> bool:
+        """Whether the mask that a thread fills takes too much. now_s: time.monotonic()."""
+        if now_s - self.begun_s > WAIT_LIMIT_S:
+            return True
+        return now_s - self.begun_s > LIMIT_S and time.clock_gettime(self.clock) - self.begun_at_s > LIMIT_S
+
     def fill(self) -> None:
         """Fill `words`. In a thread of its own, during which nobody else uses the row."""
+        self.clock, self.begun_at_s = time.pthread_getcpuclockid(threading.get_ident()), time.thread_time()
         self.begun_s = time.monotonic()
         try:
             if self._num_to_forget:
@@ -217,7 +230,7 @@ class GrammarRows:
         only_end: list[int] = []
         errors: dict[int, str] = {}
         for i, row in current:
-            if row.busy and now - row.begun_s > LIMIT_S:
+            if row.busy and row.is_over_limit(now):
                 errors[i] = TOO_SLOW
             elif row.busy:
                 late.append(i)
