@@ -61,6 +61,11 @@ RENDERERS = {
 ONE_CALL = {"gpt-oss"}  # the end of a call is the end of the output
 
 
+def mistral_list(calls):
+    """As models write it whose tokenizer has no token before arguments."""
+    return f"[TOOL_CALLS] [{', '.join(dumps({'name': name, 'arguments': arguments}) for name, arguments in calls)}]"
+
+
 class Bytes:
     """A tokenizer of single bytes and a format's special tokens."""
 
@@ -115,8 +120,6 @@ class Grammar:
 
 def grammar(name, choice, with_special=True, tools=TOOLS, **options):
     special = MARKS.get(name, ()) if with_special else ()
-    if name == "mistral" and not with_special:
-        pytest.skip("without its tokens, mistral's calls are written as a list")
     return Grammar(call_grammar(make_format(name, None, special), tools, choice, **options), special)
 
 
@@ -124,7 +127,7 @@ def grammar(name, choice, with_special=True, tools=TOOLS, **options):
 @pytest.mark.parametrize("name", RENDERERS)
 def test_required_calls_match_their_schemas(name, with_special):
     made = grammar(name, "required", with_special)
-    write = RENDERERS[name]
+    write = RENDERERS[name] if name != "mistral" or with_special else mistral_list
 
     assert [call for call in (GOOD, SMALL, NOW) if not made.takes(write([call]))] == []
     assert [call for call in BAD if made.takes(write([call]))] == []

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import pytest
 from parser_harness import Output, make_format
 
+from headrace.errors import ConfigError
+from headrace.parsers.registry import choose, names
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -111,6 +114,13 @@ TRANSCRIPTS = {
         f'Sure. <|python_tag|>{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
         ("<|python_tag|>",),
         content="Sure.",
+    ),
+    "llama4 json": Transcript(
+        "llama4",
+        f'<|python_start|>{{"name": "get_weather", "parameters": {JSON}}}<|python_end|>And?',
+        ("<|python_start|>", "<|python_end|>"),
+        content="And?",
+        calls=(("get_weather", ARGUMENTS),),
     ),
     "mistral list": Transcript(
         "mistral",
@@ -239,3 +249,61 @@ def test_an_output_that_is_cut_off_streams_what_it_gives_at_once(name, with_spec
         parsed = part.whole()
         assert part.parse([[piece] for piece in part.characters()]) == parsed
         assert [call[0] for call in parsed.calls] == [call[0] for call in whole.calls[: len(parsed.calls)]]
+
+
+def ids(parser_name, text, **options):
+    return Output(make_format(parser_name), text, **options).check(num_random=2).ids
+
+
+def test_ids_of_formats_that_have_rules_for_them():
+    two = f"{KIMI[0]}{KIMI[1]}functions.f:0{KIMI[2]}{{}}{KIMI[3]}{KIMI[1]}g{KIMI[2]}{{}}{KIMI[3]}{KIMI[4]}"
+
+    assert ids("kimi_k2", two) == ("functions.f:0", "functions.g:1")
+    assert ids("kimi_k2", two, num_calls_before=3) == ("functions.f:3", "functions.g:4")
+    assert [len(id) for id in ids("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}")] == [9, 9]
+    assert ids("mistral", "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]g[ARGS]{}") == ("123456789", "abcdefghi")
+
+
+CHOICES = {
+    "hermes+think": "<tool_call>\n{'name': x, 'arguments': y} <think>",
+    "qwen3_coder+think": "<tool_call>\n<function=f>\n<parameter=a> </think>",
+    "glm45+think": "<tool_call>{name}\n<arg_key>k</arg_key>\n<arg_value>v</arg_value> <think>",
+    "glm47+think": "<tool_call>{name}<arg_key>k</arg_key><arg_value>v</arg_value> <think>",
+    "deepseek_v3": f"{ALL}{CALL}function{SEP}f\n```json",
+    "deepseek_v31+think": f"{ALL}{CALL}f{SEP} </think>",
+    "deepseek_v32+think": "<｜DSML｜function_calls> <think>",
+    "kimi_k2": KIMI[0],
+    "minimax_m2+think": "<minimax:tool_call><invoke name= <parameter name= <think>",
+    "gpt-oss": "<|start|>assistant<|channel|>final<|message|>",
+    "gemma4+gemma4": "<|tool_call>call: <|channel>thought",
+    "functiongemma": "<start_function_call>call:",
+    "lfm2": "<|tool_call_start|>[",
+    "mistral+mistral": "[TOOL_CALLS] [THINK]",
+    "llama3_json": '<|python_tag|> {"name": function name, "parameters": dictionary of argument name and its value}',
+    "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    "think": "<think>",
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_chat_template_shows_the_format(name):
+    assert choose(template=CHOICES[name], special={}).name == name
+
+
+def test_names_choose_and_switch_off():
+    assert choose(template="", special={}) is None
+    assert choose(template="<tool_call> <think>", special={}, tool_parser="none", reasoning_parser="none") is None
+    assert choose(template="<tool_call>", special={}, tool_parser="glm45").name == "glm45"
+    with pytest.raises(ConfigError, match=r"'nonsense'.*hermes"):
+        choose(template="", special={}, tool_parser="nonsense")
+    with pytest.raises(ConfigError, match=r"'nonsense'.*deepseek-r1"):
+        choose(template="", special={}, reasoning_parser="nonsense")
+    for kind in names():
+        assert len(set(kind)) == len(kind)
+    for name in names().tool_parsers:
+        assert choose(template="", special={}, tool_parser=name).has_tools
+    for name in names().reasoning_parsers:
+        # gpt-oss is one format for both.
+        assert choose(
+            template=CHOICES["gpt-oss"] if name in names().tool_parsers else "", special={}, reasoning_parser=name
+        ).has_reasoning

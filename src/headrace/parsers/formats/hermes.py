@@ -6,7 +6,7 @@ from headrace.parsers.table import Go, Kind, State, Table, Writing
 TABLE = Table(
     name="hermes",
     aliases=("qwen", "qwen25"),
-    fingerprints=(("<tool_call>", '"arguments"'), ("<tool_call>", "'arguments'")),
+    fingerprints=(("<tool_call>",),),
     writings=(
         Writing('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", separator="\n", escapes=True),
     ),

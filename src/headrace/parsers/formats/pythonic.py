@@ -1,4 +1,4 @@
-"""A list of Python calls: bare at the beginning of the output (Llama 3.2 and 4), or between special tokens (LFM2)."""
+"""A list of Python calls: bare at the beginning of the output (Llama 3.2 and 4 with templates that ask for it), or between special tokens (LFM2)."""
 
 from headrace.parsers.python_call import PythonCall
 from headrace.parsers.table import Go, Kind, State, Table, Writing
@@ -33,8 +33,8 @@ LFM2 = Table(
 
 TABLE = Table(
     name="pythonic",
-    aliases=("llama4_pythonic", "llama4"),
-    fingerprints=(("<|python_start|>",), ("func_name1(params_name1=params_value1",)),
+    aliases=("llama4_pythonic",),
+    fingerprints=(("func_name1(params_name1=params_value1",),),
     writings=(Writing("{name}(", ")", arguments="python", section=("[", "]"), separator=", ", bare="["),),
     opens={"<|python_start|>": Go("list")},
     start="start",
