@@ -205,6 +205,18 @@ def test_reasoning_may_come_first():
     assert later.takes(f"\n\n{call}")
 
 
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+def test_reasoning_that_the_prompt_has_opened_ends_first(special):
+    format = make_format("hermes", "qwen3", special)
+    call = RENDERERS["hermes"]([NOW])
+    made = Grammar(call_grammar(format, TOOLS, "required", in_reasoning=True), special)
+
+    assert made.takes(f"hm <b> </think\n</think>\n\n{call}")
+    assert made.takes(f"</think>{call}")
+    assert not made.takes(call)
+    assert not made.takes("hm</think>text")
+
+
 def test_gpt_oss_thinks_and_announces_first():
     made = grammar("gpt-oss", "required")
     call = RENDERERS["gpt-oss"]([NOW])

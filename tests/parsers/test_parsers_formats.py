@@ -255,6 +255,19 @@ def ids(parser_name, text, **options):
     return Output(make_format(parser_name), text, **options).check(num_random=2).ids
 
 
+def test_a_call_of_gpt_oss_without_arguments_has_none():
+    text = "<|channel|>commentary to=functions.now<|message|><|call|>"
+
+    assert Output(make_format("gpt-oss", None, HARMONY), text).check().calls == (("now", "{}"),)
+
+
+def test_gpt_oss_without_tools_writes_text():
+    text = "<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+    parsed = Output(make_format("gpt-oss", None, HARMONY), text, reads_tools=False).check()
+
+    assert (parsed.content, parsed.calls) == ("{}", ())
+
+
 def test_ids_of_formats_that_have_rules_for_them():
     two = f"{KIMI[0]}{KIMI[1]}functions.f:0{KIMI[2]}{{}}{KIMI[3]}{KIMI[1]}g{KIMI[2]}{{}}{KIMI[3]}{KIMI[4]}"
 
@@ -275,10 +288,10 @@ CHOICES = {
     "kimi_k2": KIMI[0],
     "minimax_m2+think": "<minimax:tool_call><invoke name= <parameter name= <think>",
     "gpt-oss": "<|start|>assistant<|channel|>final<|message|>",
-    "gemma4+gemma4": "<|tool_call>call: <|channel>thought",
+    "gemma4": "<|tool_call>call: <|channel>thought",
     "functiongemma": "<start_function_call>call:",
     "lfm2": "<|tool_call_start|>[",
-    "mistral+mistral": "[TOOL_CALLS] [THINK]",
+    "mistral": "[TOOL_CALLS] [THINK]",
     "llama3_json": '<|python_tag|> {"name": function name, "parameters": dictionary of argument name and its value}',
     "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
     "think": "<think>",

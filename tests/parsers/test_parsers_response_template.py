@@ -6,6 +6,8 @@ import pytest
 from parser_harness import Output
 from transformers.utils.chat_parsing import parse_response
 
+from headrace.errors import RequestError
+from headrace.parsers.call_grammar import call_grammar
 from headrace.parsers.registry import choose
 
 TOOLS = [
@@ -228,3 +230,28 @@ def test_arguments_of_plain_json_stream():
     assert "".join(texts) == ARGUMENTS
     assert len(texts) == len(ARGUMENTS)
     assert json.loads(ARGUMENTS)
+
+
+def test_calls_can_be_required_where_the_chat_template_shows_how_they_are_written():
+    format = choose(template="<tool_call> <think>", special={}, response_template=QWEN)
+    made = json.loads(call_grammar(format, TOOLS, "required").structural_tag)
+
+    assert '<tool_call>\\n{\\"name\\": \\"weather\\"' in json.dumps(made)
+    assert "<think>" in json.dumps(made)
+    bare = choose(template="", special={}, response_template=QWEN)
+    with pytest.raises(RequestError, match="format"):
+        call_grammar(bare, TOOLS, "required")
+    assert "<tool_call>" in call_grammar(bare, TOOLS, "none").structural_tag
+
+
+def test_strict_calls_after_a_beginning_that_is_a_pattern():
+    format = choose(template="<function= <parameter=", special={}, response_template=CODER)
+    made = json.loads(call_grammar(format, [*TOOLS, {"name": "now"}], "auto", strict_names={"weather"}).structural_tag)
+
+    assert made["format"]["triggers"] == ["<tool_call>\n<function="]
+
+
+def test_reasoning_between_tags_that_is_not_read_stays():
+    format = choose(template="", special={}, response_template=QWEN)
+
+    assert Output(format, "<think>hm</think> a", reads_reasoning=False).check().content == "<think>hm</think> a"

@@ -56,18 +56,20 @@ def call_grammar(
     strict_names: Collection[str] = (),
     opens_reasoning: bool = True,
     content: Node | None = None,
+    in_reasoning: bool = False,
 ) -> CallGrammar | None:
     """The grammar for a choice of tools, or None if anything may be written.
 
-    tools: functions with `name` and `parameters`. Required or named calls match the functions' schemas; others only where the function is in
-    `strict_names`. parallel: whether there may be more than one call. opens_reasoning: the output may begin with reasoning; False where the
-    grammar begins after it, or reasoning is switched off. content: what an output without calls must match, a format of a
-    structural tag. Raises RequestError if the format has no calls, or the named function is not there.
+    tools: functions with `name` and `parameters`. Required or named calls match the functions' schemas; others only where the function is
+    in `strict_names`. parallel: whether there may be more than one call. opens_reasoning: the output may begin with reasoning; False where
+    the grammar begins after it, or reasoning is switched off. content: what an output without calls must match, a format of a structural
+    tag. in_reasoning: the output begins within reasoning, which the prompt has opened, and the grammar has its end. Raises RequestError if
+    the format has no calls, or the named function is not there.
     """
     if content is not None and (choice == "none" or not tools):
-        return _bound(format, _answer(format, content), opens_reasoning)
+        return _bound(format, _answer(format, content), opens_reasoning, in_reasoning)
     if choice == "none":
-        return _without_calls(format, opens_reasoning)
+        return _without_calls(format, opens_reasoning, in_reasoning)
     is_harmony = _is_harmony(format)  # where the end of a call is the end of the output: there is only one
     is_free = content is None and (parallel or is_harmony)
     if choice == "auto" and is_free and not any(tool.get("name") in strict_names for tool in tools):
@@ -92,11 +94,13 @@ def call_grammar(
         )
         if not writing.bare and not is_harmony:
             body = sequence(regex("[\n]{0,2}"), body)
-    return _bound(format, body, opens_reasoning)
+    return _bound(format, body, opens_reasoning, in_reasoning)
 
 
-def _bound(format: OutputFormat, body: Node, opens_reasoning: bool) -> CallGrammar:
-    if opens_reasoning:
+def _bound(format: OutputFormat, body: Node, opens_reasoning: bool, in_reasoning: bool) -> CallGrammar:
+    if in_reasoning and format.reasoning is not None:
+        body = sequence(tag("", any_text(), format.reasoning.closes[0]), regex("[\n]{0,2}"), body)
+    elif opens_reasoning:
         body = sequence(_reasoning(format), body)
     return CallGrammar(json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False))
 
@@ -114,10 +118,10 @@ def _writing(format: OutputFormat) -> Writing:
 
 
 def _is_harmony(format: OutputFormat) -> bool:
-    return format.table is not None and format.table.has_reasoning
+    return format.table is not None and format.table.has_headers
 
 
-def _without_calls(format: OutputFormat, opens_reasoning: bool) -> CallGrammar | None:
+def _without_calls(format: OutputFormat, opens_reasoning: bool, in_reasoning: bool) -> CallGrammar | None:
     if format.table is None:
         return None
     table = format.table
@@ -125,7 +129,7 @@ def _without_calls(format: OutputFormat, opens_reasoning: bool) -> CallGrammar |
     ids = frozenset(format.special[text] for text in openings if text in format.special)
     if ids or not openings:
         return CallGrammar(forbidden_ids=ids) if ids else None
-    return _bound(format, any_text(openings), opens_reasoning)
+    return _bound(format, any_text(openings), opens_reasoning, in_reasoning)
 
 
 def _reasoning(format: OutputFormat) -> Node:
@@ -218,8 +222,14 @@ def _optional_calls(format: OutputFormat, writing: Writing, calls: Sequence[Node
     others = [text for text in format.table.opens if text not in triggers]
     return {
         "type": "triggered_tags",
-        "triggers": triggers[:1],
+        "triggers": triggers[:1] or [_common_beginning(begins)],
         "tags": tags,
         "stop_after_first": not parallel,
         "excludes": others,
     }
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)
+    size = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:size]

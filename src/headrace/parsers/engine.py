@@ -84,6 +84,7 @@ class Machine:
         self._given_id = ""
         self._captures: Mapping[str, str] = {}
         self.has_begun = False
+        self._has_arguments = False
         self._writer: ArgumentsWriter | None = None
         self._reader: Reader | None = None
         self._state = self._origin
@@ -155,6 +156,7 @@ class Machine:
         self._boundary()
         self._raw.clear()
         self.has_begun = True
+        self._has_arguments = False
         self._name = None
         index = self._num_calls
         self._num_calls += 1
@@ -165,6 +167,7 @@ class Machine:
     def arguments(self, text: str) -> None:
         """The next piece of the arguments."""
         if text:
+            self._has_arguments = True
             self._write("arguments", text, self._num_calls - 1)
 
     # Reading.
@@ -348,6 +351,8 @@ class Machine:
                 if header.call is not None:
                     self.begin(header.call)
                 return self._enter(header.to)
+            case Kind.ARGUMENTS if go.end and not self._has_arguments:
+                self.arguments("{}")
             case Kind.REGION:
                 if not self._read_region(held):
                     return self._malformed()

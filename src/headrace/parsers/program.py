@@ -158,7 +158,8 @@ def without_calls(table: Table) -> Table:
         )
         for name, state in table.states.items()
     }
-    return replace(table, states=states)
+    opens = {text: go for text, go in table.opens.items() if go.to not in calls}
+    return replace(table, states=states, opens=opens)
 
 
 def _with(state: State, on: Mapping[str, Go]) -> State:

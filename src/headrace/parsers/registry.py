@@ -1,6 +1,7 @@
 """The formats by name, and which of them a checkpoint's model writes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import regex
@@ -24,7 +25,7 @@ from headrace.parsers.formats import (
     think,
 )
 from headrace.parsers.program import Program, bind, marks, terminals, without_calls
-from headrace.parsers.response_template import UnsupportedTemplateError, table_of
+from headrace.parsers.response_template import UnsupportedTemplateError, tables_of
 from headrace.parsers.table import ReasoningTable, Table
 
 logger = get_logger(__name__)
@@ -73,7 +74,7 @@ class OutputFormat:
         self.table = table
         self.reasoning = reasoning
         self.special = dict(special)
-        self.name = "+".join(part.name for part in (table, reasoning) if part is not None)
+        self.name = "+".join(dict.fromkeys(part.name for part in (table, reasoning) if part is not None))
         self.has_tools = table is not None and table.has_tools
         self.has_reasoning = reasoning is not None or (table is not None and table.has_reasoning)
         self._marks = marks(terminals(table, reasoning), special)
@@ -107,10 +108,13 @@ class OutputFormat:
             if isinstance(name, str) and isinstance(parameters, Mapping):
                 schemas[name] = parameters
         table = self.table if self.table is not None else _NO_TABLE
+        begun = (
+            [found.end() for found in regex.finditer(table.anchor, prompt_text, regex.DOTALL)] if table.anchor else []
+        )
         machine = Machine(
             program,
             schemas,
-            self._start(program, prompt_ids, prompt_text),
+            program.start if begun else self._start(program, prompt_ids, prompt_text),
             reads_tools=reads_tools,
             reads_reasoning=reads_reasoning,
             num_calls_before=num_calls_before,
@@ -118,9 +122,8 @@ class OutputFormat:
             call_id=table.call_id,
             draw=random_characters if random is None else lambda num: "".join(random() for _ in range(num)),
         )
-        if table.anchor:
-            begun = [found.end() for found in regex.finditer(table.anchor, prompt_text, regex.DOTALL)]
-            machine.skip(prompt_text[begun[-1] :] if begun else "")
+        if begun:
+            machine.skip(prompt_text[begun[-1] :])
         return machine
 
     def _program(self, reads_tools: bool, reads_reasoning: bool, by_text: bool) -> Program:
@@ -128,7 +131,7 @@ class OutputFormat:
         if key not in self._programs:
             table = self.table
             if table is not None and not reads_tools:
-                table = without_calls(table) if table.has_reasoning else None
+                table = without_calls(table) if table.has_reasoning or table.anchor else None
             reasoning = self.reasoning if reads_reasoning else None
             self._programs[key] = bind(table, reasoning, self.special, self._marks, by_text)
         return self._programs[key]
@@ -175,7 +178,7 @@ def choose(
     """
     if response_template is not None and {tool_parser or AUTO, reasoning_parser or AUTO} == {AUTO}:
         try:
-            return OutputFormat(table_of(response_template, special), None, special)
+            return _described(response_template, template, special)
         except UnsupportedTemplateError as err:
             logger.warning("the checkpoint's response_template cannot be used: %s; its chat template decides", err)
     table = _table(tool_parser, template)
@@ -184,6 +187,15 @@ def choose(
         reasoning = None
     if table is None and reasoning is None:
         return None
+    return OutputFormat(table, reasoning, special)
+
+
+def _described(response_template: Mapping[str, object], template: str, special: Mapping[str, int]) -> OutputFormat:
+    """The format that a checkpoint describes. How calls are written, for grammars, is known from the format that its chat template shows."""
+    table, reasoning = tables_of(response_template, special)
+    shown = _table(AUTO, template)
+    if shown is not None:
+        table = replace(table, writings=shown.writings, has_headers=shown.has_headers)
     return OutputFormat(table, reasoning, special)
 
 

@@ -14,7 +14,7 @@ from headrace.parsers.base import CallSink, Reader
 from headrace.parsers.json_text import JsonCall
 from headrace.parsers.program import marks
 from headrace.parsers.region_values import calls_of, parsed, transformed
-from headrace.parsers.table import Captures, Go, Kind, State, Table, ToolSchemas
+from headrace.parsers.table import Captures, Go, Kind, ReasoningTable, State, Table, ToolSchemas
 
 _REASONING = ("thinking", "reasoning", "reasoning_content")
 _CALLS = "tool_calls"
@@ -26,8 +26,11 @@ class UnsupportedTemplateError(ValueError):
     """A template that cannot be followed; its text says why."""
 
 
-def table_of(template: Mapping[str, object], special: Mapping[str, int]) -> Table:
-    """The table of a template. special: texts of added tokens and their ids. Raises UnsupportedTemplateError."""
+def tables_of(template: Mapping[str, object], special: Mapping[str, int]) -> tuple[Table, ReasoningTable | None]:
+    """The tables of a template: reasoning between literal tags has one of its own. special: texts of added tokens and their ids.
+
+    Raises UnsupportedTemplateError.
+    """
     if template.get("version", 1) != 1:
         raise UnsupportedTemplateError(f"its version is {template.get('version')!r}")
     fields = template.get("fields")
@@ -39,6 +42,7 @@ def table_of(template: Mapping[str, object], special: Mapping[str, int]) -> Tabl
     opens: dict[str, Go] = {}
     patterns: list[tuple[str, Go]] = []
     implicit = State(Kind.CONTENT)
+    reasoning: ReasoningTable | None = None
     for name, field in fields.items():
         _check(name, field)
         begin, end = _terminals(field, "open"), _terminals(field, "close")
@@ -51,6 +55,9 @@ def table_of(template: Mapping[str, object], special: Mapping[str, int]) -> Tabl
                 raise UnsupportedTemplateError(f"{name} has no beginning")
             implicit = State(kind, on, patterns=after)
             continue
+        if kind is Kind.REASONING and reasoning is None and begin[0] and end[0] and not begin[1] and not end[1]:
+            reasoning = ReasoningTable("response_template", tuple(begin[0]), tuple(end[0]))
+            continue
         opens.update((text, Go(f"field {name}")) for text in begin[0])
         patterns += [(pattern, Go(f"field {name}")) for pattern in begin[1]]
         if name != _CALLS:
@@ -60,19 +67,21 @@ def table_of(template: Mapping[str, object], special: Mapping[str, int]) -> Tabl
             states["closing"] = State(Kind.SPACE, on)
         else:
             states[f"field {name}"] = State(Kind.REGION, on, read_calls=_region_reader(field), patterns=after)
-    states["content"] = State(implicit.kind, {**opens, **implicit.on}, patterns=(*patterns, *implicit.patterns))
+    states["content"] = State(implicit.kind, implicit.on, patterns=(*patterns, *implicit.patterns))
     texts = [*literals, *(pattern.replace("\\", "") for state in states.values() for pattern, _ in state.patterns)]
     # Where a token is only a part of some terminal, all of them are read as text.
     is_text = any(text not in special and marks([text], special) for text in texts)
-    has_reasoning = any(name in _REASONING for name in fields)
-    return Table(
+    has_reasoning = reasoning is None and any(name in _REASONING for name in fields)
+    table = Table(
         "response_template",
         states,
         anchor=anchor,
         is_text=is_text,
         has_tools=_CALLS in fields,
         has_reasoning=has_reasoning,
+        opens=opens,
     )
+    return table, reasoning
 
 
 def _check(name: object, field: object) -> None:

@@ -139,7 +139,7 @@ class Table:
     match is read as the beginning of the output. is_text: all terminals match by text. parts: texts inside calls that may be special tokens
     of a tokenizer, and are read as text. writings: how calls are to be written; the first that the tokenizer has the token for. aliases:
     other names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model that writes this
-    format.
+    format. has_headers: all texts are messages with headers, as in `harmony.py`.
     """
 
     name: str
@@ -157,6 +157,7 @@ class Table:
     fingerprints: Sequence[Sequence[str]] = ()
     has_tools: bool = True
     has_reasoning: bool = False
+    has_headers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ TABLE = Table(
     aliases=("openai", "openai_gptoss", "harmony", "gpt_oss"),
     fingerprints=(("<|channel|>", "<|message|>"),),
     has_reasoning=True,
+    has_headers=True,
     writings=(Writing("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
     start="header",
     prompts=(
