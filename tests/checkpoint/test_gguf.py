@@ -55,6 +55,30 @@ def test_dequantisation_is_that_of_the_gguf_library_bit_for_bit(name):
     np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "IQ4_XS"])
+def test_a_tensor_of_several_portions_keeps_its_order(name, monkeypatch):
+    monkeypatch.setattr("headrace.checkpoint.gguf._DEQUANT_CHUNK_BYTES", 500)
+    block = next(block for block in BLOCK_TYPES.values() if block.name == name)
+    raw = np.random.default_rng(7).integers(0, 256, (20, block.block_bytes * 3), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        want = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+
+    np.testing.assert_array_equal(dequantize(raw, name).view(np.uint32), want.view(np.uint32))
+
+
+def test_every_type_that_the_library_dequantises_is_read():
+    sizes = {block.name: (block.block_values, block.block_bytes) for block in BLOCK_TYPES.values()}
+    for kind in gguf.GGMLQuantizationType:
+        try:
+            with np.errstate(all="ignore"):
+                gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            assert kind.value not in BLOCK_TYPES
+        else:
+            assert sizes[kind.name] == gguf.GGML_QUANT_SIZES[kind]
+            assert BLOCK_TYPES[kind.value].name == kind.name
+
+
 def test_half_types_become_the_same_numbers():
     values = np.array([[0.5, -1.25, 3e-5, 40000.0]], np.float32)
     bfloat = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -128,7 +152,7 @@ def test_what_is_no_gguf_is_refused_with_the_reason(tmp_path, content, why):
 
 
 def test_an_unsupported_block_type_is_refused_by_name(tmp_path):
-    path = write_gguf(tmp_path / "iq.gguf", {"w.weight": (np.zeros((1, 18), np.uint8), "IQ4_NL")})
+    path = write_gguf(tmp_path / "q.gguf", {"w.weight": (np.zeros((1, 292), np.uint8), "Q8_K")})
 
-    with pytest.raises(ModelError, match=r"w\.weight has type IQ4_NL"):
+    with pytest.raises(ModelError, match=r"w\.weight has type Q8_K; supported: F32, .*IQ4_XS"):
         GgufFile(path)
