@@ -204,18 +204,22 @@ class _CustomCall(_FunctionCall):
 
 
 class OutputWriter:
-    """Writes items from events. items: those that are complete, as the response object has them."""
+    """Writes items from events. items: those that are complete, as the response object has them.
 
-    def __init__(self, numbers: EventNumbers, tools: OfferedTools) -> None:
+    has_marks: tokens may be no part of a text, and come one by one.
+    """
+
+    def __init__(self, numbers: EventNumbers, tools: OfferedTools, has_marks: bool) -> None:
         self.items: list[Fields] = []
         self._numbers = numbers
         self._tools = tools
+        self._has_marks = has_marks
         self._open: _OpenItem | None = None
         # Logprobs whose text has not come yet.
         self._logprobs: list[Fields] = []
 
     def push(self, events: Sequence[Event], logprobs: Sequence[Fields] = ()) -> bytes:
-        """The frames of the next events. logprobs: of the tokens that they came from; those of an output without text are dropped."""
+        """The frames of the next events. logprobs: of the tokens behind them; those of a token that is no text are dropped."""
         self._logprobs += logprobs
         return b"".join([self._event(event) for event in events])
 
@@ -227,11 +231,12 @@ class OutputWriter:
         return frames + self._close(status)
 
     def _event(self, event: Event) -> bytes:
+        if not isinstance(event, Text):
+            self._logprobs.clear()
         match event:
             case Text(text):
                 frames = b"" if isinstance(self._open, _Message) else self._begin(_Message(self._numbers, self._place))
-                logprobs, self._logprobs = self._logprobs, []
-                return frames + self._added(text, logprobs)
+                return frames + self._added(text, self._behind(text))
             case Reasoning(text):
                 is_open = isinstance(self._open, _Reasoning)
                 frames = b"" if is_open else self._begin(_Reasoning(self._numbers, self._place))
@@ -243,6 +248,18 @@ class OutputWriter:
             case Arguments(_, text):
                 assert isinstance(self._open, _FunctionCall), "the arguments of a call follow it"
                 return self._added(text)
+
+    def _behind(self, text: str) -> list[Fields]:
+        """The logprobs that have come with a text: of the last tokens that have as many bytes; those before it were marks."""
+        waiting, self._logprobs = self._logprobs, []
+        if not self._has_marks:
+            return waiting
+        first, missing = len(waiting), len(text.encode(errors="replace"))
+        while first > 0 and missing > 0:
+            first -= 1
+            raw = waiting[first]["bytes"]
+            missing -= len(raw) if isinstance(raw, list) else 0
+        return waiting[first:]
 
     @property
     def _place(self) -> int:

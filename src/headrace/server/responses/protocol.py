@@ -178,7 +178,5 @@ def refuse_unsupported(request: ResponsesRequest) -> None:
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_LOGPROBS:
         message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
         raise RequestError(message, "top_logprobs")
-    if request.wants_logprobs and request.tools:
-        raise RequestError("logprobs are not available together with tools", "top_logprobs", "unsupported_parameter")
     if request.stream_options is not None and not request.stream and request.stream_options.include_obfuscation:
         raise RequestError("stream_options is only allowed when stream is true", "stream_options")

@@ -45,7 +45,8 @@ class ResponseReply:
         self._tokenizer = chat.context.model.tokenizer
         self._counts_cached = counts_cached
         self._numbers = EventNumbers()
-        self._output = OutputWriter(self._numbers, tools)
+        self._is_text = chat.format is None
+        self._output = OutputWriter(self._numbers, tools, has_marks=not self._is_text)
         self._choice = chat.choice()
         self._has_begun = False
         self._usage: Fields | None = None
@@ -57,8 +58,10 @@ class ResponseReply:
     def push(self, update: SampleUpdate) -> bytes:
         """The frames of an update; the first also begins the stream."""
         frames = b"" if self._has_begun else self._begin()
-        logprobs = self._logprobs(update) if self._request.wants_logprobs else ()
-        frames += self._output.push(self._choice.push(update), logprobs)
+        if self._request.wants_logprobs:
+            frames += self._push_with_logprobs(update)
+        else:
+            frames += self._output.push(self._choice.push(update))
         if update.finish is not None:
             self._finish = update.finish
             self._usage = self._usage_of(update)
@@ -131,6 +134,20 @@ class ResponseReply:
             "output_tokens_details": {"reasoning_tokens": self._choice.num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+    def _push_with_logprobs(self, update: SampleUpdate) -> bytes:
+        """The frames of an update, each token for itself, so that those of the reasoning can be told from those of the text."""
+        logprobs = self._logprobs(update)
+        if self._is_text or not update.ids:
+            return self._output.push(self._choice.push(update), logprobs)
+        # The text first; it waits for its tokens.
+        frames = self._output.push(self._choice.push(msgspec.structs.replace(update, ids=[], finish=None)))
+        last = len(update.ids) - 1
+        for number, (token_id, logprob) in enumerate(zip(update.ids, logprobs, strict=True)):
+            finish = update.finish if number == last else None
+            one = msgspec.structs.replace(update, ids=[token_id], text="", finish=finish)
+            frames += self._output.push(self._choice.push(one), [logprob])
+        return frames
 
     def _logprobs(self, update: SampleUpdate) -> list[Fields]:
         assert update.logprobs is not None, "they were requested"

@@ -5,7 +5,7 @@ Owns the handlers: making a response, and reading and forgetting those that are 
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ import msgspec
 
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.failures import failure_of
-from headrace.frontend.sample_update import SampleUpdate
 from headrace.log import get_logger
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.context import ServingContext
@@ -93,15 +92,22 @@ class ResponsesAPI:
                 is_stored=keeps,
                 counts_cached=self.context.args.enable_cache_report,
             )
+
+            def end() -> bytes:
+                """Keep the response before the client knows that it is complete."""
+                frames = reply.end()
+                if keeps and reply.status != "failed":
+                    self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
+                return frames
+
             headers = self._skipped(asked.tools.skipped)
             if request.stream:
-                await self._stream(exchange, chat, reply, headers)
+                updates = chat.updates(exchange)
+                await stream_reply(exchange, updates, reply.push, end, done=b"", failed=reply.failed, headers=headers)
             else:
-                await self._whole(exchange, chat, reply, headers)
+                await self._whole(exchange, chat, reply, end, headers)
         except RequestError as exc:
             raise _renamed(exc) from None
-        if keeps:
-            self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
 
     async def get(self, exchange: Exchange) -> None:
         """A kept response."""
@@ -232,22 +238,16 @@ class ResponsesAPI:
             log.info("tools that only their vendor can run are not offered to the model: %s", ", ".join(new))
         return [(SKIPPED_HEADER, ", ".join(kinds).encode())]
 
-    async def _whole(self, exchange: Exchange, chat: ChatCall, reply: ResponseReply, headers: Headers) -> None:
+    async def _whole(
+        self, exchange: Exchange, chat: ChatCall, reply: ResponseReply, end: Callable[[], bytes], headers: Headers
+    ) -> None:
         async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
             async for update in updates:
                 if update.finish is not None and (failure := failure_of(update.finish)) is not None:
                     raise failure
                 reply.push(update)
-        reply.end()
+        end()
         await exchange.reply_json(reply.response(), headers=headers)
-
-    async def _stream(self, exchange: Exchange, chat: ChatCall, reply: ResponseReply, headers: Headers) -> None:
-        def render(update: SampleUpdate) -> bytes:
-            return reply.push(update)
-
-        await stream_reply(
-            exchange, chat.updates(exchange), render, reply.end, done=b"", failed=reply.failed, headers=headers
-        )
 
 
 def owner_of(exchange: Exchange) -> str:
