@@ -21,7 +21,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
-from headrace.server.chat.reply_grammar import bound_reply
+from headrace.server.chat.reply_grammar import BoundReply, bound_reply
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 
@@ -96,19 +96,24 @@ async def chat_call(
     fields: more of `GenerateReqInput`. Raises RequestError.
     """
     output_format = _format(context, conversation)
-    prompt = await context.in_text_thread(lambda: chat_prompt(context, conversation))
-    if shorten is not None:
-        prompt = ChatPrompt(shorten(prompt.ids), prompt.tail)
-    by_grammar = False
-    if output_format is not None:
+
+    def prepared() -> tuple[ChatPrompt, BoundReply]:
+        prompt = chat_prompt(context, conversation)
+        if shorten is not None:
+            prompt = ChatPrompt(shorten(prompt.ids), prompt.tail)
+        if output_format is None:
+            return prompt, BoundReply(sampling)
+        prompt = prompt.with_marks(output_format.mark_ids)
         start = _parser(output_format, conversation, prompt, reads_reasoning=True)
-        bound = bound_reply(sampling, conversation, output_format, start, prompt.tail)
-        sampling, by_grammar = bound.sampling, bound.by_grammar
-    limit, room = sampling.max_new_tokens, context.model.context_length - len(prompt.ids)
+        return prompt, bound_reply(sampling, conversation, output_format, start, prompt.tail)
+
+    prompt, bound = await context.in_text_thread(prepared)
+    params = bound.sampling
+    limit, room = params.max_new_tokens, context.model.context_length - len(prompt.ids)
     if clamps_limit and limit is not None and limit > room > 0:
-        sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
-    call = GenerateReqInput(input_ids=list(prompt.ids), sampling_params=sampling, **fields)
-    return ChatCall(context, conversation, prompt, sampling, call, output_format, by_grammar)
+        params = msgspec.structs.replace(params, max_new_tokens=room)
+    call = GenerateReqInput(input_ids=list(prompt.ids), sampling_params=params, **fields)
+    return ChatCall(context, conversation, prompt, params, call, output_format, bound.by_grammar)
 
 
 def _parser(
@@ -120,7 +125,7 @@ def _parser(
 ) -> OutputParser:
     return output_format.parser(
         tools=[tool.function for tool in conversation.tools],
-        prompt_ids=prompt.ids,
+        prompt_ids=prompt.marks,
         prompt_text=prompt.tail,
         reads_tools=bool(conversation.tools) and conversation.choice.mode != "none",
         reads_reasoning=reads_reasoning,
@@ -132,7 +137,8 @@ def _parser(
 def _format(context: ServingContext, conversation: Conversation) -> OutputFormat | None:
     """How the model writes what is not text, if the reply may hold that. Raises RequestError for tools that nobody could read."""
     found = context.model.output_format
-    if conversation.tools and (found is None or not found.has_tools):
+    calls = bool(conversation.tools) and conversation.choice.mode != "none"
+    if calls and (found is None or not found.has_tools):
         raise RequestError(
             "tools: this server reads no tool calls; start it with another --tool-call-parser than none", "tools"
         )

@@ -7,7 +7,8 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from headrace.errors import RequestError
 from headrace.messages.neutral import is_empty
@@ -26,10 +27,15 @@ _THINKING = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """ids: of the rendered conversation. tail: the end of its text."""
+    """ids: of the rendered conversation. tail: the end of its text. marks: of the ids, those that mean something to the model's output format."""
 
     ids: list[int]
     tail: str
+    marks: tuple[int, ...] = ()
+
+    def with_marks(self, mark_ids: frozenset[int]) -> Self:
+        """The same with the marks among `mark_ids`."""
+        return replace(self, marks=tuple(token_id for token_id in self.ids if token_id in mark_ids))
 
 
 def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatPrompt:
