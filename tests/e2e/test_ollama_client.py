@@ -19,8 +19,9 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> ollama.Client:
-    return ollama.Client(host=server.url, headers={"Authorization": "Bearer secret"})
+def client(server: ServerProcess) -> Iterator[ollama.Client]:
+    with ollama.Client(host=server.url, headers={"Authorization": "Bearer secret"}) as client:
+        yield client
 
 
 def test_a_chat_and_its_stream(client: ollama.Client) -> None:
@@ -104,6 +105,6 @@ def test_errors_are_the_client_s_own(client: ollama.Client, server: ServerProces
         list(client.chat(MODEL, QUESTION, options={"num_ctx": 1 << 20}, stream=True))
     with pytest.raises(ollama.ResponseError, match="embeddings"):
         client.embed(MODEL, "hi")
-    with pytest.raises(ollama.ResponseError, match="key") as caught:
-        ollama.Client(host=server.url).list()
+    with ollama.Client(host=server.url) as stranger, pytest.raises(ollama.ResponseError, match="key") as caught:
+        stranger.list()
     assert caught.value.status_code == 401

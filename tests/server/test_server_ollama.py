@@ -279,6 +279,13 @@ def test_a_tool_turn_without_ids_reaches_the_prompt(client: httpx.Client, server
     ).status_code == 200
 
 
+def test_a_result_without_any_call_is_a_message(client: httpx.Client, server: Running):
+    """litellm's `ollama_chat` leaves the calls out of the history, and the names out of the results."""
+    turn = [USER, {"role": "assistant", "content": ""}, {"role": "tool", "content": "sunny"}]
+    assert client.post(CHAT, json=ASKED | {"messages": turn, "tools": [TOOL]}).status_code == 200
+    assert "<tool_response>\nsunny\n</tool_response>" in prompt_of(server)
+
+
 ASSISTANT = {"role": "assistant", "content": "", "tool_calls": [call("f", id="a")]}
 RESULT = {"role": "tool", "content": "x"}
 
@@ -292,7 +299,8 @@ RESULT = {"role": "tool", "content": "x"}
         ([USER | {"images": ["aGk="]}], "messages[0].images"),
         ([USER | {"thinking": "t"}], "messages[0].thinking"),
         ([USER | {"tool_calls": [call("f")]}], "messages[0].tool_calls"),
-        ([USER, RESULT], "messages[1]"),
+        ([USER, RESULT | {"tool_name": "f"}], "messages[1]"),
+        ([USER, RESULT | {"tool_call_id": "a"}], "messages[1]"),
         ([USER, ASSISTANT, RESULT, RESULT], "messages[3]"),
         ([USER, ASSISTANT, RESULT | {"tool_name": "g"}], "messages[2]"),
         ([USER, ASSISTANT, RESULT | {"tool_call_id": "b"}], "messages[2]"),

@@ -20,6 +20,7 @@ from headrace.server.chat.conversation import (
 from headrace.server.ollama.protocol import OllamaMessage
 
 ROLES = ("system", "user", "assistant", "tool")
+_NO_RESULT: Message = {"role": "user", "content": ""}
 EFFORTS = ("low", "medium", "high")
 
 
@@ -32,7 +33,7 @@ def conversation_of(
     shown: list[Message] = []
     for number, message in enumerate(messages):
         shown.append(_template_message(f"messages[{number}]", message, shown))
-    check_history("messages", shown)
+    check_history("messages", [_NO_RESULT if _is_open(message) else message for message in shown])
     return Conversation(
         messages=shown,
         tools=_tools(tools),
@@ -87,18 +88,28 @@ def _template_message(where: str, message: OllamaMessage, before: Sequence[Messa
         if not all(call.function.name for call in message.tool_calls):
             raise RequestError(f"{where}.tool_calls: a function has no name", f"{where}.tool_calls")
     if role == "tool":
-        shown["tool_call_id"] = message.tool_call_id or _answered(where, message.tool_name or message.name, before)
+        call_id = message.tool_call_id or _answered(where, message.tool_name or message.name, before)
+        if call_id:
+            shown["tool_call_id"] = call_id
     elif message.name:
         shown["name"] = message.name
     return shown
 
 
-def _answered(where: str, name: str | None, before: Sequence[Message]) -> str:
-    """The id of the call that a result without one answers: the first of that name in the last message with calls that has no result yet."""
+def _is_open(message: Message) -> bool:
+    return message["role"] == "tool" and "tool_call_id" not in message
+
+
+def _answered(where: str, name: str | None, before: Sequence[Message]) -> str | None:
+    """The id of the call that a result without one answers: the first of that name in the last message with calls that has no result yet.
+
+    None for a result that names no tool in a conversation without calls: some clients leave the calls out. Raises RequestError for any other
+    result that nothing waits for.
+    """
     answered: set[object] = set()
     for message in reversed(before):
         if message["role"] == "tool":
-            answered.add(message["tool_call_id"])
+            answered.add(message.get("tool_call_id"))
         for call in calls_of(message):
             function = call["function"]
             assert isinstance(function, dict), "made by `function_call`"
@@ -106,6 +117,8 @@ def _answered(where: str, name: str | None, before: Sequence[Message]) -> str:
                 return str(call["id"])
         if calls_of(message):
             break
+    if not name and not any(map(calls_of, before)):
+        return None
     called = f" of {name[:100]!r}" if name else ""
     raise RequestError(f"{where} is the result of a tool call, but no call{called} before it waits for one", where)
 
