@@ -81,6 +81,16 @@ def test_a_grammar_waits_for_the_end_of_reasoning_that_the_prompt_has_opened():
     assert "<think>" not in json.dumps(tag_of(reply))
 
 
+def test_reasoning_that_ends_with_text_is_part_of_the_grammar():
+    output_format = formatted(special={})
+    for sampling, tools, choice in ((JSON, (), ToolChoice()), (PLAIN, (tool(),), ToolChoice("required"))):
+        reply = bound(sampling, output_format, tools, choice, prompt="<think>")
+        assert "</think>" in json.dumps(tag_of(reply))
+        assert reply.sampling.grammar_after is None
+    with pytest.raises(RequestError, match="reasoning"):
+        bound(SamplingParams(ebnf='root ::= "a"'), output_format, prompt="<think>")
+
+
 def test_a_grammar_leaves_room_for_reasoning_that_the_model_may_open():
     assert "<think>" in json.dumps(tag_of(bound(JSON, formatted())))
     assert bound(JSON, formatted(), prompt="<think>\n\n</think>\n\n") == BoundReply(JSON), "it is switched off"

@@ -47,16 +47,13 @@ def bound_reply(
         return BoundReply(sampling)
     reasoning = output_format.reasoning
     ends_reasoning = next((text for text in reasoning.closes if text in output_format.special), "") if reasoning else ""
-    # Where the prompt has opened the reasoning, the grammar begins behind its end; else the model may open it.
+    # Where the prompt has opened the reasoning, the grammar begins behind its end, or has it in itself; else the model may open it.
     after = ends_reasoning if start.is_reasoning else ""
     opens_reasoning = not start.is_reasoning and not _has_closed(output_format, prompt)
-    bound = _calls_and_content(sampling, kind, conversation, output_format, opens_reasoning)
+    in_reasoning = start.is_reasoning and not after
+    bound = _calls_and_content(sampling, kind, conversation, output_format, opens_reasoning, in_reasoning)
     if bound is None:
         return BoundReply(msgspec.structs.replace(sampling, grammar_after=after) if kind and after else sampling)
-    if start.is_reasoning and not after:
-        raise RequestError(
-            "the output cannot be bound: this model's reasoning does not end with a token of its own", "tools"
-        )
     if bound.forbidden_ids:
         bias = {str(token_id): _FORBIDDEN for token_id in bound.forbidden_ids}
         sampling = msgspec.structs.replace(sampling, logit_bias={**(sampling.logit_bias or {}), **bias})
@@ -75,18 +72,25 @@ def _calls_and_content(
     conversation: Conversation,
     output_format: OutputFormat,
     opens_reasoning: bool,
+    in_reasoning: bool,
 ) -> CallGrammar | None:
     """What binds the output; None = nothing, or the request's own grammar as it is."""
     choice, tools = conversation.choice, conversation.tools
     may_call = bool(tools) and choice.mode != "none"
     content = None
     if kind is not None and choice.mode != "required":
-        if not may_call and not (opens_reasoning and output_format.has_reasoning):
+        beside_reasoning = in_reasoning or (opens_reasoning and output_format.has_reasoning)
+        if not may_call and not beside_reasoning:
             return None
         if kind in _FREE_KINDS:
             if may_call:
                 raise RequestError(
                     f"{kind} cannot be combined with tools that may be called: use tool_choice none, or another kind of grammar",
+                    kind,
+                )
+            if in_reasoning:
+                raise RequestError(
+                    f"{kind} cannot be combined with this model's reasoning: switch that off, or use another kind of grammar",
                     kind,
                 )
             return None
@@ -100,6 +104,7 @@ def _calls_and_content(
         parallel=conversation.parallel,
         strict_names={tool.name for tool in tools if tool.strict},
         opens_reasoning=opens_reasoning,
+        in_reasoning=in_reasoning,
         content=content,
     )
 
