@@ -1,7 +1,7 @@
 """Headrace: an LLM serving runtime. docs/architecture.md follows a request through its packages.
 
 Read first: launch.py (the composition root: puts an engine together from its parts), serve.py (`headrace serve`, from
-signals to exit code).
+signals to exit code), launch_server.py (`python -m headrace.launch_server`).
 
 - Base: errors.py (one error tree), log.py (one logger), version.py, garbage.py (garbage collection, returning free
   memory)

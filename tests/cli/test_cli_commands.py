@@ -203,3 +203,10 @@ def test_the_model_argument_and_option_must_not_contradict_each_other():
     assert with_model(ServerArgs(model_path="x"), "x").model_path == "x"
     with pytest.raises(ConfigError, match="two models"):
         with_model(ServerArgs(model_path="y"), "x")
+
+
+def test_a_server_starts_as_sglang_s_does():
+    argv = [sys.executable, "-m", "headrace.launch_server", "--tp", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("headrace: --tp 2 is not possible here")

@@ -11,6 +11,7 @@ from headrace.benchmark.workloads import PRESETS
 from headrace.checkpoint.weight_formats import names_on_cpu, names_on_gpus
 from headrace.cli.app import app
 from headrace.config.cli import options_markdown
+from headrace.config.other_servers import markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCES = DOCS.parent / "src" / "headrace"
@@ -32,6 +33,13 @@ def commands():
 def test_cli_docs_hold_the_table_of_options():
     assert options_markdown() in (DOCS / "cli.md").read_text(), (
         "docs/cli.md is out of date; replace its tables by the output of: python -m headrace.config.cli"
+    )
+
+
+@pytest.mark.parametrize("server", ["sglang", "vllm"])
+def test_the_pages_of_other_servers_hold_their_tables_of_options(server):
+    assert markdown(server) in (DOCS / f"coming-from-{server}.md").read_text(), (
+        f"replace the tables under Options by the output of: python -m headrace.config.other_servers {server}"
     )
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.checkpoint.weight_formats import StoredScheme
-from headrace.config.cli import ENGINE_FIELDS, with_server_options
+from headrace.config.cli import ENGINE_FIELDS, ServerCommand, with_server_options
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, HeadraceError
 from headrace.version import VERSION
@@ -84,7 +84,7 @@ _TopP = Annotated[
 _Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", rich_help_panel="Sampling")]
 
 
-@app.command()
+@app.command(cls=ServerCommand)
 @with_server_options()
 def serve(model: _Model = None, *, server_args: ServerArgs) -> None:
     """Serve a model over HTTP: OpenAI's API, the native API and metrics."""
@@ -93,7 +93,7 @@ def serve(model: _Model = None, *, server_args: ServerArgs) -> None:
     raise typer.Exit(launch_server(with_model(server_args, model)))
 
 
-@app.command()
+@app.command(cls=ServerCommand)
 @_ENGINE_OPTIONS
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
@@ -146,7 +146,7 @@ def generate(
         sys.stdout.write("\n")
 
 
-@app.command()
+@app.command(cls=ServerCommand)
 @_ENGINE_OPTIONS
 def chat(
     model: _Model = None,
@@ -357,7 +357,7 @@ def bench_serving(
     run_serving(options, Console())
 
 
-@bench.command("offline")
+@bench.command("offline", cls=ServerCommand)
 @_ENGINE_OPTIONS
 def bench_offline(
     model: _Model = None,
@@ -392,7 +392,7 @@ def bench_offline(
     run_offline(server_args, load, Console())
 
 
-@bench.command("step")
+@bench.command("step", cls=ServerCommand)
 @_ENGINE_OPTIONS
 def bench_step(
     model: _Model = None,
@@ -446,7 +446,7 @@ def bench_kernels(
     run_kernels(options, Console())
 
 
-@bench.command("quality")
+@bench.command("quality", cls=ServerCommand)
 @_ENGINE_OPTIONS
 def bench_quality(
     model: _Model = None,

@@ -1,7 +1,8 @@
 """The command-line spelling of `ServerArgs`: one option per field, made from the field itself.
 
 Owns how a field becomes an option (name, type, default, help, panel) and how parsed options become a `ServerArgs`.
-Does not own the options (server_args.py) or the commands (headrace.cli). Runs in the main process, before anything else.
+Does not own the options (server_args.py), those of other servers (translate.py) or the commands (headrace.cli). Runs in the main process,
+before anything else.
 `python -m headrace.config.cli` prints the table of options that docs/cli.md contains.
 """
 
@@ -11,14 +12,21 @@ from dataclasses import Field, fields
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
+from headrace import log
 from headrace.config.server_args import ServerArgs
+from headrace.config.translate import translate
+
+logger = log.get_logger(__name__)
 
 # Read from the environment as well, so that a key need not show in the list of processes.
 ENV_VARS = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_KEY"}
 
 # Other spellings of an option.
 ALIASES = {"model_path": ("--model", "-m")}
+
+_NOTES = "headrace.notes"
 
 # Options of the commands that run an engine of their own, without HTTP.
 ENGINE_GROUPS = ("Model", "Adapters", "Memory and schedule", "Kernels")
@@ -32,10 +40,38 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class ServerCommand(TyperCommand):
+    """A command with the options of ServerArgs, which also takes options as SGLang and vLLM write them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises ConfigError for options of other servers that are not supported."""
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        own = {
+            name: not getattr(param, "is_flag", False)
+            for param in self.get_params(ctx)
+            for name in (*param.opts, *param.secondary_opts)
+            if name.startswith("-")
+        }
+        translation = translate(args, own)
+        rest: list[str] = super().parse_args(ctx, translation.words)
+        translation.check(ctx.params)
+        ctx.meta[_NOTES] = translation.notes
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; first log what was accepted without effect, or has another meaning here."""
+        if notes := ctx.meta.get(_NOTES):
+            log.configure(ctx.params["log_level"], "main")
+            for note in notes:
+                logger.info("%s", note)
+        return super().invoke(ctx)
+
+
 def with_server_options(
     names: Collection[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: give a typer command the options of ServerArgs and hand it a ServerArgs.
+    """Decorator: give a typer command (of class `ServerCommand`) the options of ServerArgs and hand it a ServerArgs.
 
     names: fields to offer, default all. defaults: values that differ from those of ServerArgs.
     The command must have a keyword parameter `server_args`; its other parameters stay as they are.
@@ -73,7 +109,7 @@ def parse(argv: Sequence[str]) -> ServerArgs:
         parsed.append(server_args)
 
     app = typer.Typer(add_completion=False)
-    app.command()(with_server_options()(collect))
+    app.command(cls=ServerCommand)(with_server_options()(collect))
     app(args=list(argv), standalone_mode=False)
     return parsed[0]
 

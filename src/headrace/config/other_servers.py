@@ -1,0 +1,489 @@
+"""How options of SGLang and vLLM are written here: data only.
+
+`TABLE` has what is spelled differently, is already so, or is not supported; an option that is not in it and has one of ours' name means
+the same as ours (docs/coming-from-sglang.md and docs/coming-from-vllm.md name the exceptions). `config.translate` reads it.
+`python -m headrace.config.other_servers sglang|vllm` prints the tables that those two pages contain.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Server = Literal["sglang", "vllm"]
+SGLANG: tuple[Server, ...] = ("sglang",)
+VLLM: tuple[Server, ...] = ("vllm",)
+BOTH: tuple[Server, ...] = ("sglang", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """An option that one or more of ours say as well.
+
+    sets: fields of ServerArgs and their values as typed; None = the value that is given. The option is a switch if no value is None.
+    says: what differs; logged when the option is used.
+    """
+
+    servers: tuple[Server, ...]
+    names: tuple[str, ...]
+    sets: Mapping[str, str | None]
+    says: str = ""
+
+    @property
+    def is_switch(self) -> bool:
+        return None not in self.sets.values()
+
+
+@dataclass(frozen=True, slots=True)
+class Already:
+    """An option that asks for what is already so: accepted with a line of log.
+
+    values: those that are accepted; none = the option is a switch. says: how it is here. otherwise: why other values are refused.
+    unless: field and value of ours that contradict the option.
+    """
+
+    servers: tuple[Server, ...]
+    names: tuple[str, ...]
+    says: str
+    values: tuple[str, ...] = ()
+    otherwise: str = ""
+    unless: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An option that is not supported. says: the nearest of ours, or how it is here. is_prefix: so are all that begin with a name."""
+
+    servers: tuple[Server, ...]
+    names: tuple[str, ...]
+    says: str
+    is_prefix: bool = False
+
+
+Entry = Alias | Already | Refused
+
+
+def _alias(servers: tuple[Server, ...], names: str, to: str, says: str = "") -> Alias:
+    return Alias(servers, tuple(names.split()), {to: None}, says)
+
+
+def _switch(servers: tuple[Server, ...], names: str, to: str, says: str = "") -> Alias:
+    return Alias(servers, tuple(names.split()), {to: "true"}, says)
+
+
+def _already(
+    servers: tuple[Server, ...],
+    names: str,
+    says: str,
+    values: str = "",
+    otherwise: str = "",
+    unless: tuple[str, str] | None = None,
+) -> Already:
+    return Already(servers, tuple(names.split()), says, tuple(values.split()), otherwise, unless)
+
+
+def _refused(servers: tuple[Server, ...], names: str, says: str, is_prefix: bool = False) -> Refused:
+    return Refused(servers, tuple(names.split()), says, is_prefix)
+
+
+_ONE_DEVICE = "a model runs on one device"
+_NO_SHARDS = f"{_ONE_DEVICE}: tensor, pipeline and expert parallelism are not supported; --dp-size starts replicas"
+_ONE_MACHINE = "all processes run on one machine"
+_LOCAL = "models are local files: give the folder of that revision as --model-path"
+_NO_IMAGES = "images and other media are not supported"
+_NO_OFFLOAD = "weights and KV cache stay on the device"
+_NO_DRAFTS = "speculative decoding is not supported"
+_NO_TRANSFER = "prefill and decode on different servers are not supported"
+_NO_TIERS = "the prefix cache has one level; --max-total-tokens sets its size"
+_PROXY = "put a proxy in front of the server that does TLS and rewrites paths"
+_NO_ALL_REDUCE = f"there is no all-reduce, since {_ONE_DEVICE}"
+_EXPERTS = "kernels of experts cannot be chosen; `headrace doctor` shows what runs"
+
+TABLE: tuple[Entry, ...] = (
+    # --- the model
+    _alias(VLLM, "--tokenizer", "tokenizer_path"),
+    _already(BOTH, "--tokenizer-mode", "the tokenizer is the checkpoint's own", "auto fast", "there is one tokenizer"),
+    _already(BOTH, "--trust-remote-code", "code in a checkpoint is never run; models that need theirs are refused"),
+    _alias(VLLM, "--max-model-len", "context_length"),
+    _alias(VLLM, "--seed", "random_seed"),
+    _alias(
+        VLLM, "--hf-overrides", "json_model_override_args", "whole fields of config.json are replaced, nested ones too"
+    ),
+    _refused(BOTH, "--revision --tokenizer-revision --code-revision --download-dir --hf-token", _LOCAL),
+    _refused(BOTH, "--model-loader-extra-config", "loading has no further settings; see --load-format"),
+    _refused(VLLM, "--hf-config-path", "config.json is read from --model-path; see --json-model-override-args"),
+    _already(VLLM, "--config-format", "the checkpoint is recognised by its files", "auto hf", "config.json is read"),
+    _already(VLLM, "--task --runner", "the server generates text", "auto generate", "the server only generates text"),
+    _already(VLLM, "--convert", "the model runs as it is", "auto none", "the server only generates text"),
+    _refused(SGLANG, "--is-embedding", "embeddings are not supported"),
+    _refused(
+        SGLANG,
+        "--prefill-attention-backend --decode-attention-backend --mm-attention-backend",
+        "one backend does both: --attention-backend",
+    ),
+    _refused(SGLANG, "--sampling-backend", "there is one sampler for each device"),
+    _refused(
+        BOTH, "--quantization-param-path --calculate-kv-scales", "scales of the KV cache are computed while running"
+    ),
+    _refused(SGLANG, "--torchao-config", "see --quantization"),
+    _refused(VLLM, "--max-logprobs", "the bound is fixed: 20 on OpenAI's routes"),
+    _alias(VLLM, "-q", "quantization"),
+    # --- APIs and output
+    _already(
+        VLLM, "--enable-auto-tool-choice", "models call tools when they want to", unless=("tool_call_parser", "none")
+    ),
+    _already(
+        VLLM, "--enable-reasoning", "reasoning is found by --reasoning-parser", unless=("reasoning_parser", "none")
+    ),
+    _refused(VLLM, "--tool-parser-plugin --reasoning-parser-plugin", "see docs/adding/output-format.md"),
+    _refused(BOTH, "--tool-server", "tools are called by clients"),
+    _already(
+        VLLM,
+        "--chat-template-content-format",
+        "the template decides how it reads content",
+        "auto",
+        "it follows from the template",
+    ),
+    _already(VLLM, "--response-role", "replies have this role", "assistant", "replies have the role assistant"),
+    _refused(SGLANG, "--hf-chat-template-name --completion-template", "give the template itself: --chat-template"),
+    _refused(VLLM, "--default-chat-template-kwargs", "send chat_template_kwargs in requests, or see --chat-template"),
+    _alias(VLLM, "--generation-config", "sampling_defaults", "auto is --sampling-defaults model, vllm is openai"),
+    _refused(
+        BOTH,
+        "--override-generation-config --preferred-sampling-params",
+        "--sampling-defaults takes the model's own or OpenAI's; requests may set each",
+    ),
+    _already(
+        VLLM,
+        "--guided-decoding-backend",
+        "outputs are constrained by llguidance",
+        "auto guidance llguidance",
+        "the library is llguidance, see --grammar-backend",
+        ("grammar_backend", "none"),
+    ),
+    _refused(VLLM, "--structured-outputs-config", "see --grammar-backend"),
+    _refused(
+        SGLANG,
+        "--constrained-json-whitespace-pattern --constrained-json-disable-any-whitespace",
+        "JSON has its own spaces",
+    ),
+    _refused(SGLANG, "--enable-custom-logit-processor", "name those that requests may use: --custom-logit-processors"),
+    _refused(VLLM, "--logits-processors --logits-processor-pattern", "see --custom-logit-processors"),
+    _already(
+        VLLM,
+        "--enable-prompt-tokens-details",
+        "usage has cached tokens",
+        unless=("enable_cache_report", "false"),
+    ),
+    _already(VLLM, "--enable-request-id-headers", "every reply has x-request-id"),
+    _refused(VLLM, "--enable-force-include-usage", 'requests ask for it: "stream_options": {"include_usage": true}'),
+    _refused(VLLM, "--return-tokens-as-token-ids", "requests may ask for token ids, see docs/http-api.md"),
+    _refused(SGLANG, "--allow-auto-truncate", "prompts that are too long are refused (400)"),
+    _switch(SGLANG, "--stream-output", "incremental_streaming_output"),
+    _refused(
+        SGLANG, "--enable-return-hidden-states --enable-return-routed-experts", "replies have tokens and logprobs"
+    ),
+    # --- HTTP
+    _alias(VLLM, "--allowed-origins", "allow_origins"),
+    _already(
+        VLLM, "--allowed-methods --allowed-headers", "--allow-origins allows all", '["*"] *', "see --allow-origins"
+    ),
+    _refused(VLLM, "--allow-credentials", "the server has no cookies; keys are sent in a header"),
+    _refused(BOTH, "--ssl-", f"TLS is not built in: {_PROXY}", is_prefix=True),
+    _refused(VLLM, "--enable-ssl-refresh", f"TLS is not built in: {_PROXY}"),
+    _refused(BOTH, "--root-path --fastapi-root-path", _PROXY),
+    _refused(VLLM, "--middleware --uds", "the server listens on --host and --port only"),
+    _switch(VLLM, "--disable-fastapi-docs", "disable_openapi"),
+    _alias(VLLM, "--api-server-count -asc", "tokenizer_worker_num"),
+    _refused(VLLM, "--headless", _ONE_MACHINE),
+    _refused(SGLANG, "--grpc-mode --smg-grpc-mode", "the API is HTTP"),
+    _refused(SGLANG, "--file-storage-path", "files are not supported"),
+    # --- memory and schedule
+    _alias(VLLM, "--gpu-memory-utilization", "mem_fraction_static", "a fraction of the free memory, not of all memory"),
+    _alias(VLLM, "--max-num-seqs", "max_running_requests"),
+    Alias(
+        VLLM,
+        ("--max-num-batched-tokens",),
+        {"max_prefill_tokens": None, "chunked_prefill_size": "-1"},
+        "prompts are cut by this bound alone (and by --max-step-ms)",
+    ),
+    _refused(VLLM, "--kv-cache-memory-bytes --num-gpu-blocks-override", "the size in tokens is --max-total-tokens"),
+    _alias(VLLM, "--block-size", "page_size"),
+    _already(BOTH, "--enable-prefix-caching", "prefixes are always cached", unless=("disable_radix_cache", "true")),
+    _refused(VLLM, "--prefix-caching-hash-algo", "the prefix cache compares tokens and has no hashes"),
+    _already(VLLM, "--enable-chunked-prefill", "prompts are always cut", otherwise="see --chunked-prefill-size"),
+    _already(SGLANG, "--enable-mixed-chunk", "prompts and running streams always share steps"),
+    _already(
+        VLLM,
+        "--async-scheduling",
+        "steps are planned ahead",
+        unless=("disable_overlap_schedule", "true"),
+    ),
+    _refused(
+        VLLM,
+        "--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold",
+        "see --chunked-prefill-size and --max-step-ms",
+    ),
+    _refused(
+        SGLANG, "--prefill-max-requests --enable-dynamic-chunking", "see --chunked-prefill-size and --max-step-ms"
+    ),
+    _already(
+        BOTH,
+        "--num-scheduler-steps --num-continuous-decode-steps",
+        "each step is planned",
+        "1",
+        "steps are planned one by one",
+    ),
+    _already(
+        VLLM,
+        "--scheduling-policy",
+        "the queue is served in order of arrival",
+        "fcfs",
+        "--schedule-policy priority serves the highest number first; vLLM serves the lowest first",
+    ),
+    Alias(
+        SGLANG,
+        ("--enable-priority-scheduling",),
+        {"schedule_policy": "priority"},
+        "running requests are displaced only with --enable-priority-preemption",
+    ),
+    _refused(SGLANG, "--schedule-low-priority-values-first", "the highest number is served first"),
+    _already(
+        SGLANG, "--radix-eviction-policy", "the least recently used goes first", "lru", "the cache evicts by last use"
+    ),
+    _already(BOTH, "--swap-space --cpu-offload-gb", _NO_OFFLOAD, "0", _NO_OFFLOAD),
+    _already(SGLANG, "--hicache-size", _NO_TIERS, "0", _NO_TIERS),
+    _refused(SGLANG, "--hicache- --enable-hierarchical-cache --enable-lmcache", _NO_TIERS, is_prefix=True),
+    _refused(VLLM, "--kv-offloading-", _NO_TIERS, is_prefix=True),
+    _already(BOTH, "--enable-memory-saver --enable-sleep-mode", "memory can always be released (docs/weights.md)"),
+    _already(SGLANG, "--sleep-on-idle", "an idle server waits on its sockets"),
+    # --- kernels
+    _switch(VLLM, "--enforce-eager", "disable_cuda_graph", "on a CPU there are none"),
+    _alias(VLLM, "--cudagraph-capture-sizes --cuda-graph-sizes", "cuda_graph_bs"),
+    _alias(VLLM, "--max-cudagraph-capture-size", "cuda_graph_max_bs"),
+    _refused(
+        VLLM, "--compilation-config -cc -O --max-seq-len-to-capture", "see --enable-torch-compile and --cuda-graph-bs"
+    ),
+    _refused(
+        SGLANG,
+        "--torch-compile-max-bs --piecewise-cuda-graph- --disable-piecewise-cuda-graph",
+        "see --cuda-graph-bs",
+        is_prefix=True,
+    ),
+    _already(BOTH, "--disable-custom-all-reduce --enable-p2p-check", _NO_ALL_REDUCE),
+    _already(SGLANG, "--disable-outlines-disk-cache", "outlines is not used"),
+    _refused(BOTH, "--moe- --fp8-gemm-backend --fp4-gemm-backend --flashinfer-mxfp4-", _EXPERTS, is_prefix=True),
+    # --- several devices and machines
+    _already(BOTH, "--tensor-parallel-size --tp-size --tp -tp", _ONE_DEVICE, "1", _NO_SHARDS),
+    _already(BOTH, "--pipeline-parallel-size --pp-size --pp -pp", _ONE_DEVICE, "1", _NO_SHARDS),
+    _already(SGLANG, "--expert-parallel-size --ep-size --ep", _ONE_DEVICE, "1", _NO_SHARDS),
+    _refused(
+        BOTH,
+        "--enable-expert-parallel --enable-dp-attention --ep- --enable-eplb --eplb- --deepep- --elastic-ep-",
+        _NO_SHARDS,
+        is_prefix=True,
+    ),
+    _alias(BOTH, "--data-parallel-size --dp -dp", "dp_size"),
+    _refused(VLLM, "--data-parallel-", f"{_ONE_MACHINE}; --dp-size is the number of replicas", is_prefix=True),
+    _already(VLLM, "--distributed-executor-backend", _ONE_MACHINE, "mp uni", _ONE_MACHINE),
+    _already(BOTH, "--nnodes", _ONE_MACHINE, "1", _ONE_MACHINE),
+    _already(BOTH, "--node-rank", _ONE_MACHINE, "0", _ONE_MACHINE),
+    _refused(BOTH, "--dist-init-addr --nccl-init-addr --nccl-port --master-addr --master-port", _ONE_MACHINE),
+    _already(
+        SGLANG,
+        "--base-gpu-id",
+        "the first GPU that CUDA_VISIBLE_DEVICES names is used",
+        "0",
+        "set CUDA_VISIBLE_DEVICES",
+    ),
+    _refused(BOTH, "--disaggregation- --kv-transfer-config --kv-events-config", _NO_TRANSFER, is_prefix=True),
+    # --- adapters
+    _already(BOTH, "--enable-lora", "adapters can be loaded at any time (docs/lora.md)", unless=("max_loras", "0")),
+    _alias(VLLM, "--lora-modules", "lora_paths"),
+    _alias(BOTH, "--max-cpu-loras --max-loaded-loras", "max_loras"),
+    _refused(
+        SGLANG, "--max-loras-per-batch", "a batch may use all loaded adapters; --max-loras bounds how many are loaded"
+    ),
+    _already(SGLANG, "--lora-eviction-policy", "the least recently used goes first", "lru", "adapters go by last use"),
+    _already(VLLM, "--lora-dtype", "adapters are in the model's dtype", "auto", "adapters are in the model's dtype"),
+    _refused(
+        BOTH,
+        "--lora-target-modules --lora-backend --lora-extra-vocab-size --fully-sharded-loras",
+        "adapters say which modules they change; see docs/lora.md",
+    ),
+    # --- drafts and media
+    _refused(BOTH, "--speculative- --num-speculative-tokens --ngram-prompt-lookup-", _NO_DRAFTS, is_prefix=True),
+    _refused(VLLM, "-sc", _NO_DRAFTS),
+    _refused(
+        BOTH,
+        "--limit-mm-per-prompt --mm- --enable-multimodal --allowed-local-media-path --disable-mm-preprocessor-cache",
+        _NO_IMAGES,
+        is_prefix=True,
+    ),
+    _refused(SGLANG, "--mamba- --max-mamba-cache-size", "models with Mamba layers are not supported", is_prefix=True),
+    # --- logs and metrics
+    _already(SGLANG, "--enable-metrics", "metrics are always served", unless=("disable_metrics", "true")),
+    _already(VLLM, "--disable-log-requests", "requests are not logged", unless=("log_requests", "true")),
+    _switch(VLLM, "--enable-log-requests", "log_requests"),
+    _switch(SGLANG, "--enable-request-time-stats-logging", "log_requests", "the line of a request has its times"),
+    _refused(VLLM, "--max-log-len --enable-log-outputs --enable-log-deltas", "see --log-requests-level"),
+    _already(SGLANG, "--log-requests-format", "the log is text", "text", "the log is text"),
+    _refused(SGLANG, "--log-requests-target", "the log goes to standard error"),
+    Alias(
+        VLLM,
+        ("--disable-log-stats",),
+        {"decode_log_interval": "0"},
+        "metrics stay on; --disable-metrics turns them off",
+    ),
+    _already(VLLM, "--disable-uvicorn-access-log", "there is no access log; see --log-requests"),
+    _already(
+        BOTH,
+        "--uvicorn-log-level --log-level-http",
+        "there is no access log",
+        "warning error critical",
+        "there is one level, --log-level, and no access log",
+    ),
+    _refused(SGLANG, "--enable-trace", "leave it out: --otlp-traces-endpoint alone turns traces on"),
+    _refused(VLLM, "--collect-detailed-traces", "--otlp-traces-endpoint sends one span per request"),
+    _refused(VLLM, "--enable-server-load-tracking --enable-per-request-metrics", "see /metrics and /v1/requests/{rid}"),
+    _alias(SGLANG, "--crash-dump-folder", "crash_dump_dir"),
+    _alias(SGLANG, "--watchdog-timeout", "watchdog_timeout_s"),
+    _alias(SGLANG, "--soft-watchdog-timeout", "soft_watchdog_timeout_s"),
+    _refused(
+        SGLANG,
+        "--bucket- --prompt-tokens-buckets --generation-tokens-buckets",
+        "histograms have fixed buckets",
+        is_prefix=True,
+    ),
+    _refused(SGLANG, "--debug-tensor-dump-", "see docs/adding/model.md for how layers are compared", is_prefix=True),
+)
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {
+        "half": "float16",
+        "fp16": "float16",
+        "bf16": "bfloat16",
+        "float": "float32",
+        "fp32": "float32",
+    },
+    "kv_cache_dtype": {"fp8": "fp8_e4m3"},
+    "model_impl": {"sglang": "headrace", "vllm": "headrace"},
+    "load_balance_method": {"auto": "round_robin", "total_requests": "shortest_queue"},
+    "attention_backend": {
+        "FLASHINFER": "flashinfer",
+        "TRITON_ATTN": "triton",
+        "TORCH_SDPA": "torch_native",
+    },
+    "sampling_defaults": {"auto": "model", "vllm": "openai"},
+}
+"""Values of options of ours, by field, as others write them."""
+
+CHECKPOINT_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors")
+"""Values of --quantization that say what a checkpoint is: accepted, since checkpoints are served in the format that they have."""
+
+LISTS: Mapping[str, str] = {"lora_paths": r"[^-].*=.*", "cuda_graph_bs": r"\d+", "allow_origins": r"https?://.*"}
+"""Fields whose option takes several words or a JSON list elsewhere, and one word with commas here; and what further words look like."""
+
+
+COUNTS = frozenset({"context_length", "max_prefill_tokens"})
+"""Fields whose aliases also take `32k` (thousands) and `32K` (times 1,024)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    exact: dict[str, Entry] = field(default_factory=dict)
+    prefixes: list[tuple[str, Refused]] = field(default_factory=list)
+
+
+def _index() -> _Found:
+    found = _Found()
+    for entry in TABLE:
+        for name in entry.names:
+            if isinstance(entry, Refused) and entry.is_prefix and name.endswith("-"):
+                found.prefixes.append((name, entry))
+            else:
+                found.exact[name] = entry
+    return found
+
+
+_FOUND = _index()
+
+
+def find(name: str) -> Entry | None:
+    """The entry of an option as typed, e.g. `--max-model-len`; an exact name comes before a prefix."""
+    exact = _FOUND.exact.get(name)
+    return exact or next((entry for prefix, entry in _FOUND.prefixes if name.startswith(prefix)), None)
+
+
+def names() -> list[str]:
+    """Every name, prefixes left out."""
+    return list(_FOUND.exact)
+
+
+def markdown(server: Server) -> str:
+    """The tables for one server."""
+    mine = [entry for entry in TABLE if server in entry.servers]
+    aliases = [
+        f"| {_names(entry.names)} | {_ours(entry)} | {entry.says} |" for entry in mine if isinstance(entry, Alias)
+    ]
+    values = [
+        f"| `{_flag(name)} {theirs}` | `{_flag(name)} {ours}` | |"
+        for name, pairs in VALUES.items()
+        for theirs, ours in pairs.items()
+        if name != "sampling_defaults" and theirs not in {"sglang", "vllm"} - {server}
+    ]
+    already = [
+        f"| {_names(entry.names)} | {', '.join(f'`{value}`' for value in entry.values)} | {entry.says} | "
+        f"{_unless(entry)} |"
+        for entry in mine
+        if isinstance(entry, Already)
+    ]
+    refused = [
+        f"| {_names(entry.names, entry.is_prefix)} | {entry.says} |" for entry in mine if isinstance(entry, Refused)
+    ]
+    return "\n".join(
+        [
+            "### Other names\n\n| there | here | remark |\n|---|---|---|",
+            *aliases,
+            *values,
+            "\n### Already so\n\nAccepted with a line of log. Other values are refused.\n",
+            "| option | values | how it is here | contradicts |\n|---|---|---|---|",
+            *already,
+            "\n### Not supported\n\nRefused with this remark.\n\n| option | remark |\n|---|---|",
+            *refused,
+            "",
+        ]
+    )
+
+
+def _names(names: tuple[str, ...], is_prefix: bool = False) -> str:
+    return ", ".join(f"`{name}{'*' if is_prefix and name.endswith('-') else ''}`" for name in names)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _ours(entry: Alias) -> str:
+    words = (
+        _flag(name) if entry.is_switch and value == "true" else f"{_flag(name)} {value or 'VALUE'}"
+        for name, value in entry.sets.items()
+    )
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _unless(entry: Already) -> str:
+    if entry.unless is None:
+        return ""
+    name, value = entry.unless
+    return (
+        f"`{_flag(name)}`"
+        if value == "true"
+        else f"`{_flag(f'no_{name}')}`"
+        if value == "false"
+        else f"`{_flag(name)} {value}`"
+    )
+
+
+if __name__ == "__main__":
+    print(markdown("vllm" if sys.argv[1:] == ["vllm"] else "sglang"))

@@ -1,0 +1,183 @@
+"""Options as SGLang and vLLM write them. The command lines are such as their documentations show."""
+
+import logging
+import re
+from dataclasses import fields
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+from headrace.cli.app import main
+from headrace.config.cli import parse
+from headrace.config.other_servers import LISTS, TABLE, VALUES, Alias, Already, Refused, find, names
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+
+FIELDS = {f.name: f for f in fields(ServerArgs)}
+
+
+@pytest.fixture(autouse=True)
+def logger_as_before():
+    """A command line with something to log sets the logger up."""
+    logger = logging.getLogger("headrace")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+def changed(argv):
+    """The fields that a command line sets to another value than the default."""
+    args = parse(argv.split())
+    return {name: getattr(args, name) for name, f in FIELDS.items() if getattr(args, name) != f.default}
+
+
+@pytest.mark.parametrize(
+    ("argv", "fields_set"),
+    [
+        (
+            "--model m --dtype half --max-model-len 4096 --gpu-memory-utilization 0.9 --max-num-seqs 16 --seed 7",
+            {
+                "model_path": "m",
+                "dtype": "float16",
+                "context_length": 4096,
+                "mem_fraction_static": 0.9,
+                "max_running_requests": 16,
+                "random_seed": 7,
+            },
+        ),
+        (
+            "--model m --tensor-parallel-size 1 --trust-remote-code --enable-prefix-caching --enforce-eager --swap-space 0",
+            {"model_path": "m", "disable_cuda_graph": True},
+        ),
+        (
+            "--enable-auto-tool-choice --tool-call-parser hermes --disable-log-requests --max-num-batched-tokens=8192",
+            {"tool_call_parser": "hermes", "max_prefill_tokens": 8192, "chunked_prefill_size": -1},
+        ),
+        ("--max-model-len 25.6k", {"context_length": 25600}),
+        ("--max-model-len 2K", {"context_length": 2048}),
+        ("--max_model_len 12 --max_queued_requests=5", {"context_length": 12, "max_queued_requests": 5}),
+        ("--no-enable-prefix-caching --no-enable-log-requests", {"disable_radix_cache": True}),
+        (
+            "--enable-prefix-caching=False --enforce-eager=true",
+            {"disable_radix_cache": True, "disable_cuda_graph": True},
+        ),
+        ("--enable-log-requests True", {"log_requests": True}),
+        ("--no-async-scheduling -q int8", {"disable_overlap_schedule": True, "quantization": "int8"}),
+        ("--quantization awq --kv-cache-dtype fp8 -dp 2", {"kv_cache_dtype": "fp8_e4m3", "dp_size": 2}),
+        ("--enable-lora --lora-modules a=x b=y --max-cpu-loras 4", {"lora_paths": "a=x,b=y", "max_loras": 4}),
+        ("--cudagraph-capture-sizes 1 2 4 --port 1", {"cuda_graph_bs": "1,2,4", "port": 1}),
+        (
+            '--allowed-origins ["http://a.example","http://b.example"]',
+            {"allow_origins": "http://a.example,http://b.example"},
+        ),
+        ("--generation-config vllm --model-impl vllm", {"sampling_defaults": "openai", "model_impl": "headrace"}),
+        (
+            "--model-path m --tp 1 --dp 2 --mem-fraction-static 0.7 --enable-metrics --host 0.0.0.0",
+            {"model_path": "m", "dp_size": 2, "mem_fraction_static": 0.7, "host": "0.0.0.0"},
+        ),
+        ("--lora-paths a=x b=y --enable-priority-scheduling", {"lora_paths": "a=x,b=y", "schedule_policy": "priority"}),
+        ("--crash-dump-folder d --watchdog-timeout 9", {"crash_dump_dir": "d", "watchdog_timeout_s": 9.0}),
+        ("--load-balance-method auto --model-impl sglang --nnodes 1 --node-rank 0", {"model_impl": "headrace"}),
+    ],
+)
+def test_command_lines_of_other_servers_are_understood(argv, fields_set):
+    assert changed(argv) == fields_set
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--tp 2", "--tp 2 .*--dp-size"),
+        ("-tp 8", "tensor"),
+        ("--speculative-algorithm EAGLE", "speculative decoding"),
+        ("--speculative-config {}", "speculative decoding"),
+        ("--ssl-keyfile k", "proxy"),
+        ("--revision main", "--model-path"),
+        ("--scheduling-policy priority", "lowest first"),
+        ("--swap-space 4", "stay on the device"),
+        ("--task embed", "generates text"),
+        ("--enable-metrics --disable-metrics", "--enable-metrics cannot be combined with --disable-metrics"),
+        ("--disable-log-requests --log-requests", "cannot be combined"),
+        ("--enable-auto-tool-choice --tool-call-parser none", "--tool-call-parser none"),
+        ("--enable-chunked-prefill=False", "--chunked-prefill-size"),
+        ("--enable-prefix-caching=maybe", "true or false"),
+        ("--max-model-len", "needs a value"),
+        ("--tp", "needs a value"),
+        ("--allowed-origins [1", "not JSON"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_what_to_do(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        parse(argv.split())
+
+
+@pytest.mark.parametrize("argv", [["-m", "--tp"], ["--model=--tp"], ["--chat-template", "--enable-metrics"]])
+def test_a_value_that_looks_like_an_option_stays_a_value(argv):
+    args = parse(argv)
+
+    assert "--tp" in args.model_path or args.chat_template == "--enable-metrics"
+
+
+def test_words_after_two_dashes_are_not_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--", "a", "--tp", "2"])
+    assert "unexpected extra argument" in capsys.readouterr().err
+
+
+def test_what_is_already_so_is_logged_once(capsys):
+    parse(["--enable-metrics", "--tp", "1"])
+    lines = [line.partition("headrace.config.cli: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["--enable-metrics: metrics are always served", "--tp 1: a model runs on one device"]
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--tp", "2"])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("headrace: --tp 2 is not possible here: a model runs on one device")
+
+
+def own_options():
+    spelled = {"--" + name.replace("_", "-") for name in FIELDS}
+    return (
+        spelled
+        | {"--no-" + name.replace("_", "-") for name, f in FIELDS.items() if f.default is True}
+        | {"-m", "--model"}
+    )
+
+
+def test_the_table_has_no_option_of_ours():
+    """When one becomes ours, its line goes."""
+    assert sorted(set(names()) & own_options()) == []
+    assert sorted(name for name in own_options() if isinstance(find(name), Refused)) == []
+
+
+def test_the_table_names_each_option_once():
+    every = [name for entry in TABLE for name in entry.names]
+    assert len(every) > 150
+    assert sorted(name for name in set(every) if every.count(name) > 1) == []
+
+
+def test_the_table_speaks_of_options_that_exist():
+    targets = {name for entry in TABLE if isinstance(entry, Alias) for name in entry.sets}
+    targets |= {entry.unless[0] for entry in TABLE if isinstance(entry, Already) and entry.unless}
+    assert targets <= FIELDS.keys()
+    assert {*VALUES, *LISTS} <= FIELDS.keys()
+    assert all(entry.otherwise for entry in TABLE if isinstance(entry, Already) and entry.values)
+
+
+def test_other_spellings_of_values_mean_values_of_ours():
+    for name, pairs in VALUES.items():
+        annotation = FIELDS[name].type
+        if get_origin(annotation) is Literal:
+            assert set(pairs.values()) <= set(get_args(annotation))
+            assert not set(pairs) & set(get_args(annotation))
+
+
+def test_every_remark_names_options_that_exist():
+    known = own_options() | {"--privileged"}
+    for entry in TABLE:
+        text = entry.says + " " + getattr(entry, "otherwise", "")
+        assert [word for word in re.findall(r"--[a-z][a-z-]*", text) if word not in known] == [], entry.names
