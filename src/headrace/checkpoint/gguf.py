@@ -339,12 +339,12 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_of(folder: Path) -> Path | None:
-    """The GGUF file of a folder without config.json; None if there is none, or if the folder has a config.json.
+    """The GGUF file of a folder; None if there is none, or if the folder has a config.json and safetensors.
 
     Files for other parts of a model (`mmproj-*.gguf`, which sees images) do not count. Raises ModelError listing them if
     there are several.
     """
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return None
     found = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
     if len(found) > 1:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.checkpoint.gguf import gguf_of
+from headrace.checkpoint.hub_cache import HubName, find_in_folder, find_model
 from headrace.errors import ModelError
 from headrace.log import get_logger
 
@@ -95,18 +96,21 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 def resolve_model(name_or_path: str) -> Path:
     """The file or folder that a user means by a name or a path.
 
-    A path that exists wins over a name. A folder that holds one GGUF file instead of a config.json means that file. A
-    model in parts is joined into the cache the first time. No network.
+    A path that exists wins over a name, and a known name over one of the Hugging Face cache (`hub_cache.HubName`). A
+    folder that holds one GGUF file instead of safetensors means that file. A model in parts is joined into our cache the
+    first time. No network.
     Raises ModelError that lists the known names, or says how to get the one that is missing.
     """
     path = Path(name_or_path).expanduser()
     if path.exists() and (path.is_file() or name_or_path not in KNOWN_MODELS):
-        return (gguf_of(path) if path.is_dir() else None) or path
+        return (find_in_folder(path) or gguf_of(path) or path) if path.is_dir() else path
     model = KNOWN_MODELS.get(name_or_path)
     if model is None:
+        if (name := HubName.parse(name_or_path)) is not None:
+            return find_model(name)
         raise ModelError(
             f"there is no model at {name_or_path!r} and no known model of that name; "
-            f"give a folder, a .gguf file or one of: {', '.join(KNOWN_MODELS)}"
+            f"give a folder, a GGUF file, org/name of a model in the Hugging Face cache or one of: {', '.join(KNOWN_MODELS)}"
         )
     ready = _ready_file(model)
     if ready is not None:

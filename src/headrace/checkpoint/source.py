@@ -51,14 +51,14 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     path = Path(path)
     if path.is_dir():
+        if (file := gguf_of(path)) is not None:
+            return GgufCheckpoint(file)
         if (path / "config.json").is_file():
             quantization = load_model_config(path).quantization
             settings, stored = stored_settings(quantization), stored_format(quantization)
             if settings is not None and settings.method == "fp8":
                 return Fp8Checkpoint(path, settings.block)
             return HuggingFaceCheckpoint(path) if stored is None else QuantizedCheckpoint(path, stored)
-        if (file := gguf_of(path)) is not None:
-            return GgufCheckpoint(file)
         raise ModelError(f"{path.name} holds neither config.json nor a .gguf file")
     if not path.exists():
         raise ModelError(f"there is no checkpoint at {path}")

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 _Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="Same as --model-path: a known name, a Hugging Face directory or a .gguf file."
+        metavar="[MODEL]", help="Same as --model-path: a known name, org/name, a Hugging Face folder or a GGUF file."
     ),
 ]
 _MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of a reply.", rich_help_panel="Sampling")]
@@ -236,7 +236,7 @@ def cache_clear() -> None:
 
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Argument(help="A known name, a Hugging Face directory or a .gguf file.")],
+    model: Annotated[str, typer.Argument(help="A known name, org/name, a Hugging Face folder or a GGUF file.")],
     output: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
     scheme: Annotated[StoredScheme, typer.Option(help="Format of the weights; int4 is calibrated on a text.")] = "int4",
     calibration: Annotated[

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
@@ -49,9 +50,14 @@ class ServerArgs:
     """Options of a server or an Engine. Names are SGLang's where the meaning is the same."""
 
     model_path: str = _opt(
-        "smollm2", _M, "A known name (see `headrace models`), a Hugging Face directory, or a .gguf file.", _FILLED
+        "smollm2",
+        _M,
+        "A known name, a model of the Hugging Face cache (`org/name`, see `headrace models`), a Hugging Face folder, or a GGUF file.",
+        _FILLED,
     )
-    tokenizer_path: str | None = _opt(None, _M, "Directory or file of a tokenizer to use instead of the model's own.")
+    tokenizer_path: str | None = _opt(
+        None, _M, "Folder, file or model whose tokenizer to use instead of the model's own."
+    )
     skip_tokenizer_init: bool = _opt(
         False, _M, "Load no tokenizer: requests send and receive token ids. Requests that need text are refused (400)."
     )
@@ -404,7 +410,8 @@ class ServerArgs:
         """The model's name in the API; never a path."""
         if self.served_model_name:
             return self.served_model_name
-        path = Path(self.model_path)
+        name = HubName.parse(self.model_path)
+        path = Path(self.model_path if name is None else name.repo)
         return path.stem if path.suffix == ".gguf" else path.name or "model"
 
     def __post_init__(self) -> None:

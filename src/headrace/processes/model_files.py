@@ -3,7 +3,6 @@
 Each process opens what it needs for itself. What takes long to import is imported where it is used.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.names import resolve_model
@@ -39,7 +38,7 @@ def open_tokenizer(args: ServerArgs) -> "Tokenizer":
 
     if args.skip_tokenizer_init:
         return NoTokenizer()
-    return load_tokenizer(Path(args.tokenizer_path) if args.tokenizer_path else resolve_model(args.model_path))
+    return load_tokenizer(resolve_model(args.tokenizer_path or args.model_path))
 
 
 def open_chat_template(args: ServerArgs, tokenizer: "Tokenizer") -> "ChatTemplate | None":

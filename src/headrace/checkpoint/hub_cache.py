@@ -1,0 +1,234 @@
+"""Models of the Hugging Face cache by name: `org/name`, `org/name@revision`, `org/name:FILE.gguf`, `org/name:Q4_K_M`.
+
+Owns the layout of the cache (`models--org--name/{blobs,refs,snapshots}`), which Hugging Face's own tools share, the
+choice of a GGUF file by its name, and the list of what is in the cache. No network (hub_download.py has it), no torch.
+
+Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from headrace.checkpoint.regular_file import open_regular
+from headrace.errors import ModelError
+
+_REFERENCE = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w. /-]+))?", re.ASCII
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+# What ends a name that can only be a path.
+_FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
+_MAX_REF_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model on the Hub as the user wrote it. repo: `org/name`. file: of a GGUF file, its name or its quantisation."""
+
+    repo: str
+    revision: str = "main"
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """None if the text is not of this form, so that it can only be a path."""
+        found = _REFERENCE.fullmatch(text)
+        if found is None or found["repo"].endswith(_FILE_SUFFIXES):
+            return None
+        parts = [found["repo"], found["revision"] or "main", found["file"] or ""]
+        if any(".." in PurePosixPath(part).parts or part.startswith("/") for part in parts):
+            return None
+        return cls(found["repo"], parts[1], parts[2] or None)
+
+    @property
+    def text(self) -> str:
+        """As `parse` reads it."""
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"{self.repo}{revision}" + (f":{self.file}" if self.file else "")
+
+    @property
+    def folder(self) -> Path:
+        """Where the cache has it."""
+        return cache_folder() / f"models--{self.repo.replace('/', '--')}"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the cache. name: to serve it by. kind: of its weights. num_bytes: of all files of the snapshot."""
+
+    name: str
+    kind: str
+    num_bytes: int
+    path: Path
+
+
+def cache_folder() -> Path:
+    """$HF_HUB_CACHE, else $HF_HOME/hub, else $XDG_CACHE_HOME/huggingface/hub, else ~/.cache/huggingface/hub."""
+    if own := os.environ.get("HF_HUB_CACHE"):
+        return _expanded(own)
+    if home := os.environ.get("HF_HOME"):
+        return _expanded(home) / "hub"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (_expanded(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
+
+
+def find_model(name: HubName) -> Path:
+    """The folder or GGUF file of a model in the cache. Raises ModelError saying what was looked for, and how to get it."""
+    if not (name.folder / "snapshots").is_dir():
+        raise ModelError(
+            f"there is no file or folder {name.text}, and no model {name.repo} in the Hugging Face cache "
+            f"(looked for {name.folder}); download it with: headrace pull {name.text}"
+        )
+    return _model_in(snapshot_of(name.folder, name), name)
+
+
+def find_in_folder(folder: Path) -> Path | None:
+    """The model in a cache's folder `models--org--name`, at its main revision; None for any other folder."""
+    if not folder.name.startswith("models--") or not (folder / "snapshots").is_dir():
+        return None
+    name = HubName(folder.name.removeprefix("models--").replace("--", "/", 1))
+    return _model_in(snapshot_of(folder, name), name)
+
+
+def snapshot_of(folder: Path, name: HubName) -> Path:
+    """The snapshot of a repository's folder that a revision means. Raises ModelError if there is none."""
+    snapshots = folder / "snapshots"
+    commit = name.revision if _COMMIT.fullmatch(name.revision) else _read_ref(folder / "refs" / name.revision)
+    if commit is None:
+        here = sorted(entry.name for entry in snapshots.iterdir() if _COMMIT.fullmatch(entry.name))
+        others = f"; commits that are there: {', '.join(here[:5])}" if here else ""
+        raise ModelError(
+            f"the Hugging Face cache has no revision {name.revision} of {name.repo} (looked for "
+            f"{folder / 'refs' / name.revision}){others}; download it with: headrace pull {name.text}"
+        )
+    if not (snapshots / commit).is_dir():
+        raise ModelError(
+            f"the Hugging Face cache has no files of {name.repo} at revision {name.revision} (looked for "
+            f"{snapshots / commit}); download them with: headrace pull {name.text}"
+        )
+    return snapshots / commit
+
+
+def choose_gguf(files: Iterable[str], wanted: str | None, repo: str) -> str:
+    """The GGUF file that `wanted` means: its name, or a word of its name (`Q4_K_M`); None means the only file.
+
+    files: names in the repository, of which others than GGUF models are skipped. Raises ModelError listing them if none
+    or several fit, and for models that are split into several files.
+    """
+    models = sorted(file for file in files if is_gguf_model(file))
+    if wanted is None:
+        fitting = models
+    elif wanted in models:
+        fitting = [wanted]
+    else:
+        word = re.compile(rf"(?:^|[-._/]){re.escape(wanted.removesuffix('.gguf').lower())}(?:$|[-.])")
+        fitting = [file for file in models if word.search(file.removesuffix(".gguf").lower())]
+    whole = [file for file in fitting if not _is_part(file)]
+    if len(whole) == 1:
+        return whole[0]
+    if fitting and not whole:
+        raise ModelError(
+            f"{fitting[0]} of {repo} is one of several parts of a model; parts are not read, merge them with: llama-gguf-split --merge"
+        )
+    listed = (
+        ", ".join(PurePosixPath(file).name for file in whole or [file for file in models if not _is_part(file)])
+        or "none"
+    )
+    if not whole:
+        raise ModelError(f"{repo} has no GGUF file {wanted}; its GGUF files: {listed}")
+    raise ModelError(f"{repo} has {len(whole)} GGUF files; name one as {repo}:FILE or {repo}:Q4_K_M: {listed}")
+
+
+def _is_part(file: str) -> bool:
+    return _SPLIT.search(file.removesuffix(".gguf")) is not None
+
+
+def is_gguf_model(file: str) -> bool:
+    """Whether the name is that of a GGUF language model, and not of another part (`mmproj`, which sees images)."""
+    name = PurePosixPath(file).name
+    return name.endswith(".gguf") and not name.startswith(("mmproj", "imatrix"))
+
+
+def list_cached() -> list[CachedModel]:
+    """Every model in the cache that has weights which can be read, at its main revision, by name. GGUF files one by one."""
+    folders = sorted(cache_folder().glob("models--*--*/snapshots"))
+    return [model for folder in folders for model in _models_of(folder.parent)]
+
+
+def _models_of(folder: Path) -> list[CachedModel]:
+    name = HubName(folder.name.removeprefix("models--").replace("--", "/", 1))
+    try:
+        snapshot = snapshot_of(folder, name)
+    except ModelError:
+        return []
+    sizes = {
+        file.relative_to(snapshot).as_posix(): file.stat().st_size for file in snapshot.rglob("*") if file.is_file()
+    }
+    ggufs = [file for file in sizes if is_gguf_model(file)]
+    if any(file.endswith(".safetensors") and not file.startswith("adapter") for file in sizes):
+        return [CachedModel(name.repo, "safetensors", sum(sizes.values()), snapshot)]
+    return [
+        CachedModel(
+            name.repo if len(ggufs) == 1 else f"{name.repo}:{PurePosixPath(file).name}",
+            "GGUF",
+            sizes[file],
+            snapshot / file,
+        )
+        for file in sorted(ggufs)
+    ]
+
+
+def _model_in(snapshot: Path, name: HubName) -> Path:
+    """The folder or GGUF file to serve of a snapshot. Raises ModelError if files are missing or lie elsewhere."""
+    files = [path.relative_to(snapshot).as_posix() for path in sorted(snapshot.rglob("*")) if not path.is_dir()]
+    has_weights = any(file.endswith(".safetensors") and "/" not in file for file in files)
+    if name.file is not None or (not has_weights and any(is_gguf_model(file) for file in files)):
+        try:
+            chosen = choose_gguf(files, name.file, name.repo)
+        except ModelError as error:
+            raise ModelError(f"in the Hugging Face cache, {error.message}; headrace pull brings others") from None
+        _check_inside(snapshot, [chosen], name)
+        return snapshot / chosen
+    _check_inside(snapshot, files, name)
+    if not has_weights and "config.json" not in files:
+        raise ModelError(
+            f"the Hugging Face cache has neither config.json nor weights of {name.repo} (looked in {snapshot}); "
+            f"download them with: headrace pull {name.text}"
+        )
+    return snapshot
+
+
+def _check_inside(snapshot: Path, files: list[str], name: HubName) -> None:
+    """A snapshot's files are links to blobs. One that leads out of the cache is not followed."""
+    repository = snapshot.parent.parent
+    roots = repository.resolve(), repository.parent.resolve()
+    for file in files:
+        try:
+            target = (snapshot / file).resolve(strict=True)
+        except (OSError, RuntimeError):
+            raise ModelError(
+                f"{file} of {name.repo} is not whole in the Hugging Face cache (looked for {snapshot / file}); "
+                f"download it with: headrace pull {name.text}"
+            ) from None
+        if not any(target.is_relative_to(root) for root in roots):
+            raise ModelError(
+                f"{file} of {name.repo} is a link that leads out of the Hugging Face cache; it is not read"
+            )
+
+
+def _read_ref(file: Path) -> str | None:
+    try:
+        with open_regular(file) as opened:
+            text = opened.read(_MAX_REF_BYTES).decode("ascii", errors="replace").strip()
+    except (OSError, ModelError):
+        return None
+    return text if _COMMIT.fullmatch(text) else None
+
+
+def _expanded(text: str) -> Path:
+    return Path(os.path.expandvars(text)).expanduser()
