@@ -18,6 +18,8 @@ PENALISED = {
     "frequency_penalty": 0.5,
     "presence_penalty": 0.4,
     "max_new_tokens": 16,
+    # The token 42 is forced at index 5, and begins what would be reasoning again.
+    "thinking_budget": {"num_tokens": 5, "end_id": 42, "begins": [[42]], "is_open": True},
 }
 
 LOGPROB_KEYS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")

@@ -86,6 +86,7 @@ def test_the_cases_differ_from_each_other(plain: Answers) -> None:
     sampled = [tuple(answer.ids) for answer in plain.values()]
 
     assert len(set(sampled)) == len(sampled)
+    assert all(answer.ids[5] == 42 for name, answer in plain.items() if "penalised" in name), "the end of reasoning"
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 64, 512])

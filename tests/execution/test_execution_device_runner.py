@@ -17,12 +17,19 @@ from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec
 from headrace.sampling.device_penalties import count_dtype, penalty_bytes
 from headrace.sampling.params import ResolvedSamplingParams
+from headrace.sampling.thinking_budget import ThinkingBudget
 
 A, B, C = prompt(40, 1), prompt(9, 2), prompt(17, 3)
 DRAWN = ResolvedSamplingParams(max_new_tokens=50, seed=7, temperature=1.5, top_k=20, top_p=0.9)
 PENALISED = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0, repetition_penalty=1.7)
 BANNED = ResolvedSamplingParams(
-    max_new_tokens=50, seed=0, temperature=0.0, repetition_penalty=1.7, bad_words=((5, 6),), min_new_tokens=2
+    max_new_tokens=50,
+    seed=0,
+    temperature=0.0,
+    repetition_penalty=1.7,
+    bad_words=((5, 6),),
+    min_new_tokens=2,
+    thinking_budget=ThinkingBudget(num_tokens=3, end_id=11, is_open=True),
 )
 WEARY = ResolvedSamplingParams(
     max_new_tokens=50,
@@ -48,13 +55,14 @@ def folder(checkpoint):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Tokens of A greedy, B drawn, C with a penalty, each alone on the CPU's worker."""
+    """Tokens of A greedy, B drawn, C with a penalty and C with edits that the host makes, each alone on the CPU's worker."""
     driver = reference(folder)
     with contextlib.closing(driver.worker):
         return [
             driver.generate(0, A, 8),
             driver.generate(1, B, 8, sampling=DRAWN),
             driver.generate(2, C, 8, sampling=PENALISED),
+            driver.generate(3, C, 8, sampling=BANNED),
         ]
 
 
@@ -75,6 +83,8 @@ def test_tokens_are_those_of_the_cpu(folder, expected, sizes):
     assert device.num_waits == 26, "penalties are applied on the device"
     assert device.num_replays == (21 if sizes else 0)
     assert driver.generate(3, A, 8, prefix_slots=int32(range(32))) == expected[0]
+    assert driver.generate(2, C, 8, sampling=BANNED) == expected[3]
+    assert expected[3].index(11) == 3, "the end of reasoning"
 
 
 def test_the_triton_backend_can_be_captured(folder, expected):

@@ -8,6 +8,7 @@ from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.sampling.sampler import BAD_LOGITS, NOTHING_LEFT, Sampler
+from headrace.sampling.thinking_budget import ThinkingBudget
 
 VOCAB = 200
 PROMPT = (5, 6, 7, 5)
@@ -65,6 +66,7 @@ EVERY_KIND = [
     {"logit_bias": ((3, 4.0), (9, -100.0)), "temperature": 1.0},
     {"allowed_token_ids": (1, 5, 9, 70), "temperature": 2.0},
     {"bad_words": ((7,), (1, 2)), "min_new_tokens": 2, "temperature": 1.2},
+    {"thinking_budget": ThinkingBudget(num_tokens=2, end_id=8, is_open=True), "temperature": 1.0},
     {"logprobs": LogprobSpec(0, 3, (4,))},
     {"processor": "double", "temperature": 1.0},
 ]
@@ -117,7 +119,9 @@ def test_the_logits_that_come_in_are_left_as_they_are():
     def spoil(context, logits):
         return logits.fill_(1.0)
 
-    news = [sequence(seq, **options) for seq, options in enumerate(EVERY_KIND[:-1])] + [sequence(12, processor="spoil")]
+    news = [sequence(seq, **options) for seq, options in enumerate(EVERY_KIND[:-1])] + [
+        sequence(len(EVERY_KIND) - 1, processor="spoil")
+    ]
     logits = torch.from_numpy(np.random.default_rng(2).standard_normal((len(news), VOCAB)).astype(np.float32))
     before = logits.clone()
     sample(sampler(*news, spoil=spoil), logits, range(len(news)))

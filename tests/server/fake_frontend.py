@@ -7,7 +7,7 @@ of the real one.
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,13 +54,13 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte, and two special ones."""
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """One token per byte, and two special ones before those given."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|user|>", "<|assistant|>"])
+    backend.add_special_tokens(["<|user|>", "<|assistant|>", *special])
     return Tokenizer(backend)
 
 
@@ -154,9 +154,9 @@ class FakeAdapters:
 class FakeFrontend:
     """Answers as the TokenizerManager does, and as some of its parts."""
 
-    def __init__(self, context_length: int = CONTEXT_LENGTH) -> None:
+    def __init__(self, context_length: int = CONTEXT_LENGTH, special: Sequence[str] = ()) -> None:
         self.context_length = context_length
-        self.tokenizer = byte_tokenizer()
+        self.tokenizer = byte_tokenizer(*special)
         self.has_tokenizer = True
         self.reset()
 
@@ -425,10 +425,13 @@ def make_app(frontend: Any, status: ServerStatus | None = None, template: str | 
 
 @contextmanager
 def running_server(
-    template: str | None = TEMPLATE, fake_context_length: int = CONTEXT_LENGTH, **options: Any
+    template: str | None = TEMPLATE,
+    fake_context_length: int = CONTEXT_LENGTH,
+    special_tokens: Sequence[str] = (),
+    **options: Any,
 ) -> Iterator[Running]:
-    """A real server on a free port, in a thread."""
-    frontend = FakeFrontend(fake_context_length)
+    """A real server on a free port, in a thread. special_tokens: more of the fake's tokenizer."""
+    frontend = FakeFrontend(fake_context_length, special_tokens)
     status = ServerStatus()
     app, args = make_app(frontend, status, template, **options)
     server = Server(app, args)

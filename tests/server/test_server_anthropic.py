@@ -215,6 +215,52 @@ def test_every_part_of_a_conversation_reaches_the_prompt(client: httpx.Client, s
     )
 
 
+def test_what_claude_code_sends_is_answered(client: httpx.Client, server: Running):
+    """The shape of its requests, recorded from version 2.1.330, with fewer tools."""
+    marked = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    body = {
+        "model": MODEL,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "say hello"} | marked]},
+            {"role": "system", "content": "Today is Monday."},
+        ],
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.330.b1; cc_entrypoint=cli;"},
+            {"type": "text", "text": "You are Claude Code."} | marked,
+            {"type": "text", "text": "Be short."} | marked,
+        ],
+        "tools": [
+            WEATHER | {"eager_input_streaming": True},
+            {
+                "name": "DeferredToolPlaceholder",
+                "description": "",
+                "input_schema": {"type": "object"},
+                "defer_loading": True,
+            },
+        ],
+        "metadata": {"user_id": "user_0123"},
+        "max_tokens": 32000,
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,effort-2025-11-24",
+        "x-api-key": "none",
+        "x-stainless-retry-count": "0",
+        "accept-encoding": "gzip, deflate, br, zstd",
+    }
+    server.frontend.script.text = CALL
+    reply = client.post(f"{MESSAGES}?beta=true", json=body, headers=headers)
+    message = folded(events(reply))
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert message["stop_reason"] == "tool_use"
+    assert reply.headers["x-headrace-skipped-tools"] == "DeferredToolPlaceholder"
+    assert prompt_of(server).startswith("<|system|>You are Claude Code.\nBe short.\n")
+
+
 TEMPLATE_WITH_THOUGHTS = (
     "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content or '' }}:{{ m.content }}]{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -225,7 +271,7 @@ TEMPLATE_WITH_THOUGHTS = (
 
 def test_thinking_and_effort_reach_the_template():
     with (
-        running_server(TEMPLATE_WITH_THOUGHTS) as server,
+        running_server(TEMPLATE_WITH_THOUGHTS, special_tokens=("<think>", "</think>")) as server,
         httpx.Client(base_url=server.url) as client,
     ):
         for fields, want in (
@@ -282,7 +328,7 @@ def test_tools_that_only_the_vendor_knows_are_skipped_and_said(client: httpx.Cli
         {},
         {"system": "S", "tools": [WEATHER]},
         {"messages": TURN, "tools": [WEATHER], "tool_choice": {"type": "none"}},
-        {"thinking": {"type": "enabled", "budget_tokens": 2000}, "output_config": {"effort": "low"}},
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
         {"messages": [*HI["messages"], {"role": "assistant", "content": "Once"}]},
     ],
 )

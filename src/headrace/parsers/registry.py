@@ -26,7 +26,7 @@ from headrace.parsers.formats import (
 )
 from headrace.parsers.program import Program, bind, marks, terminals, without_calls
 from headrace.parsers.response_template import UnsupportedTemplateError, tables_of
-from headrace.parsers.table import ReasoningTable, Table
+from headrace.parsers.table import Kind, ReasoningTable, Table
 
 logger = get_logger(__name__)
 
@@ -125,6 +125,12 @@ class OutputFormat:
         if begun:
             machine.skip(prompt_text[begun[-1] :])
         return machine
+
+    @property
+    def reasoning_end_ids(self) -> frozenset[int]:
+        """Tokens that end reasoning."""
+        states = self._program(True, True, False).states.values()
+        return frozenset(token_id for state in states if state.kind is Kind.REASONING for token_id in state.marks)
 
     def _program(self, reads_tools: bool, reads_reasoning: bool, by_text: bool) -> Program:
         key = (reads_tools, reads_reasoning, by_text)

@@ -139,7 +139,8 @@ class Table:
     match is read as the beginning of the output. is_text: all terminals match by text. parts: texts inside calls that may be special tokens
     of a tokenizer, and are read as text. writings: how calls are to be written; the first that the tokenizer has the token for. aliases:
     other names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model that writes this
-    format. has_headers: all texts are messages with headers, as in `harmony.py`.
+    format. has_headers: all texts are messages with headers, as in `harmony.py`. reasoning: what begins and ends the reasoning of a format
+    that has its own (`has_reasoning`), for limits of it.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Table:
     has_tools: bool = True
     has_reasoning: bool = False
     has_headers: bool = False
+    reasoning: "ReasoningTable | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import msgspec
 from headrace.errors import RequestError
 from headrace.messages.grammar import GrammarSpec
 from headrace.sampling.grammar_fields import GrammarFields
+from headrace.sampling.thinking_budget import ThinkingBudget
 
 T = TypeVar("T", int, float)
 
@@ -72,6 +73,7 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    thinking_budget: ThinkingBudget | None = None
     seed: int | None = None
     sampling_seed: int | None = None
     stream_interval: int | None = None
@@ -170,6 +172,8 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
         self._check_stops_not_empty()
         stop_token_ids = _ids("stop_token_ids", self.stop_token_ids, vocab_size)
         allowed = _ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.thinking_budget is not None:
+            self.thinking_budget.check(vocab_size)
         _require(
             len(bad_word_ids) <= MAX_BAD_WORDS,
             "bad_words",
@@ -192,6 +196,7 @@ class SamplingParams(GrammarFields, frozen=True, kw_only=True, omit_defaults=Tru
             logit_bias=_logit_bias(self.logit_bias, vocab_size),
             bad_words=tuple(tuple(ids) for ids in bad_word_ids),
             allowed_token_ids=allowed,
+            thinking_budget=self.thinking_budget,
             seed=seed if asked_seed is None else asked_seed,
             stream_interval=self.stream_interval or 0,
             skip_special_tokens=self.skip_special_tokens,
@@ -225,6 +230,7 @@ class ResolvedSamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_def
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    thinking_budget: ThinkingBudget | None = None
     stream_interval: int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""Edits of a row of logits before the draw: bias, penalties, bad words, allowed ids, the minimum length.
+"""Edits of a row of logits before the draw: bias, penalties, the end of reasoning, bad words, allowed ids, the minimum length.
 
 Owns the edits of one sequence (`LogitEdits`) and the tokens that they need (`TokenHistory`); sequences without edits have neither. Edits
 touch only the ids concerned, so their cost depends on the tokens used, not on the vocabulary. Worker's thread.
@@ -13,6 +13,10 @@ import torch
 from headrace.messages.requests import SampleTask
 from headrace.messages.step import NewSequence
 from headrace.sampling.params import ResolvedSamplingParams
+from headrace.sampling.thinking_budget import ThinkingLimit
+
+FORCED = 1e30
+"""The logit of a token that is forced: above all others, also after the temperature, but a mask still forbids it."""
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -112,6 +116,8 @@ class LogitEdits:
         self._ends = _in_vocabulary(np.array([*new.end_token_ids, *params.stop_token_ids], dtype=np.int64), vocab_size)
         self._vocab_size = vocab_size
         self._history = history
+        self._thinking = None if params.thinking_budget is None else ThinkingLimit(params.thinking_budget)
+        self._end_of_thinking = 0 if params.thinking_budget is None else params.thinking_budget.end_id
         self._penalties: Penalties | None = None
         if uses_penalties(params):
             prompt = history.prompt if new.content.has_tokens else history.prompt[:0]
@@ -127,6 +133,8 @@ class LogitEdits:
         """The history was truncated."""
         if self._penalties is not None:
             self._penalties.recount(self._history.outputs)
+        if self._thinking is not None:
+            self._thinking.rewind()
 
     def apply(self, row: torch.Tensor, num_outputs: int) -> None:
         """Edit row float32[V] in place. num_outputs: outputs so far."""
@@ -134,6 +142,8 @@ class LogitEdits:
             row[_on(self._bias_ids, row)] += torch.from_numpy(self._bias).to(row.device)
         if self._penalties is not None:
             self._penalties.apply(row)
+        if self._thinking is not None and self._thinking.is_due(self._history.outputs):
+            row[self._end_of_thinking] = FORCED
         banned = list(self._banned_by_bad_words())
         if num_outputs < self._min_new_tokens:
             banned += self._ends.tolist()
@@ -171,13 +181,20 @@ def edits_logits(params: ResolvedSamplingParams) -> bool:
         or params.bad_words
         or params.allowed_token_ids
         or params.min_new_tokens
+        or params.thinking_budget
     )
 
 
 def edits_only_by_penalties(task: SampleTask, new: NewSequence) -> bool:
     """Whether penalties are the only edits that the logits of `new`, whose task this is, need."""
     params = task.params
-    others = params.logit_bias or params.bad_words or params.allowed_token_ids or params.min_new_tokens
+    others = (
+        params.logit_bias
+        or params.bad_words
+        or params.allowed_token_ids
+        or params.min_new_tokens
+        or params.thinking_budget
+    )
     return uses_penalties(params) and not (others or task.custom_logit_processor or not new.content.has_tokens)
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from headrace.parsers.table import Go, Header, Kind, State, Table, Writing
+from headrace.parsers.table import Go, Header, Kind, ReasoningTable, State, Table, Writing
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -32,6 +32,7 @@ TABLE = Table(
     fingerprints=(("<|channel|>", "<|message|>"),),
     has_reasoning=True,
     has_headers=True,
+    reasoning=ReasoningTable("analysis", opens=("<|channel|>analysis<|message|>",), closes=("<|end|>",)),
     writings=(Writing("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
     start="header",
     prompts=(

@@ -3,6 +3,7 @@
 Owns how a body becomes a call of the engine and how its reply is sent. Runs in the event loop that serves HTTP.
 """
 
+import dataclasses
 import re
 import uuid
 from contextlib import aclosing
@@ -35,7 +36,13 @@ log = get_logger(__name__)
 MAX_NAMED = 1000
 """Most names of skipped tools that are logged; they are the clients' own."""
 
-_THEIR_NAMES = {"max_new_tokens": "max_tokens", "input_ids": "messages", "text": "messages", "stop": "stop_sequences"}
+_THEIR_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "input_ids": "messages",
+    "text": "messages",
+    "stop": "stop_sequences",
+    "thinking_budget": "thinking.budget_tokens",
+}
 """What this API calls our sampling parameters and prompts."""
 
 
@@ -117,7 +124,12 @@ class MessagesServing:
     def _conversation(self, request: PromptRequest) -> tuple[Conversation, list[str]]:
         self.context.check_tokenizer("messages")
         refuse_unsupported(request)
-        return conversation_of(request, self.context.model.context_length)
+        conversation, skipped = conversation_of(request, self.context.model.context_length)
+        output_format = self.context.model.output_format
+        if output_format is None or not output_format.has_reasoning:
+            # A model that does not reason stays within every budget.
+            conversation = dataclasses.replace(conversation, thinking_budget=None)
+        return conversation, skipped
 
 
 @dataclass(frozen=True, slots=True)

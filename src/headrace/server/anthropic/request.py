@@ -60,6 +60,7 @@ def conversation_of(request: PromptRequest, context_length: int) -> tuple[Conver
         parallel=parallel,
         effort=effort,
         thinking=thinks,
+        thinking_budget=thinking.budget_tokens if thinking is not None else None,
         continues_last=messages[-1]["role"] == "assistant",
     )
     return conversation, skipped

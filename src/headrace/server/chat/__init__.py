@@ -4,6 +4,7 @@
 - prompt.py: renders and tokenizes a conversation, also for templates that know no tools.
 - custom_tools.py: tools that take a text instead of arguments.
 - reply_grammar.py: what the output must match.
+- thinking.py: a limit of reasoning.
 - calls.py: a conversation as a call of the engine.
 - choice_stream.py: the output of one choice as events.
 - logprobs.py: logprobs of tokens.

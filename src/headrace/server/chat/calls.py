@@ -22,6 +22,7 @@ from headrace.server.chat.choice_stream import ChoiceStream, TokenPieces
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
+from headrace.server.chat.thinking import check_reasoning, with_thinking_budget
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange
 
@@ -96,6 +97,9 @@ async def chat_call(
     fields: more of `GenerateReqInput`. Raises RequestError.
     """
     output_format = _format(context, conversation)
+    budget = conversation.thinking_budget
+    if budget is not None:
+        check_reasoning(output_format)
 
     def prepared() -> tuple[ChatPrompt, BoundReply]:
         prompt = chat_prompt(context, conversation)
@@ -105,7 +109,11 @@ async def chat_call(
             return prompt, BoundReply(sampling)
         prompt = prompt.with_marks(output_format.mark_ids)
         start = _parser(output_format, conversation, prompt, reads_reasoning=True)
-        return prompt, bound_reply(sampling, conversation, output_format, start, prompt.tail)
+        bound = bound_reply(sampling, conversation, output_format, start, prompt.tail)
+        if budget is None:
+            return prompt, bound
+        limited = with_thinking_budget(bound.sampling, budget, output_format, start, context.model.tokenizer)
+        return prompt, BoundReply(limited, bound.by_grammar)
 
     prompt, bound = await context.in_text_thread(prepared)
     params = bound.sampling

@@ -64,6 +64,7 @@ class Conversation:
 
     parallel: several calls in one reply are allowed. template_kwargs: more variables of the template. effort: how much the model shall think, for
     templates that know it. thinking: whether it shall think; None = as the template does. splits_reasoning: reasoning is kept apart from the content.
+    thinking_budget: most tokens of reasoning; None = no limit.
     opens_reply: the prompt ends with the beginning of the assistant's message. continues_last: it ends with the unfinished last message.
     """
 
@@ -74,6 +75,7 @@ class Conversation:
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     effort: str | None = None
     thinking: bool | None = None
+    thinking_budget: int | None = None
     splits_reasoning: bool = True
     opens_reply: bool = True
     continues_last: bool = False

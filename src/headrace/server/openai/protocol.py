@@ -228,7 +228,8 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     """Body of /v1/chat/completions.
 
     separate_reasoning: false leaves reasoning in the content. stream_reasoning: false sends it in one piece when it is complete.
-    include_reasoning: false leaves it out of the reply.
+    include_reasoning: false leaves it out of the reply. thinking_budget: most tokens of reasoning, -1 = no limit; the other names
+    are those of vLLM and llama.cpp.
     """
 
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
@@ -237,6 +238,10 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    thinking_budget: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    thinking_token_budget: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    thinking_budget_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    reasoning_budget_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     reasoning_effort: ReasoningEffort | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None

@@ -1,0 +1,41 @@
+"""A limit of reasoning tokens as sampling parameters. Pure functions, run in the event loop that serves HTTP."""
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.parsers.base import OutputParser
+from headrace.parsers.reasoning_tokens import reasoning_tokens
+from headrace.parsers.registry import OutputFormat
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.thinking_budget import ThinkingBudget
+from headrace.text.tokenizers import Tokenizer
+
+FIELD = "thinking_budget"
+
+
+def check_reasoning(output_format: OutputFormat | None) -> None:
+    """Raises RequestError if it is not known how the model writes its reasoning."""
+    if output_format is None or not output_format.has_reasoning:
+        raise RequestError(
+            f"{FIELD}: this server does not know how the model ends its reasoning, see --reasoning-parser", FIELD
+        )
+
+
+def with_thinking_budget(
+    sampling: SamplingParams, num_tokens: int, output_format: OutputFormat, start: OutputParser, tokenizer: Tokenizer
+) -> SamplingParams:
+    """The parameters with at most `num_tokens` of reasoning. start: a parser at the beginning of the output.
+
+    Raises RequestError if no single token ends the reasoning.
+    """
+    found = reasoning_tokens(output_format, lambda text: tokenizer.encode(text, False, True))
+    if found is None:
+        raise RequestError(f"{FIELD}: this model's reasoning does not end with a token of its own", FIELD)
+    budget = ThinkingBudget(
+        num_tokens=num_tokens,
+        end_id=found.end_id,
+        end_ids=found.end_ids,
+        begins=found.begins,
+        is_open=start.is_reasoning,
+    )
+    return msgspec.structs.replace(sampling, thinking_budget=budget)
