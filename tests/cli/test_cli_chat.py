@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from headrace.cli.app import main
-from headrace.cli.chat import ChatSampling, Piece, ServerChat, new_pieces, run_chat
+from headrace.cli.chat import run_chat
+from headrace.cli.chat_sources import ChatSampling, Piece, ServerChat, ToolUse, new_updates
+from headrace.cli.tools import read_tools
 from headrace.errors import ConfigError, RequestError
 
 
@@ -24,9 +26,10 @@ class Script:
         self.schemas = []
         self.closed = 0
 
-    def reply(self, messages, json_schema):
+    def reply(self, messages, json_schema, tools):
         self.asked.append([dict(message) for message in messages])
         self.schemas.append(json_schema)
+        self.tools = tools
         reply = self.replies.pop(0)
         if isinstance(reply, RequestError):
             raise reply
@@ -34,7 +37,7 @@ class Script:
             for count, word in enumerate(reply, 1):
                 if word is KeyboardInterrupt:
                     raise KeyboardInterrupt
-                yield Piece(word, count)
+                yield Piece(word, count) if isinstance(word, str) else word
         finally:
             self.closed += 1
 
@@ -46,11 +49,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def talk(monkeypatch, source, *lines, system=None, stdin=io.StringIO):
+def talk(monkeypatch, source, *lines, system=None, stdin=io.StringIO, tools=()):
     """What a chat prints for piped input, or for typed input when `stdin` is a Terminal."""
     monkeypatch.setattr("sys.stdin", stdin("".join(line + "\n" for line in lines)))
     out = io.StringIO()
-    run_chat(source, Console(file=out, width=100), system)
+    run_chat(source, Console(file=out, width=100), system, tools)
     return out.getvalue()
 
 
@@ -169,14 +172,86 @@ def test_replies_are_printed_as_they_are_without_markup(monkeypatch):
     assert talk(monkeypatch, Script(["[bold]", ":smile: [/x]"]), "hi") == "[bold]:smile: [/x]\n"
 
 
-def test_pieces_of_a_cumulative_stream_join_to_its_text():
+def test_updates_of_a_cumulative_stream_join_to_its_text():
     texts = ["", "He", "He", "Hello"]
-    items = [{"text": text, "meta_info": {"completion_tokens": index}} for index, text in enumerate(texts)]
+    items = [
+        {"text": text, "output_ids": list(range(n)), "meta_info": {"completion_tokens": n, "finish_reason": end}}
+        for n, (text, end) in enumerate(zip(texts, [None, None, None, {"type": "stop", "matched": 2}], strict=True))
+    ]
 
-    pieces = list(new_pieces(items))
+    updates = list(new_updates(items))
 
-    assert "".join(piece.text for piece in pieces) == "Hello"
-    assert pieces[-1].num_tokens == 3
+    assert "".join(update.text for update in updates) == "Hello"
+    assert [token_id for update in updates for token_id in update.ids] == [0, 1, 2]
+    assert [update.finish is not None for update in updates] == [False, False, False, True]
+    assert updates[-1].usage.completion_tokens == 3
+
+
+CALL = ToolUse("a", "get_weather", '{"city": "[Rome]"}')
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("stdin", [io.StringIO, Terminal])
+def test_calls_are_shown_and_the_next_line_is_their_result(monkeypatch, stdin):
+    source = Script(["I look.", CALL, ToolUse("b", "get_time", "{}")], ["Sunny."], ["Bye."])
+
+    printed = talk(monkeypatch, source, "weather?", "sunny", "noon", "thanks", tools=[TOOL], stdin=stdin)
+
+    assert source.tools == [TOOL]
+    assert "I look.\n" in printed
+    assert 'get_weather({"city": "[Rome]"})' in printed
+    assert ("result of get_time>" in printed) == (stdin is Terminal)
+    assert source.asked[1][1:] == [
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "[Rome]"}'}},
+                {"id": "b", "type": "function", "function": {"name": "get_time", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "b", "content": "noon"},
+    ]
+    assert source.asked[2][-2:] == [{"role": "assistant", "content": "Sunny."}, {"role": "user", "content": "thanks"}]
+
+
+def test_a_turn_that_fails_after_a_call_is_forgotten_as_a_whole(monkeypatch):
+    source = Script([CALL], RequestError("too long"), ["fine"])
+
+    printed = talk(monkeypatch, source, "weather?", "sunny", "hi", tools=[TOOL], stdin=Terminal)
+
+    assert "too long" in printed
+    assert source.asked[2] == [{"role": "user", "content": "hi"}]
+
+
+def test_the_end_of_input_at_a_result_ends_the_chat(monkeypatch):
+    source = Script([CALL], ["never asked"])
+    assert talk(monkeypatch, source, "weather?", tools=[TOOL]) == 'get_weather({"city": "[Rome]"})\n'
+    assert len(source.asked) == 1
+
+
+def test_reasoning_is_dimmed_and_only_people_see_it(monkeypatch):
+    thoughts = [Piece("hm, ", 1, True), Piece("so", 2, True), Piece("yes", 3)]
+    assert talk(monkeypatch, Script(thoughts), "hi") == "yes\n"
+    monkeypatch.setattr("sys.stdin", Terminal("hi\nmore\n"))
+    out, source = io.StringIO(), Script(thoughts, ["no"])
+    run_chat(source, Console(file=out, width=100, force_terminal=True))
+    assert "\x1b[2mhm, \x1b[0m\x1b[2mso\x1b[0m\nyes" in out.getvalue()
+    assert source.asked[1][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm, so"}
+
+
+def test_tools_are_read_from_a_file_or_as_they_are(tmp_path):
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps([TOOL, {"name": "get_time"}]))
+    assert read_tools(str(path)) == [TOOL, {"type": "function", "function": {"name": "get_time"}}]
+    assert read_tools(json.dumps([TOOL])) == [TOOL]
+    for given in (str(tmp_path / "none"), "[", "[]", "[1]", "[{}]", json.dumps([TOOL, TOOL]), '[{"name": 5}]'):
+        with pytest.raises(ConfigError):
+            read_tools(given)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="list of tools"):
+        read_tools(str(path))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -231,7 +306,7 @@ def test_a_servers_stream_becomes_pieces(server):
     ]
     chat = ServerChat(server.url + "/v1/", ChatSampling(temperature=0.0), api_key="k")
 
-    pieces = list(chat.reply(MESSAGES, None))
+    pieces = list(chat.reply(MESSAGES, None, ()))
 
     assert [piece.text for piece in pieces] == ["He", "y", ""]
     assert pieces[-1].num_tokens == 7
@@ -245,7 +320,7 @@ def test_a_servers_stream_becomes_pieces(server):
 
 def test_a_server_is_asked_for_a_schema_as_openai_s_api_takes_it(server):
     server.frames = [b"data: [DONE]\n\n"]
-    list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, '{"b":1,"a":2}'))
+    list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, '{"b":1,"a":2}', ()))
 
     body, _ = server.asked[0]
     schema = {"name": "schema", "schema": {"b": 1, "a": 2}}
@@ -253,12 +328,35 @@ def test_a_server_is_asked_for_a_schema_as_openai_s_api_takes_it(server):
     assert list(body["response_format"]["json_schema"]["schema"]) == ["b", "a"]
 
 
+def test_a_servers_reasoning_and_calls_become_pieces(server):
+    def delta(**fields):
+        return frame({"choices": [{"index": 0, "delta": fields}]})
+
+    server.frames = [
+        delta(reasoning_content="hm", reasoning="hm"),
+        delta(content="Let me look."),
+        delta(tool_calls=[{"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}]),
+        delta(tool_calls=[{"index": 0, "function": {"arguments": '{"x"'}}]),
+        delta(tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}, {"index": 1, "function": {"name": "g"}}]),
+        b"data: [DONE]\n\n",
+    ]
+    pieces = list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, None, [TOOL]))
+
+    assert pieces == [
+        Piece("hm", 1, True), Piece("Let me look.", 2), ToolUse("a", "f", '{"x": 1}'), ToolUse("call_1", "g", "")
+    ]  # fmt: skip
+    assert server.asked[0][0]["tools"] == [TOOL]
+    server.frames = [delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])]
+    with pytest.raises(RequestError, match="tool call"):
+        list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, None, []))
+
+
 def test_a_servers_refusal_is_told_in_its_words(server):
     server.status, server.frames = 400, [b'{"error": {"message": "prompt too long"}}']
     chat = ServerChat(server.url, ChatSampling(), model="m")
 
     with pytest.raises(RequestError, match="prompt too long"):
-        list(chat.reply(MESSAGES, None))
+        list(chat.reply(MESSAGES, None, ()))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +371,7 @@ def test_a_servers_refusal_is_told_in_its_words(server):
 def test_a_stream_that_breaks_is_an_error(server, frames, words):
     server.frames = frames
     with pytest.raises(RequestError, match=words):
-        list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, None))
+        list(ServerChat(server.url, ChatSampling(), model="m").reply(MESSAGES, None, ()))
 
 
 def test_no_server_is_a_clear_error():

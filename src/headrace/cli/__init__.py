@@ -2,7 +2,8 @@
 
 Read first: app.py (the commands and their options).
 
-chat.py (the terminal chat), schema.py (JSON schemas given to commands), doctor.py (what runs on this machine, and why not),
+chat.py (the terminal chat), chat_sources.py (where its replies come from), schema.py and tools.py (JSON schemas and tools given to
+commands), doctor.py (what runs on this machine, and why not),
 quantize.py, __main__.py (`python -m headrace.cli`).
 """
 

@@ -130,7 +130,7 @@ def generate(
 ) -> None:
     """Continue a text once, without a server, and print it as it comes."""
     from headrace.api.engine import Engine
-    from headrace.cli.chat import new_pieces
+    from headrace.cli.chat_sources import new_updates
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     given |= _grammar(json_schema, regex, choice)
@@ -140,8 +140,8 @@ def generate(
         if as_json:
             print(json.dumps(engine.generate(prompt=text, sampling_params=sampling_params), ensure_ascii=False))
             return
-        for piece in new_pieces(engine.generate(prompt=text, sampling_params=sampling_params, stream=True)):
-            sys.stdout.write(piece.text)
+        for update in new_updates(engine.generate(prompt=text, sampling_params=sampling_params, stream=True)):
+            sys.stdout.write(update.text)
             sys.stdout.flush()
         sys.stdout.write("\n")
 
@@ -157,6 +157,12 @@ def chat(
         str | None, typer.Option(help="API key of the server at --url.", envvar="HEADRACE_API_KEY")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message to start with.")] = None,
+    tools: Annotated[
+        str | None,
+        typer.Option(
+            help="File with a JSON list of tools (or the list) that the model may call; you are asked for the results."
+        ),
+    ] = None,
     max_new_tokens: _MaxNewTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
@@ -165,16 +171,19 @@ def chat(
     server_args: ServerArgs,
 ) -> None:
     """Chat in the terminal. /help lists the commands; Ctrl-C stops a reply. When input is a pipe, every line is one message."""
-    from headrace.cli.chat import ChatSampling, EngineChat, ServerChat, run_chat
+    from headrace.cli.chat import run_chat
+    from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
+    from headrace.cli.tools import read_tools
 
+    offered = read_tools(tools) if tools else []
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
     console = Console(highlight=False)
     if url is not None:
         with ServerChat(url, sampling, model, api_key) as server:
-            run_chat(server, console, system)
+            run_chat(server, console, system, offered)
         return
     with EngineChat(with_model(server_args, model), sampling) as engine:
-        run_chat(engine, console, system)
+        run_chat(engine, console, system, offered)
 
 
 # --- models and the machine

@@ -1,29 +1,18 @@
-"""The terminal chat, over an Engine of this process or over a running server.
+"""The terminal chat.
 
-Owns the conversation, the commands that begin with a slash, and how a reply is shown. The two ways to get a reply are
-`EngineChat` and `ServerChat`. Runs in the main thread; Ctrl-C during a reply ends that reply only.
+Owns the conversation, the commands that begin with a slash, and how a reply is shown. Replies come from a `ChatSource`
+(`chat_sources`). Runs in the main thread; Ctrl-C during a reply ends that reply only.
 """
 
-import dataclasses
-import http.client
-import json
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.benchmark.sse import DONE, EventParser
-from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, HeadraceError, RequestError
-
-Message = dict[str, str]
+from headrace.cli.chat_sources import ChatSource, Message, Piece, Tools, ToolUse
+from headrace.errors import ConfigError, HeadraceError
 
 HELP = """[bold]/clear[/bold]           begin again (keeps the system message)
 [bold]/system TEXT[/bold]     set the system message and begin again; without TEXT: remove it
@@ -31,169 +20,32 @@ HELP = """[bold]/clear[/bold]           begin again (keeps the system message)
 [bold]/help[/bold]            this
 [bold]/exit[/bold], Ctrl-D    leave
 Ctrl-C           stop the reply that is being written"""
-_CONNECT_TIMEOUT_S = 10.0
-_READ_BYTES = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class ChatSampling:
-    """How replies are sampled; None = as the model or the server likes."""
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Newly arrived text. num_tokens: of the reply so far."""
-
-    text: str
-    num_tokens: int
-
-
-class ChatSource(Protocol):
-    """Where replies come from."""
-
-    name: str
-
-    def reply(self, messages: list[Message], json_schema: str | None) -> Iterator[Piece]:
-        """The next message of the assistant, piece by piece; closing the iterator stops it. Raises HeadraceError.
-
-        json_schema: what the message must match, as JSON; None = any text.
-        """
-        ...
-
-
-class EngineChat:
-    """Replies of an Engine in this process; a context manager that owns it."""
-
-    def __init__(self, server_args: ServerArgs, sampling: ChatSampling) -> None:
-        """Load the tokenizer and its template first: a model that cannot chat is refused before its weights are read."""
-        from headrace.api.engine import Engine
-        from headrace.processes.model_files import open_chat_template, open_tokenizer
-
-        self.name = server_args.served_name
-        self._tokenizer = open_tokenizer(server_args)
-        template = open_chat_template(server_args, self._tokenizer)
-        if template is None:
-            raise ConfigError(f"{self.name} has no chat template; give one with --chat-template")
-        self._template = template
-        self._sampling = sampling
-        self._engine = Engine(**dataclasses.asdict(server_args))
-        self._context_length = int(self._engine.get_server_info()["context_length"])
-
-    def __enter__(self) -> "EngineChat":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.shutdown()
-
-    def reply(self, messages: list[Message], json_schema: str | None) -> Iterator[Piece]:
-        """See ChatSource. Without a limit of the user's the reply may fill the rest of the context."""
-        ids = self._tokenizer.encode_rendered(self._template.render(messages))
-        wanted = {name: value for name, value in dataclasses.asdict(self._sampling).items() if value is not None}
-        room = self._context_length - len(ids)
-        if room < 1:
-            raise RequestError(
-                f"the conversation fills the context of {self._context_length} tokens; /clear starts again"
-            )
-        sampling_params = {"max_new_tokens": room, "json_schema": json_schema, **wanted}
-        with closing(self._engine.generate(input_ids=ids, sampling_params=sampling_params, stream=True)) as items:
-            yield from new_pieces(items)
-
-
-class ServerChat:
-    """Replies of an OpenAI-compatible server."""
-
-    def __init__(self, url: str, sampling: ChatSampling, model: str | None = None, api_key: str | None = None) -> None:
-        """Ask the server for its model when none is named. Raises ConfigError when it does not answer."""
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
-        self._sampling = sampling
-        self.name = model or self._first_model()
-
-    def __enter__(self) -> "ServerChat":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is held between replies."""
-
-    def reply(self, messages: list[Message], json_schema: str | None) -> Iterator[Piece]:
-        """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
-        body: dict[str, Any] = {
-            "model": self.name,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": self._sampling.max_new_tokens,
-            "temperature": self._sampling.temperature,
-            "top_p": self._sampling.top_p,
-            "seed": self._sampling.seed,
-            "response_format": None if json_schema is None else _response_format(json_schema),
-        }
-        payload = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        num_tokens = 0
-        with self._open("/v1/chat/completions", payload) as response:
-            for chunk in _chunks(response):
-                for choice in chunk.get("choices", ()):
-                    text = choice.get("delta", {}).get("content")
-                    if text:
-                        num_tokens += 1
-                        yield Piece(text, num_tokens)
-                usage = chunk.get("usage")
-                if usage:
-                    yield Piece("", usage["completion_tokens"])
-
-    def _first_model(self) -> str:
-        with self._open("/v1/models") as response:
-            try:
-                return str(json.load(response)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{self._url}/v1/models names no model; give one") from error
-
-    def _open(self, path: str, payload: bytes | None = None) -> Any:
-        request = urllib.request.Request(self._url + path, payload, self._headers)
-        try:
-            return urllib.request.urlopen(request, timeout=None if payload else _CONNECT_TIMEOUT_S)
-        except urllib.error.HTTPError as error:
-            raise RequestError(_error_message(error.code, error.read())) from error
-        except (urllib.error.URLError, OSError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise ConfigError(f"no server answers at {self._url}: {reason}") from error
-
-
-def _response_format(json_schema: str) -> dict[str, Any]:
-    """The schema as OpenAI's API takes it."""
-    return {"type": "json_schema", "json_schema": {"name": "schema", "schema": json.loads(json_schema)}}
-
-
-def run_chat(source: ChatSource, console: Console, system: str | None = None) -> None:
+def run_chat(source: ChatSource, console: Console, system: str | None = None, tools: Tools = ()) -> None:
     """Talk until the user leaves.
 
-    When input is no terminal, each line is a message, also one that begins with a slash, and only replies are printed; the
-    first reply that fails is raised as its HeadraceError.
+    tools: what the model may call; each call is shown, and the next line is its result. When input is no terminal, each line is a message or a
+    result, also one that begins with a slash, and only replies and calls are printed; the first reply that fails is raised as its HeadraceError.
     """
     interactive = sys.stdin.isatty()
-    conversation = Conversation(system)
+    conversation = Conversation(system, tools)
     if interactive:
         console.print(f"[bold]{escape(source.name)}[/bold]  [dim]/help lists the commands, Ctrl-D quits[/dim]")
     while (line := _read_line(console, interactive)) is not None:
         if interactive and line.startswith("/"):
             if not _command(line, conversation, console):
                 break
-        elif line:
-            _answer(source, conversation, line, console, interactive)
+        elif line and not _take_turn(source, conversation, line, console, interactive):
+            break
 
 
 class Conversation:
-    """The messages so far, the system message first when there is one, and the schema of the next reply."""
+    """The messages so far, the system message first when there is one, the tools, and the schema of the next reply."""
 
-    def __init__(self, system: str | None) -> None:
+    def __init__(self, system: str | None, tools: Tools = ()) -> None:
         self._system = system
+        self.tools = tools
         self.json_schema: str | None = None
         self.messages: list[Message] = []
         self.clear()
@@ -208,20 +60,11 @@ class Conversation:
         self.clear()
 
 
-def new_pieces(items: Iterable[dict[str, Any]]) -> Iterator[Piece]:
-    """What each output of an Engine's cumulative stream adds to the one before."""
-    seen = 0
-    for item in items:
-        text = item["text"]
-        yield Piece(text[seen:], item["meta_info"]["completion_tokens"])
-        seen = max(seen, len(text))
-
-
-def _read_line(console: Console, interactive: bool) -> str | None:
-    """The next message, stripped; None at the end of input. Ctrl-C at the prompt only empties the line."""
+def _read_line(console: Console, interactive: bool, prompt: str = "[bold green]>[/bold green] ") -> str | None:
+    """The next line, stripped; None at the end of input. Ctrl-C at the prompt only empties the line."""
     while True:
         try:
-            line = console.input("[bold green]>[/bold green] ") if interactive else sys.stdin.readline()
+            line = console.input(prompt) if interactive else sys.stdin.readline()
         except EOFError:
             console.print()
             return None
@@ -270,71 +113,124 @@ def _set_schema(conversation: Conversation, given: str, console: Console) -> Non
     console.print("[dim]replies match this schema[/dim]" if given else "[dim]replies are any text[/dim]")
 
 
-def _answer(source: ChatSource, conversation: Conversation, line: str, console: Console, interactive: bool) -> None:
-    """Ask, print the reply as it comes, and remember both. A failed turn is forgotten; a stopped one keeps what came.
+def _take_turn(source: ChatSource, conversation: Conversation, line: str, console: Console, interactive: bool) -> bool:
+    """Ask, and go on while the model calls tools. A failed turn is forgotten. Returns False at the end of input.
 
     Raises HeadraceError when not interactive.
     """
+    before = len(conversation.messages)
     conversation.messages.append({"role": "user", "content": line})
-    parts: list[str] = []
-    num_tokens, stopped = 0, False
-    start_s = first_s = time.perf_counter()
-    pieces = source.reply(conversation.messages, conversation.json_schema)
     try:
-        for piece in pieces:
-            if not parts:
-                first_s = time.perf_counter()
-            num_tokens = piece.num_tokens
-            parts.append(piece.text)
-            console.out(piece.text, end="", highlight=False)
-    except KeyboardInterrupt:
-        stopped = True
-        # Closing the iterator is what tells the engine or the server to stop.
-        _close(pieces)
+        while calls := _answer(source, conversation, console, interactive):
+            for call in calls:
+                result = _ask_result(call, console, interactive)
+                if result is None:
+                    return False
+                conversation.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     except HeadraceError as error:
         if not interactive:
-            if parts:
-                console.print()
             raise
-        conversation.messages.pop()
+        del conversation.messages[before:]
         console.print(f"[red]{escape(error.message)}[/red]")
-        return
-    console.print()
-    conversation.messages.append({"role": "assistant", "content": "".join(parts)})
+    return True
+
+
+def _ask_result(call: ToolUse, console: Console, interactive: bool) -> str | None:
+    """Show a call and read its result; None at the end of input."""
+    console.print(f"[yellow]{escape(f'{call.name}({call.arguments})')}[/yellow]", soft_wrap=True)
+    return _read_line(console, interactive, f"[bold yellow]result of {escape(call.name)}>[/bold yellow] ")
+
+
+def _answer(source: ChatSource, conversation: Conversation, console: Console, interactive: bool) -> list[ToolUse]:
+    """Print the next reply as it comes, and remember it; a stopped one keeps what came. Returns its tool calls.
+
+    Reasoning is dimmed, and shown only when interactive. Raises HeadraceError.
+    """
+    reply = _Reply(console, shows_reasoning=interactive)
+    stopped = False
+    pieces = source.reply(conversation.messages, conversation.json_schema, conversation.tools)
+    try:
+        for piece in pieces:
+            reply.add(piece)
+    except KeyboardInterrupt:
+        stopped = True
+        reply.calls.clear()
+        # Closing the iterator is what tells the engine or the server to stop.
+        _close(pieces)
+    except HeadraceError:
+        reply.end_line()
+        raise
+    reply.end_line(always=not reply.calls)
+    conversation.messages.append(reply.message())
     if interactive:
-        writing_s = time.perf_counter() - first_s
-        rate = f"{(num_tokens - 1) / writing_s:.1f} tok/s, " if num_tokens > 1 and writing_s > 0 else ""
-        note = "stopped: " if stopped else ""
-        tokens = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
-        console.print(f"[dim]{note}{tokens}, {rate}first after {first_s - start_s:.2f} s[/dim]\n")
+        console.print(f"[dim]{'stopped: ' if stopped else ''}{reply.speed()}[/dim]\n")
+    return reply.calls
 
 
-def _close(pieces: Iterator[Piece]) -> None:
+class _Reply:
+    """Shows a reply while it comes, and keeps it."""
+
+    def __init__(self, console: Console, shows_reasoning: bool) -> None:
+        self.calls: list[ToolUse] = []
+        self._console = console
+        self._shows_reasoning = shows_reasoning
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._num_tokens = 0
+        self._is_in_line = False
+        self._start_s = self._first_s = time.perf_counter()
+
+    def add(self, piece: Piece | ToolUse) -> None:
+        """The next piece."""
+        if isinstance(piece, ToolUse):
+            self.calls.append(piece)
+            return
+        if not self._num_tokens:
+            self._first_s = time.perf_counter()
+        self._num_tokens = piece.num_tokens
+        if not piece.text:
+            return
+        if piece.is_reasoning:
+            self._reasoning.append(piece.text)
+            if self._shows_reasoning:
+                self._write(piece.text, "dim")
+            return
+        if self._reasoning and not self._text:
+            self.end_line()
+        self._text.append(piece.text)
+        self._write(piece.text)
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        self._console.out(text, end="", style=style, highlight=False)
+        self._is_in_line = True
+
+    def end_line(self, always: bool = False) -> None:
+        """End the line that is being written. always: even if nothing is."""
+        if self._is_in_line or always:
+            self._console.print()
+        self._is_in_line = False
+
+    def message(self) -> Message:
+        """The reply as a message of the conversation."""
+        message: Message = {"role": "assistant", "content": "".join(self._text)}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message
+
+    def speed(self) -> str:
+        """How many tokens there were, how fast, and when the first came."""
+        count, writing_s = self._num_tokens, time.perf_counter() - self._first_s
+        rate = f"{(count - 1) / writing_s:.1f} tok/s, " if count > 1 and writing_s > 0 else ""
+        tokens = "1 token" if count == 1 else f"{count} tokens"
+        return f"{tokens}, {rate}first after {self._first_s - self._start_s:.2f} s"
+
+
+def _close(pieces: Iterator[Piece | ToolUse]) -> None:
     close = getattr(pieces, "close", None)
     if close is not None:
         close()
-
-
-def _chunks(response: Any) -> Iterator[dict[str, Any]]:
-    """The JSON chunks of an event stream. Raises RequestError for an error frame and when the stream breaks off."""
-    parser = EventParser()
-    try:
-        while piece := response.read1(_READ_BYTES):
-            for event in parser.feed(piece):
-                if event == DONE:
-                    return
-                chunk = json.loads(event)
-                if "error" in chunk:
-                    raise RequestError(_error_message(500, event))
-                yield chunk
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RequestError(f"the reply was cut off: {error}") from error
-    raise RequestError("the reply was cut off: the server closed the stream early")
-
-
-def _error_message(status: int, body: bytes) -> str:
-    """The message of an OpenAI-shaped error, or the status."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with HTTP status {status}"

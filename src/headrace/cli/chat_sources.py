@@ -1,0 +1,293 @@
+"""Where the replies of the terminal chat come from: an Engine of this process (`EngineChat`), or a running server (`ServerChat`).
+
+Messages and tools are those of OpenAI's chat completions, for both. Runs in the main thread.
+"""
+
+import asyncio
+import dataclasses
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.benchmark.sse import DONE, EventParser
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from headrace.frontend.sample_update import SampleUpdate
+    from headrace.server.chat.calls import ChatCall
+
+Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]]
+
+_CONNECT_TIMEOUT_S = 10.0
+_READ_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSampling:
+    """How replies are sampled; None = as the model or the server likes."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Newly arrived text. num_tokens: of the reply so far. is_reasoning: it is not part of the answer."""
+
+    text: str
+    num_tokens: int
+    is_reasoning: bool = False
+
+
+@dataclass(slots=True)
+class ToolUse:
+    """A complete tool call. arguments: JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatSource(Protocol):
+    """Where replies come from."""
+
+    name: str
+
+    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
+        """The next message of the assistant, piece by piece, its tool calls last; closing the iterator stops it. Raises HeadraceError.
+
+        json_schema: what the message must match, as JSON; None = any text. tools: what the model may call.
+        """
+        ...
+
+
+class EngineChat:
+    """Replies of an Engine in this process; a context manager that owns it."""
+
+    def __init__(self, server_args: ServerArgs, sampling: ChatSampling) -> None:
+        """Load the tokenizer and its template first: a model that cannot chat is refused before its weights are read."""
+        from headrace.api.engine import Engine
+        from headrace.launch import launch_engine
+        from headrace.processes.model_files import open_chat_template, open_tokenizer, served_model
+        from headrace.server.context import ServerStatus, ServingContext
+
+        self.name = server_args.served_name
+        if open_chat_template(server_args, open_tokenizer(server_args)) is None:
+            raise ConfigError(f"{self.name} has no chat template; give one with --chat-template")
+        self._sampling = sampling
+        running = launch_engine(server_args)
+        self._engine = Engine.over(running)
+        model = served_model(server_args, running.ready, running.tokenizer, running.chat_template, running.model)
+        self._context = ServingContext(running.tokenizer_manager, model, server_args, ServerStatus(started=True))
+
+    def __enter__(self) -> "EngineChat":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.text_threads.shutdown(wait=False)
+        self._engine.shutdown()
+
+    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
+        """See ChatSource. Without a limit of the user's the reply may fill the rest of the context."""
+        import msgspec
+
+        from headrace.parsers.base import Arguments, Reasoning, Text, ToolCall
+
+        chat = self._chat_call(messages, json_schema, tools)
+        sampling, context_length = chat.sampling, self._context.model.context_length
+        room = context_length - len(chat.prompt.ids)
+        if room < 1:
+            raise RequestError(f"the conversation fills the context of {context_length} tokens; /clear starts again")
+        if sampling.max_new_tokens is None:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
+        choice, calls = chat.choice(), _Calls()
+        with closing(self._engine.generate(input_ids=chat.prompt.ids, sampling_params=sampling, stream=True)) as items:
+            for update in new_updates(items):
+                num_tokens = update.usage.completion_tokens
+                shown = False
+                for event in choice.push(update):
+                    match event:
+                        case Text(text) | Reasoning(text):
+                            shown = True
+                            yield Piece(text, num_tokens, isinstance(event, Reasoning))
+                        case ToolCall(index, call_id, name):
+                            calls.begin(index, call_id, name)
+                        case Arguments(index, text):
+                            calls.add(index, text)
+                if not shown:
+                    yield Piece("", num_tokens)
+        yield from calls.complete
+
+    def _chat_call(self, messages: list[Message], json_schema: str | None, tools: Tools) -> "ChatCall":
+        """The conversation as a server would take it. Raises RequestError."""
+        import msgspec
+
+        from headrace.sampling.params import SamplingParams
+        from headrace.server.chat.calls import chat_call
+        from headrace.server.openai.chat_request import conversation_of
+        from headrace.server.openai.protocol import ChatCompletionRequest
+
+        request = msgspec.convert({"messages": messages, "tools": list(tools)}, ChatCompletionRequest)
+        conversation = conversation_of(request, self._context.model.context_length)
+        sampling = SamplingParams(json_schema=json_schema, **dataclasses.asdict(self._sampling))
+        return asyncio.run(chat_call(self._context, conversation, sampling))
+
+
+class ServerChat:
+    """Replies of an OpenAI-compatible server."""
+
+    def __init__(self, url: str, sampling: ChatSampling, model: str | None = None, api_key: str | None = None) -> None:
+        """Ask the server for its model when none is named. Raises ConfigError when it does not answer."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        self._sampling = sampling
+        self.name = model or self._first_model()
+
+    def __enter__(self) -> "ServerChat":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held between replies."""
+
+    def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
+        """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
+        body: dict[str, Any] = {
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": self._sampling.max_new_tokens,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
+            "seed": self._sampling.seed,
+            "tools": list(tools) or None,
+            "response_format": None if json_schema is None else _response_format(json_schema),
+        }
+        payload = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+        num_tokens, calls = 0, _Calls()
+        with self._open("/v1/chat/completions", payload) as response:
+            for chunk in _chunks(response):
+                for choice in chunk.get("choices", ()):
+                    delta = choice.get("delta", {})
+                    for call in delta.get("tool_calls") or ():
+                        calls.add_delta(call)
+                    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+                    for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
+                        if text:
+                            num_tokens += 1
+                            yield Piece(text, num_tokens, is_reasoning)
+                usage = chunk.get("usage")
+                if usage:
+                    yield Piece("", usage["completion_tokens"])
+        yield from calls.complete
+
+    def _first_model(self) -> str:
+        with self._open("/v1/models") as response:
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ConfigError(f"{self._url}/v1/models names no model; give one") from error
+
+    def _open(self, path: str, payload: bytes | None = None) -> Any:
+        request = urllib.request.Request(self._url + path, payload, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=None if payload else _CONNECT_TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            raise RequestError(_error_message(error.code, error.read())) from error
+        except (urllib.error.URLError, OSError) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise ConfigError(f"no server answers at {self._url}: {reason}") from error
+
+
+def _response_format(json_schema: str) -> dict[str, Any]:
+    """The schema as OpenAI's API takes it."""
+    return {"type": "json_schema", "json_schema": {"name": "schema", "schema": json.loads(json_schema)}}
+
+
+class _Calls:
+    """Puts the pieces of tool calls together."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, ToolUse] = {}
+
+    @property
+    def complete(self) -> list[ToolUse]:
+        """All of them, in their order; call it at the end."""
+        return [self._calls[index] for index in sorted(self._calls)]
+
+    def begin(self, index: int, call_id: str, name: str) -> None:
+        """A call begins."""
+        self._calls[index] = ToolUse(call_id, name, "")
+
+    def add(self, index: int, arguments: str) -> None:
+        """More of a call's arguments."""
+        self._calls[index].arguments += arguments
+
+    def add_delta(self, delta: dict[str, Any]) -> None:
+        """A piece of a call in a chunk. Raises RequestError for one of an unknown call."""
+        index, function = delta.get("index", 0), delta.get("function") or {}
+        if index not in self._calls:
+            if not function.get("name"):
+                raise RequestError("the reply has a piece of a tool call without a name")
+            self.begin(index, str(delta.get("id") or f"call_{index}"), str(function["name"]))
+        self.add(index, function.get("arguments") or "")
+
+
+def new_updates(items: Iterable[dict[str, Any]]) -> Iterator["SampleUpdate"]:
+    """What each output of an Engine's cumulative stream adds to the one before."""
+    from headrace.frontend.sample_update import SampleTimes, SampleUpdate, SampleUsage
+    from headrace.messages.outputs import FinishReason
+
+    num_chars = num_ids = 0
+    for item in items:
+        text, ids, about = item["text"], item["output_ids"], item["meta_info"]
+        ended = FinishReason(about["finish_reason"]["type"]) if about["finish_reason"] else None
+        yield SampleUpdate(
+            rid="",
+            index=0,
+            is_listed=False,
+            text=text[num_chars:],
+            ids=ids[num_ids:],
+            finish=ended,
+            usage=SampleUsage(0, about["completion_tokens"], 0),
+            times=SampleTimes(0.0),
+            weight_version="",
+            num_retractions=0,
+        )
+        num_chars, num_ids = max(num_chars, len(text)), max(num_ids, len(ids))
+
+
+def _chunks(response: Any) -> Iterator[dict[str, Any]]:
+    """The JSON chunks of an event stream. Raises RequestError for an error frame and when the stream breaks off."""
+    parser = EventParser()
+    try:
+        while piece := response.read1(_READ_BYTES):
+            for event in parser.feed(piece):
+                if event == DONE:
+                    return
+                chunk = json.loads(event)
+                if "error" in chunk:
+                    raise RequestError(_error_message(500, event))
+                yield chunk
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise RequestError(f"the reply was cut off: {error}") from error
+    raise RequestError("the reply was cut off: the server closed the stream early")
+
+
+def _error_message(status: int, body: bytes) -> str:
+    """The message of an OpenAI-shaped error, or the status."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered with HTTP status {status}"

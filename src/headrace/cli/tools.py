@@ -1,0 +1,35 @@
+"""Tools given on the command line: a file with a JSON list of them, or the list itself.
+
+Runs in the main process, before a model is loaded: what is no list of tools is refused at once.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError, RequestError
+
+
+def read_tools(given: str) -> list[dict[str, Any]]:
+    """The tools as OpenAI's API takes them. given: their JSON, a list, else the path of a file.
+
+    A tool is `{"type": "function", "function": {"name", "description", "parameters"}}`, or its `function` alone. Raises ConfigError.
+    """
+    from headrace.server.openai.chat_request import tools_of
+
+    is_json = given.lstrip().startswith("[")
+    source = "the list of tools" if is_json else given
+    try:
+        listed = json.loads(given if is_json else Path(given).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the tools in {given} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}") from None
+    if not isinstance(listed, list) or not listed or not all(isinstance(tool, dict) for tool in listed):
+        raise ConfigError(f"{source} must be a list of tools, each an object with a name and parameters")
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
+    try:
+        tools_of(tools)
+    except RequestError as error:
+        raise ConfigError(f"{source}: {error.message}") from None
+    return tools
