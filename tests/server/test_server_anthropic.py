@@ -292,6 +292,50 @@ def test_thinking_and_effort_reach_the_template():
         assert prompt_of(server) == "[user::hi][assistant:T:A][user::hi]"
 
 
+def test_the_same_conversation_has_the_same_prompt_as_a_chat(client: httpx.Client, server: Running):
+    body = {"system": "S", "messages": TURN, "tools": [WEATHER], "max_tokens": 9}
+    assert client.post(MESSAGES, json=HI | body).status_code == 200
+    function = {"name": "get_weather", "description": WEATHER["description"], "parameters": WEATHER["input_schema"]}
+    call = {"id": "toolu_a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    chat = {
+        "messages": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "Let me look.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "toolu_a", "content": "sunny"},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 9,
+    }
+    assert client.post("/v1/chat/completions", json=chat).status_code == 200
+    message, completion = server.frontend.calls
+    assert message.input_ids == completion.input_ids
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+def test_a_late_system_message_is_the_users_where_the_template_takes_no_other():
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "A"}]},
+        {"role": "system", "content": "S2"},
+        {"role": "assistant", "content": "B"},
+        {"role": "system", "content": "S3"},
+        {"role": "user", "content": "C"},
+    ]
+    with running_server(STRICT) as server, httpx.Client(base_url=server.url) as client:
+        reply = client.post(MESSAGES, json=HI | {"max_tokens": 9, "system": "S1", "messages": messages})
+        assert reply.status_code == 200, reply.text
+        assert prompt_of(server) == "[system:S1][user:A\n\nS2][assistant:B][user:S3\n\nC]"
+        reply = client.post(MESSAGES, json=HI | {"max_tokens": 9, "messages": [messages[2], messages[2], messages[3]]})
+        assert reply.status_code == 400
+        assert "alternate" in reply.json()["error"]["message"]
+
+
 def test_the_last_assistant_message_is_continued(client: httpx.Client, server: Running):
     for content in ("Once upon", [{"type": "text", "text": "Once upon"}]):
         body = HI | {"messages": [*HI["messages"], {"role": "assistant", "content": content}]}

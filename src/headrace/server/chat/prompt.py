@@ -6,7 +6,7 @@ Owns how messages and tools are given to the model's chat template, also to one 
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -62,16 +62,54 @@ def chat_prompt(context: ServingContext, conversation: Conversation) -> ChatProm
             kwargs=kwargs,
         )
 
-    try:
-        rendered = render(messages)
-    except RequestError:
-        # Most templates write the arguments of a call as JSON; some expect them to be JSON already.
-        if not any(map(calls_of, messages)):
-            raise
-        rendered = render(with_arguments_as_text(messages))
+    rendered = _first_rendered(render, messages)
     context.check_text_length("messages", len(rendered.text))
     refuse_too_long(model.tokenizer, rendered.text, model.context_length, "messages")
     return ChatPrompt(model.tokenizer.encode_rendered(rendered), rendered.text[-TAIL_CHARS:])
+
+
+def _first_rendered(
+    render: Callable[[Sequence[Message]], RenderedPrompt], messages: Sequence[Message]
+) -> RenderedPrompt:
+    """Render the messages, in the first of several forms that the template takes. Raises the RequestError of the first."""
+    forms: list[Sequence[Message]] = [messages]
+    if any(map(calls_of, messages)):
+        # Most templates write the arguments of a call as JSON; some expect them to be JSON already.
+        forms.append(with_arguments_as_text(messages))
+    if any(message["role"] == "system" for message in messages[1:]):
+        # Some templates take a system message only at the beginning; coding agents send others later.
+        forms += [_late_system_as_user(form) for form in forms]
+    error: RequestError | None = None
+    for form in forms:
+        try:
+            return render(form)
+        except RequestError as exc:
+            error = exc if error is None else error
+    assert error is not None, "there is a form"
+    raise error
+
+
+def _late_system_as_user(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the text of later system messages as the user's, in one message with what the user says beside it."""
+    shown: list[Message] = []
+    for number, message in enumerate(messages):
+        is_late = number > 0 and message["role"] == "system"
+        turned = message | {"role": "user"} if is_late else message
+        before = shown[-1] if shown else None
+        if before is not None and before["role"] == turned["role"] == "user":
+            first, second = before.get("content"), turned.get("content")
+            if isinstance(first, str) and isinstance(second, str):
+                shown[-1] = before | {"content": f"{first}\n\n{second}"}
+                continue
+            if isinstance(first, list) or isinstance(second, list):
+                shown[-1] = before | {"content": [*_parts(first), *_parts(second)]}
+                continue
+        shown.append(turned)
+    return shown
+
+
+def _parts(content: object) -> list[object]:
+    return content if isinstance(content, list) else [{"type": "text", "text": str(content or "")}]
 
 
 def _template_kwargs(template: ChatTemplate, conversation: Conversation) -> dict[str, object]:
