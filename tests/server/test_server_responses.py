@@ -340,7 +340,10 @@ def test_the_format_of_the_text(client: httpx.Client, server: Running):
     assert server.frontend.resolved[-1].grammar is None
     accepted(client, regex="[a-z]+")
     assert server.frontend.resolved[-1].grammar is not None
-    refused(client, "text.format.schema", text={"format": {"type": "json_schema", "name": "x"}})
+    message = refused(client, "text.format.schema", text={"format": {"type": "json_schema", "name": "x"}})
+    assert message == "text.format.schema is missing"
+    broken = {"type": "json_schema", "name": "x", "schema": {"type": "object", "a": "x" * (1 << 20)}}
+    assert refused(client, "text.format", text={"format": broken}).startswith("text.format has ")
     refused(client, "text.format.schema", text={"format": {"type": "text", "schema": schema}})
     refused(client, "text.format", text={"format": {"type": "json_object"}}, regex="a")
     refused(client, "text.verbosity", text={"verbosity": "low"})
@@ -517,6 +520,75 @@ def test_hostile_bodies_are_refused_or_answered(client: httpx.Client):
         reply = client.post(PATH, content=body, headers={"content-type": "application/json"})
         assert reply.status_code in (200, 400), (body[:200], reply.text)
         assert reply.status_code == 200 or set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+JUNK: list[Any] = [
+    None,
+    0,
+    -1,
+    1e300,
+    True,
+    "",
+    "x",
+    "message",
+    "custom",
+    "\ud800",
+    "\x00",
+    [],
+    {},
+    [[]],
+    [{}],
+    {"type": []},
+    "x" * 300,
+]
+WHOLE: dict[str, Any] = {
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "c", "name": "read", "namespace": "files", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+        {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "x"},
+    ],
+    "tools": [
+        *TOOLS,
+        {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "regex", "definition": "a"}},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "patch"}]},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+    "max_output_tokens": 4,
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything within a value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inside:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def test_a_body_with_anything_anywhere_is_no_fault_of_the_server(client: httpx.Client):
+    every = list(places(WHOLE))
+    seen = set()
+    for seed in range(400):
+        chance = random.Random(seed)
+        body = json.loads(json.dumps(WHOLE))
+        *path, last = chance.choice(every)
+        place = body
+        for key in path:
+            place = place[key]
+        if chance.random() < 0.2:
+            del place[last]
+        else:
+            place[last] = chance.choice(JUNK)
+        reply = client.post(PATH, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+        seen.add(reply.status_code)
+        assert reply.status_code in (200, 400, 404), (body, reply.text)
+    assert {200, 400} <= seen
 
 
 def test_too_much_input_is_refused_or_shortened(client: httpx.Client, server: Running):

@@ -55,7 +55,7 @@ from headrace.server.origin_gate import HostList, OriginGate, is_loopback
 from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.responses.protocol import ResponsesRequest
-from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
+from headrace.server.responses.serving import SKIPPED_HEADER, GetQuery, ItemsQuery, ResponsesAPI
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.settings import SetInternalStateBody, SettingsAPI
@@ -243,7 +243,7 @@ def _add_middleware(app: FastAPI, args: ServerArgs, table: list[RouteSpec], keys
             allow_origins=sorted(origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", SKIPPED_HEADER.decode()],
         )
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
     app.add_middleware(RequestIdMiddleware)

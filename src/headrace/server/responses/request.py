@@ -61,6 +61,14 @@ def asked_response(
     return AskedResponse(conversation, _sampling(request), tools)
 
 
+def grammar_field(request: ResponsesRequest) -> str | None:
+    """The field that says what the output must match; None = none does."""
+    own = next((kind for kind in GRAMMAR_KINDS if not is_empty(getattr(request, kind))), None)
+    text_format = request.text.format if request.text is not None else None
+    is_bound = text_format is not None and text_format.type in ("json_schema", "json_object")
+    return own or ("text.format" if is_bound else None)
+
+
 def _sampling(request: ResponsesRequest) -> SamplingParams:
     sampling = SamplingParams(
         grammar_after=request.grammar_after,

@@ -20,7 +20,7 @@ from headrace.server.http import Exchange, Headers
 from headrace.server.responses.items import Item
 from headrace.server.responses.protocol import ResponsesRequest, refuse_unsupported
 from headrace.server.responses.reply import ResponseReply
-from headrace.server.responses.request import AskedResponse, asked_response, input_items
+from headrace.server.responses.request import AskedResponse, asked_response, grammar_field, input_items
 from headrace.server.responses.store import ResponseStore, StoredResponse
 from headrace.server.responses.truncation import fitting
 from headrace.server.sse import stream_reply
@@ -40,7 +40,7 @@ _OUR_NAMES = {
     "messages": "input",
     "text": "input",
 }
-_OUR_NAME = re.compile(r"\b(max_new_tokens|top_logprobs_num|return_logprob|input_ids)\b|^(messages|text)\b")
+_OUR_NAME = re.compile(r"\b(max_new_tokens|top_logprobs_num|return_logprob|input_ids)\b|^(messages|text)\b(?=[: ])")
 
 
 class GetQuery(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class ResponsesAPI:
             owner = owner_of(exchange)
             before = self._before(request, owner)
             items = self._resolved(input_items(request.input), owner)
-            earlier = before.items if before is not None else ()
+            earlier = before.items() if before is not None else ()
             asked = asked_response(request, earlier, items, self.context.model.context_length)
             response_id = f"resp_{uuid.uuid4().hex}"
             chat = await self._call(request, asked, response_id, adapter)
@@ -107,7 +107,7 @@ class ResponsesAPI:
             else:
                 await self._whole(exchange, chat, reply, end, headers)
         except RequestError as exc:
-            raise _renamed(exc) from None
+            raise _renamed(exc, request) from None
 
     async def get(self, exchange: Exchange) -> None:
         """A kept response."""
@@ -116,7 +116,7 @@ class ResponsesAPI:
         if query.stream or query.starting_after is not None:
             field = "stream" if query.stream else "starting_after"
             raise RequestError(f"{field}: a kept response cannot be streamed", field, "unsupported_parameter")
-        await exchange.reply_json(stored.response)
+        await exchange.reply_json(msgspec.Raw(stored.response))
 
     async def delete(self, exchange: Exchange) -> None:
         """Forget a kept response."""
@@ -137,7 +137,7 @@ class ResponsesAPI:
         query = exchange.read_query(ItemsQuery)
         if not 1 <= query.limit <= MAX_LISTED:
             raise RequestError(f"limit must be between 1 and {MAX_LISTED}, got {query.limit}", "limit")
-        items: Sequence[Item] = self._stored(exchange).input_items
+        items: Sequence[Item] = self._stored(exchange).input_items()
         if query.order == "desc":
             items = items[::-1]
         if query.after is not None:
@@ -199,16 +199,12 @@ class ResponsesAPI:
                 "input",
                 "unsupported_parameter",
             )
-        known, found = self.store.items_of(owner), []
-        for number, item in enumerate(items):
-            if _is_reference(item):
-                item_id = item.get("id")
-                if not isinstance(item_id, str) or item_id not in known:
-                    where = f"input[{number}]"
-                    raise NotFoundError(f"{where}: there is no item with the id {str(item_id)[:100]!r}", f"{where}.id")
-                item = known[item_id]
-            found.append(item)
-        return found
+        wanted = {str(item.get("id")) for item in items if _is_reference(item)}
+        known = self.store.items_of(owner, wanted)
+        if missing := wanted - known.keys():
+            shown = min(missing)[:100]
+            raise NotFoundError(f"input: there is no item with the id {shown!r}", "input")
+        return [known[str(item["id"])] if _is_reference(item) else item for item in items]
 
     async def _call(
         self, request: ResponsesRequest, asked: AskedResponse, response_id: str, adapter: str | None
@@ -283,8 +279,12 @@ def _shown(item: Item) -> Mapping[str, object]:
     return {"type": "message", "status": "completed", **item, "content": content}
 
 
-def _renamed(exc: RequestError) -> RequestError:
+def _renamed(exc: RequestError, request: ResponsesRequest) -> RequestError:
     """The error with our own parameter names replaced by this API's."""
+    if exc.param in ("json_schema", "response_format") and (name := grammar_field(request)) is not None:
+        # The rest of the message may quote the grammar, and stays as it is.
+        exc.message, exc.param = exc.message.replace(exc.param, name, 1), name
+        return exc
     if not isinstance(exc, ContextLengthError):
         exc.message = _OUR_NAME.sub(lambda found: _OUR_NAMES[found[0]], exc.message)
     exc.param = _OUR_NAMES.get(exc.param, exc.param) if exc.param is not None else None

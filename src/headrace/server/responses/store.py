@@ -1,41 +1,52 @@
 """Responses that are kept, in memory and by the key that made them.
 
-Owns how many are kept: at most `--max-stored-responses`, and at most MAX_STORED_BYTES of their items. When there is no room, the oldest
-response of the owner with the most bytes goes. Used in the event loop that serves HTTP only.
+Owns how many are kept: at most `--max-stored-responses`, and at most MAX_STORED_BYTES. When there is no room, the oldest response of the owner
+with the most bytes goes. They are kept as JSON, so that the bound is one of memory. Used in the event loop that serves HTTP only.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from headrace.errors import NotFoundError
 from headrace.server.http import encode_json
 
 MAX_STORED_BYTES = 64 << 20
-"""Most bytes of all kept responses as JSON. A response counts with the whole conversation before it, whose items it shares."""
+"""Most bytes of all kept responses. A response counts with the whole conversation before it, which it shares with the responses there."""
 
 Item = Mapping[str, object]
+
+_ITEMS = msgspec.json.Decoder(list[dict[str, object]])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, as it was sent. earlier: items of the conversation before it. own: items of its input. num_bytes: of all of them as JSON."""
+    """A response as JSON. earlier: lists of items of the conversation before it. own: of its input. output: of its output.
 
-    response: Mapping[str, object]
-    earlier: tuple[Item, ...]
-    own: tuple[Item, ...]
-    output: tuple[Item, ...]
+    item_ids: of `own` and `output`. num_bytes: of everything, earlier lists included.
+    """
+
+    response: bytes
+    earlier: tuple[bytes, ...]
+    own: bytes
+    output: bytes
+    item_ids: frozenset[str]
     num_bytes: int
 
     @property
-    def items(self) -> tuple[Item, ...]:
-        """The whole conversation."""
-        return (*self.earlier, *self.own, *self.output)
+    def parts(self) -> tuple[bytes, ...]:
+        """The lists of items of the whole conversation."""
+        return (*self.earlier, self.own, self.output)
 
-    @property
-    def input_items(self) -> tuple[Item, ...]:
-        """What the model was given."""
-        return (*self.earlier, *self.own)
+    def items(self) -> list[Item]:
+        """The items of the whole conversation."""
+        return [item for part in self.parts for item in _ITEMS.decode(part)]
+
+    def input_items(self) -> list[Item]:
+        """The items that the model was given."""
+        return [item for part in (*self.earlier, self.own) for item in _ITEMS.decode(part)]
 
 
 @dataclass(slots=True)
@@ -62,7 +73,7 @@ class ResponseStore:
 
     def get(self, owner: str, response_id: str, field_name: str | None = None) -> StoredResponse:
         """A response of this owner. field_name: the request's field that names it. Raises NotFoundError."""
-        found = self._owners.get(owner, _Owner()).responses.get(response_id)
+        found = self._of(owner).responses.get(response_id)
         if found is None:
             shown = response_id if len(response_id) <= 100 else response_id[:100] + "..."
             why = "" if self.max_responses else ": this server keeps none, see --max-stored-responses"
@@ -75,15 +86,16 @@ class ResponseStore:
         """Keep a response, and let others go if there is no room. before: the one that it continues. One that is too large is not kept."""
         output = response["output"]
         assert isinstance(output, list), "of a response"
-        num_bytes = len(encode_json(response)) + len(encode_json(own)) + (before.num_bytes if before is not None else 0)
+        made, given, all_of_it = encode_json(output), encode_json(own), encode_json(response)
+        num_bytes = len(made) + len(given) + len(all_of_it) + (before.num_bytes if before is not None else 0)
         if num_bytes > self._max_bytes or not self.max_responses:
             return
         while self._count >= self.max_responses or self._num_bytes + num_bytes > self._max_bytes:
             self._drop_one()
-        earlier = before.items if before is not None else ()
-        kept = StoredResponse(response, earlier, tuple(own), tuple(output), num_bytes)
+        ids = frozenset(item_id for item in (*own, *output) if isinstance(item_id := item.get("id"), str))
+        earlier = before.parts if before is not None else ()
         mine = self._owners.setdefault(owner, _Owner())
-        mine.responses[str(response["id"])] = kept
+        mine.responses[str(response["id"])] = StoredResponse(all_of_it, earlier, given, made, ids, num_bytes)
         mine.num_bytes += num_bytes
         self._count += 1
         self._num_bytes += num_bytes
@@ -93,14 +105,20 @@ class ResponseStore:
         self.get(owner, response_id)
         self._drop(owner, response_id)
 
-    def items_of(self, owner: str) -> dict[str, Item]:
-        """All items of an owner's responses that have an id, by it."""
+    def items_of(self, owner: str, ids: Collection[str]) -> dict[str, Item]:
+        """The items of an owner's responses with these ids; those that are not there are left out."""
         found: dict[str, Item] = {}
-        for response in self._owners.get(owner, _Owner()).responses.values():
-            for item in (*response.own, *response.output):
-                if isinstance(item_id := item.get("id"), str):
-                    found[item_id] = item
+        wanted = frozenset(ids)
+        for response in self._of(owner).responses.values():
+            if not wanted.isdisjoint(response.item_ids):
+                for item in _ITEMS.decode(response.own) + _ITEMS.decode(response.output):
+                    item_id = item.get("id")
+                    if isinstance(item_id, str) and item_id in wanted:
+                        found[item_id] = item
         return found
+
+    def _of(self, owner: str) -> _Owner:
+        return self._owners.get(owner) or _Owner()
 
     def _drop_one(self) -> None:
         owner = max(self._owners, key=lambda name: self._owners[name].num_bytes)
