@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         if not request.get("stream"):
             answer = {"text": text, "key": self.headers["Authorization"]}
             if text == "keys":
-                answer = {n: os.environ.get(n) for n in ("HEADRACE_API_KEY", "HEADRACE_ADMIN_API_KEY")}
+                answer = {n: os.environ.get(n) for n in ("HEADRACE_API_KEY", "HEADRACE_PAGE_SIZE")}
             return self.reply(200, answer)
         frames = [{"text": text[: i + 1]} for i in range(len(text))]
         if text == "killed":
@@ -118,13 +118,13 @@ async def test_an_answer_that_breaks_off_is_an_error(stand_in, prompt):
                 server.generate(prompt)
 
 
-def test_keys_of_the_environment_are_not_the_server_s_unless_given(stand_in, monkeypatch):
+def test_options_in_the_environment_are_not_the_server_s_unless_given(stand_in, monkeypatch):
     monkeypatch.setenv("HEADRACE_API_KEY", "of another server")
-    monkeypatch.setenv("HEADRACE_ADMIN_API_KEY", "of another server")
+    monkeypatch.setenv("HEADRACE_PAGE_SIZE", "1")
     with Runtime(model_path="tiny") as server:
-        assert server.generate("keys") == {"HEADRACE_API_KEY": None, "HEADRACE_ADMIN_API_KEY": None}
+        assert server.generate("keys") == {"HEADRACE_API_KEY": None, "HEADRACE_PAGE_SIZE": None}
     with Runtime(model_path="tiny", api_key="k") as server:
-        assert server.generate("keys") == {"HEADRACE_API_KEY": "k", "HEADRACE_ADMIN_API_KEY": None}
+        assert server.generate("keys") == {"HEADRACE_API_KEY": "k", "HEADRACE_PAGE_SIZE": None}
 
 
 async def test_it_streams_asynchronously(stand_in):

@@ -5,11 +5,13 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from headrace.cli.app import app as headrace
 from headrace.config.cli import ENGINE_FIELDS, ENV_VARS, flag, options_markdown, parse, with_server_options
 from headrace.config.server_args import ServerArgs
+from headrace.config.settings import variable
 from headrace.errors import ConfigError
 
 FIELDS = {f.name: f for f in fields(ServerArgs)}
@@ -39,9 +41,9 @@ def another_value(f):
 
 
 @pytest.fixture(autouse=True)
-def no_keys_in_the_environment(monkeypatch):
-    for name in ENV_VARS.values():
-        monkeypatch.delenv(name, raising=False)
+def no_options_in_the_environment(monkeypatch):
+    for name in FIELDS:
+        monkeypatch.delenv(variable(name), raising=False)
 
 
 def test_no_options_give_the_defaults():
@@ -56,6 +58,21 @@ def test_every_field_can_be_set(name):
 
     assert got == value
     assert type(got) is type(value)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_can_be_set_by_its_variable_and_in_a_file(name, monkeypatch, tmp_path):
+    value, _ = another_value(FIELDS[name])
+    needed = NEEDED_WITH.get(name, [])
+    path = tmp_path / "server.yaml"
+    path.write_text(yaml.safe_dump({name: value}))
+
+    from_file = getattr(parse(["--config", str(path), *needed]), name)
+    monkeypatch.setenv(variable(name), str(value))
+    from_variable = getattr(parse(needed), name)
+
+    assert from_file == from_variable == value
+    assert type(from_file) is type(from_variable) is type(value)
 
 
 @pytest.mark.parametrize("argv", [["--no-such-option"], ["--dtype", "int3"], ["--port", "x"], ["surplus"]])

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from headrace.config.server_args import ServerArgs
+from headrace.config.settings import variable
 from headrace.errors import ConfigError, ExecutionError
 from headrace.processes import lifeline
 
@@ -133,7 +134,8 @@ def command_line(options: dict[str, Any]) -> list[str]:
 
 
 def _environment(options: dict[str, Any]) -> dict[str, str]:
-    """Our environment with the keys of `options` only: keys in it are meant for other servers and would lock us out of this one."""
-    own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES.values()}
+    """Our environment without its options, which are meant for other servers (keys would lock us out of this one), with the keys of `options`."""
+    theirs = {variable(f.name) for f in fields(ServerArgs)}
+    own = {name: value for name, value in os.environ.items() if name not in theirs}
     given = {variable: options[name] for name, variable in KEY_VARIABLES.items() if options.get(name) is not None}
     return {**own, **given}

@@ -8,6 +8,7 @@ a command does. Runs in the main process; imports neither torch nor any room tha
 import dataclasses
 import datetime
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ from headrace.version import VERSION
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+
+_COMPLETE = "_HEADRACE_COMPLETE"
+"""Set by the shell when it asks for the words that may follow (`headrace completion`)."""
 
 _QUIET = {"log_level": "warning"}
 _ENGINE_OPTIONS = with_server_options(ENGINE_FIELDS, _QUIET)
@@ -52,8 +56,27 @@ cache = typer.Typer(
 app.add_typer(cache, name="cache")
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", metavar="", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Headrace serves large language models: a server, an engine, and tools around them."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit. argv: without the program's name; default: the process's own."""
+    if _COMPLETE in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
     try:
         app(args=None if argv is None else list(argv), prog_name="headrace")
     except HeadraceError as error:
@@ -286,6 +309,16 @@ def doctor(
 def version() -> None:
     """Print the version."""
     print(VERSION)
+
+
+@app.command()
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell to print it for.")],
+) -> None:
+    """Print the completion of commands and options for a shell, e.g. for bash: source <(headrace completion bash)."""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    print(get_completion_script(prog_name="headrace", complete_var=_COMPLETE, shell=shell))
 
 
 # --- benchmarks

@@ -7,8 +7,11 @@ before anything else.
 """
 
 import inspect
+import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -16,7 +19,9 @@ from typer.core import TyperCommand
 
 from headrace import log
 from headrace.config.server_args import ServerArgs
-from headrace.config.translate import translate
+from headrace.config.settings import PREFIX, Settings, from_environment, from_file
+from headrace.config.translate import Translation, translate
+from headrace.errors import ConfigError
 
 logger = log.get_logger(__name__)
 
@@ -26,7 +31,7 @@ ENV_VARS = {"api_key": "HEADRACE_API_KEY", "admin_api_key": "HEADRACE_ADMIN_API_
 # Other spellings of an option.
 ALIASES = {"model_path": ("--model", "-m")}
 
-_NOTES = "headrace.notes"
+_SETTINGS = "headrace.settings"
 
 # Options of the commands that run an engine of their own, without HTTP.
 ENGINE_GROUPS = ("Model", "Adapters", "Memory and schedule", "Kernels")
@@ -41,31 +46,86 @@ def flag(name: str) -> str:
 
 
 class ServerCommand(TyperCommand):
-    """A command with the options of ServerArgs, which also takes options as SGLang and vLLM write them."""
+    """A command with the options of ServerArgs, which are also read from the environment and from --config.
+
+    It takes options as SGLang and vLLM write them, too. The command line wins over the environment, and that over the file.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises ConfigError for options of other servers that are not supported."""
+        """Raises ConfigError for options of other servers that are not supported, and for wrong variables."""
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
+        params = self.get_params(ctx)
         own = {
             name: not getattr(param, "is_flag", False)
-            for param in self.get_params(ctx)
+            for param in params
             for name in (*param.opts, *param.secondary_opts)
             if name.startswith("-")
         }
         translation = translate(args, own)
+        offered = {param.name for param in params}
+        settings = from_environment({name: os.environ[name] for name in os.environ if name.startswith(PREFIX)}, offered)
+        ctx.meta[_SETTINGS] = settings
+        ctx.default_map = dict(settings.values)
         rest: list[str] = super().parse_args(ctx, translation.words)
+        settings.notes += translation.notes
         translation.check(ctx.params)
-        ctx.meta[_NOTES] = translation.notes
+        Translation(unless=settings.unless).check(
+            {name: ctx.params[name] for name in settings.origins if _is_set_there(ctx, name)}
+        )
         return rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; first log what was accepted without effect, or has another meaning here."""
-        if notes := ctx.meta.get(_NOTES):
+        settings: Settings = ctx.meta[_SETTINGS]
+        if settings.notes:
             log.configure(ctx.params["log_level"], "main")
-            for note in notes:
+            for note in settings.notes:
                 logger.info("%s", note)
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            blamed = [
+                f"{flag(name)} is set by {origin}"
+                for name, origin in settings.origins.items()
+                if _is_set_there(ctx, name) and re.search(rf"{flag(name)}(?![\w-])", error.message)
+            ]
+            if not blamed:
+                raise
+            raise ConfigError(f"{error.message} ({', '.join(blamed)})") from error
+
+
+def _is_set_there(ctx: Any, name: str) -> bool:
+    """Whether an option has its value from the environment or the file, not from the command line."""
+    return bool(ctx.get_parameter_source(name).name in ("DEFAULT_MAP", "ENVIRONMENT"))
+
+
+def _read_config(ctx: typer.Context, path: str | None) -> str | None:
+    """Callback of --config, before the other options are read: what the environment does not set comes from the file."""
+    if path is not None and not ctx.resilient_parsing:
+        settings: Settings = ctx.meta[_SETTINGS]
+        read = from_file(Path(path))
+        ctx.default_map = read.values | settings.values
+        settings.origins = read.origins | settings.origins
+        settings.notes += read.notes
+        settings.unless += read.unless
+    return path
+
+
+_CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            help="A .toml or .yaml file of options. The command line and the environment win over it.",
+            metavar="FILE",
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ],
+)
 
 
 def with_server_options(
@@ -73,7 +133,7 @@ def with_server_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: give a typer command (of class `ServerCommand`) the options of ServerArgs and hand it a ServerArgs.
 
-    names: fields to offer, default all. defaults: values that differ from those of ServerArgs.
+    names: fields to offer; default: all, and --config. defaults: values that differ from those of ServerArgs.
     The command must have a keyword parameter `server_args`; its other parameters stay as they are.
     """
     defaults = defaults or {}
@@ -83,7 +143,12 @@ def with_server_options(
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "server_args"]
         options = [p for f in offered for p in _parameters(f, defaults.get(f.name, f.default))]
 
+        if names is None:
+            own.append(_CONFIG)
+
         def run(**given: Any) -> None:
+            if names is None:
+                del given[_CONFIG.name]
             chosen: dict[str, Any] = {f.name: given.pop(f.name) for f in offered}
             chosen |= {f.name: False for f in offered if _is_on(f) and given.pop(_off_name(f))}
             command(**given, server_args=ServerArgs(**chosen))
