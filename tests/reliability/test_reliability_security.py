@@ -22,7 +22,7 @@ from reliability_harness import (
 
 from route_access import ADMIN_ONLY, PUBLIC
 
-HIDDEN = [("post", "/inject_fault"), ("get", "/openapi.json"), ("get", "/docs")]
+HIDDEN = [("post", "/inject_fault"), *(("get", path) for path in ("/openapi.json", "/docs", "/ui", "/ui/{path:path}"))]
 
 # header value -> who it is
 KEYS: dict[bytes | None, str] = {

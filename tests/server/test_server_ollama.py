@@ -543,6 +543,9 @@ def test_the_root_says_what_runs(client: httpx.Client):
     assert (reply.text, reply.headers["content-type"]) == ("Ollama is running", "text/plain; charset=utf-8")
     assert client.head("/").status_code == 200
     page = client.get("/", headers={"accept": "text/html,*/*"})
+    assert (page.status_code, page.headers["location"]) == (307, "ui/"), "for people"
+    with running_server(disable_ui=True) as other:
+        page = httpx.get(f"{other.url}/", headers={"accept": "text/html,*/*"})
     assert page.headers["content-type"].startswith("text/html")
 
 

@@ -232,6 +232,7 @@ class ServerArgs:
         "get only the variables of libraries and devices, so that no secret reaches them.",
     )
     disable_openapi: bool = _opt(False, _S, "Do not serve /openapi.json and /docs.")
+    disable_ui: bool = _opt(False, _S, "Do not serve the web pages below /ui, and send no browser there.")
 
     mem_fraction_static: float | None = _opt(
         None,

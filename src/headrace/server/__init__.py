@@ -9,5 +9,6 @@ a server needs of an engine).
 - Chats of any API: chat/
 - Handlers: native.py, control.py, settings.py, lora.py, weights.py, sessions.py, diagnostics.py, experts.py; those of
   openai/, responses/, anthropic/ and ollama/
+- Web pages: ui/
 - In an HTTP worker: remote_frontend.py, remote_calls.py
 """

@@ -59,6 +59,7 @@ from headrace.server.responses.serving import SKIPPED_HEADER, GetQuery, ItemsQue
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.settings import SetInternalStateBody, SettingsAPI
+from headrace.server.ui.pages import UiPages
 from headrace.server.weights import WeightsAPI
 from headrace.version import VERSION
 
@@ -140,6 +141,8 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         openapi = OpenApi(table)
         table.append(RouteSpec("/openapi.json", get, "user", openapi.openapi_json, "This API", in_schema=False))
         table.append(RouteSpec("/docs", get, "user", openapi.docs, "The routes on one page", in_schema=False))
+    if not context.args.disable_ui:
+        table += UiPages().routes()
     return table
 
 

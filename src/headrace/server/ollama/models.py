@@ -10,6 +10,7 @@ from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, encode_json, send_response
 from headrace.server.ollama.protocol import OllamaPullRequest, OllamaShowRequest
 from headrace.server.ollama.reply import NDJSON, timestamp
+from headrace.server.ui.pages import redirect_to_ui
 
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is: some clients demand a recent one."""
@@ -48,9 +49,12 @@ class OllamaModelsAPI:
         self.context = context
 
     async def root(self, exchange: Exchange) -> None:
-        """The line by which Ollama's clients recognise a server; a page for browsers."""
+        """The line by which Ollama's clients recognise a server; browsers are sent to the web pages."""
         if b"text/html" in (exchange.header(b"accept") or b""):
-            await send_response(exchange.send, 200, _PAGE, b"text/html; charset=utf-8")
+            if self.context.args.disable_ui:
+                await send_response(exchange.send, 200, _PAGE, b"text/html; charset=utf-8")
+            else:
+                await redirect_to_ui(exchange)
         else:
             await send_response(exchange.send, 200, b"Ollama is running", b"text/plain; charset=utf-8")
 

@@ -1,0 +1,7 @@
+"""The web pages of the server: one to chat, one to watch. They are plain files and use the HTTP API as any client does.
+
+- files.py: the files in memory, compressed, with their headers
+- pages.py: the routes
+- static/: the pages themselves (ES modules written by hand, without a build step); static/vendor/: two libraries, unchanged, listed in
+  static/vendor/SOURCES.json
+"""

@@ -1,0 +1,178 @@
+// Conversations as trees of messages, kept in localStorage. Nothing leaves the browser.
+
+import { randomId } from './dom.js';
+
+const CHAT = 'headrace.chat.';
+const META = 'headrace.meta.';
+const SETTINGS = 'headrace.settings';
+const opened = new Map();
+
+/**
+ * A tree: an edited or regenerated message is a sibling of the one before. `chosen` names the child on the visible path, by parent ('' = root).
+ *
+ * A node has id, parent, children, role (user, assistant, tool), content; an assistant's may have reasoning, tool_calls, tokens
+ * ([text, logprob, [[text, logprob], ...]]), stats, finish, error.
+ */
+export class Conversation {
+  constructor(data) {
+    Object.assign(this, data);
+  }
+
+  static create(settings) {
+    const now = Date.now();
+    const data = { version: 1, id: randomId(), title: '', created: now, updated: now, settings, nodes: {}, roots: [], chosen: {} };
+    const made = new Conversation(data);
+    opened.set(made.id, made);
+    return made;
+  }
+
+  /** null if there is none, or it cannot be read. */
+  static open(id) {
+    if (!opened.has(id)) {
+      try {
+        opened.set(id, new Conversation(checked(JSON.parse(localStorage.getItem(CHAT + id)))));
+      } catch {
+        return null;
+      }
+    }
+    return opened.get(id);
+  }
+
+  get isEmpty() {
+    return this.roots.length === 0;
+  }
+
+  siblings(node) {
+    return node.parent ? this.nodes[node.parent].children : this.roots;
+  }
+
+  /** The visible messages. */
+  path() {
+    const found = [];
+    let id = this.chosen[''];
+    while (id) {
+      found.push(this.nodes[id]);
+      id = this.chosen[id];
+    }
+    return found;
+  }
+
+  /** The messages before `node`. */
+  before(node) {
+    const found = [];
+    for (let id = node.parent; id; id = this.nodes[id].parent) found.unshift(this.nodes[id]);
+    return found;
+  }
+
+  /** A new message after `parent` (null: the first one), on the visible path. */
+  add(parent, fields) {
+    const node = { id: randomId(), parent: parent?.id ?? '', children: [], created: Date.now(), ...fields };
+    this.nodes[node.id] = node;
+    this.siblings(node).push(node.id);
+    this.chosen[node.parent] = node.id;
+    if (!this.title && node.role === 'user') this.title = node.content.trim().slice(0, 60) || 'Untitled';
+    return node;
+  }
+
+  select(node) {
+    this.chosen[node.parent] = node.id;
+  }
+
+  /** Returns false if the browser's storage is full. */
+  save() {
+    this.updated = Date.now();
+    try {
+      this.write();
+      return true;
+    } catch {
+      // Probabilities take the most room, and are the least loss.
+      for (const node of Object.values(this.nodes)) delete node.tokens;
+    }
+    try {
+      this.write();
+      return true;
+    } catch {
+      return false;
+    }
+  }
+
+  write() {
+    localStorage.setItem(CHAT + this.id, JSON.stringify(this));
+    localStorage.setItem(META + this.id, JSON.stringify({ title: this.title, updated: this.updated }));
+  }
+
+  remove() {
+    localStorage.removeItem(CHAT + this.id);
+    localStorage.removeItem(META + this.id);
+    opened.delete(this.id);
+  }
+}
+
+/** All conversations, the latest first. One key each, so that two tabs do not overwrite each other's list. */
+export function conversations() {
+  const found = [];
+  for (let i = 0; i < localStorage.length; i++) {
+    const name = localStorage.key(i);
+    if (!name.startsWith(META)) continue;
+    try {
+      found.push({ id: name.slice(META.length), ...JSON.parse(localStorage.getItem(name)) });
+    } catch {
+      // not ours
+    }
+  }
+  return found.sort((a, b) => b.updated - a.updated);
+}
+
+export function lastSettings() {
+  try {
+    return JSON.parse(localStorage.getItem(SETTINGS)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+export function keepSettings(settings) {
+  try {
+    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+  } catch {
+    // full: the next conversation begins with older settings
+  }
+}
+
+/** An exported conversation under a new id. Throws Error if it is none. */
+export function imported(text) {
+  const data = checked(JSON.parse(text));
+  const made = new Conversation({ ...data, id: randomId(), updated: Date.now() });
+  opened.set(made.id, made);
+  return made;
+}
+
+const ROLES = ['user', 'assistant', 'tool'];
+
+/** The conversation, if it is a sound tree; else an Error. */
+function checked(data) {
+  const { nodes, roots, chosen, settings } = data ?? {};
+  const isSound =
+    data?.version === 1 && Array.isArray(roots) && typeof settings === 'object' && typeof chosen === 'object' &&
+    Object.entries(nodes).every(([id, node]) =>
+      node.id === id && ROLES.includes(node.role) && typeof node.content === 'string' &&
+      (node.parent === '' ? roots.includes(id) : nodes[node.parent]?.children.includes(id)) &&
+      node.children.every((child) => nodes[child]?.parent === id)) &&
+    Object.entries(chosen).every(([parent, id]) => nodes[id]?.parent === parent);
+  if (!isSound || hasCircle(nodes)) throw new Error('this is not a conversation of this page');
+  for (const node of Object.values(nodes)) {
+    if (node.finish === 'running') node.finish = 'interrupted'; // the page was closed meanwhile
+  }
+  return data;
+}
+
+function hasCircle(nodes) {
+  let count = 0;
+  const pending = Object.values(nodes).filter((node) => !node.parent);
+  while (pending.length) {
+    const node = pending.pop();
+    count += 1;
+    pending.push(...node.children.map((id) => nodes[id]));
+  }
+  return count !== Object.keys(nodes).length;
+}

@@ -1,0 +1,336 @@
+"""The web pages in Debian's chromium, before a server whose engine is played. Nothing is timed: every step waits for what it expects."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_frontend import Running, running_server
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser tests need chromium (apt-get install chromium)")
+
+expect = sync_api.expect
+WAIT_MS = 30_000
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=WAIT_MS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of a browser that has seen nothing. What it logs as an error fails the test, unless the test takes it from `page.errors`."""
+    context = browser.new_context()
+    context.set_default_timeout(WAIT_MS)
+    page = context.new_page()
+    page.errors = []
+    page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: page.errors.append(str(error)))
+    yield page
+    errors = list(page.errors)
+    context.close()
+    assert errors == []
+
+
+@pytest.fixture
+def chat(page: Any, server: Running) -> Any:
+    """The chat page, which knows its model."""
+    return opened(page, server.url)
+
+
+def opened(page: Any, url: str, path: str = "/ui/") -> Any:
+    page.goto(url + path)
+    expect(page.locator("#model-about")).to_contain_text("org/tiny")
+    return page
+
+
+def ask(page: Any, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def replies(page: Any) -> Any:
+    return page.locator("article.assistant")
+
+
+def finished(page: Any) -> Any:
+    """The last reply, once it is complete."""
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    expect(replies(page).last).to_have_attribute("aria-busy", "false")
+    return replies(page).last
+
+
+def unfold(page: Any, title: str) -> None:
+    page.locator("summary", has_text=re.compile(f"^{title}$")).click()
+
+
+def prompt(server: Running) -> str:
+    """What the model was given last."""
+    ids = server.frontend.calls[-1].input_ids
+    return server.frontend.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_reply_is_streamed_and_can_be_stopped(chat: Any, server: Running):
+    server.frontend.script.hold_at = 5
+    ask(chat, "Greet me")
+    expect(replies(chat).last).to_contain_text("Hello")
+    expect(replies(chat).last).to_have_attribute("aria-busy", "true")
+    chat.keyboard.press("Escape")
+    expect(finished(chat)).to_contain_text("stopped")
+    assert server.frontend.closed_early.wait(20), "the server is told"
+    expect(chat.get_by_role("status").first).to_contain_text("Stopped. Hello")
+
+
+def test_a_conversation_goes_on_and_survives_a_reload(chat: Any, server: Running):
+    server.frontend.script.text = "**Bold** is `code`"
+    ask(chat, "One")
+    reply = finished(chat)
+    assert reply.locator("strong").inner_text() == "Bold"
+    assert re.search(r"\d+ tokens in \(2 cached\) · 18 out", reply.locator(".stats").inner_text())
+    ask(chat, "Two")
+    finished(chat)
+    assert prompt(server) == "<|user|>One\n<|assistant|>**Bold** is `code`\n<|user|>Two\n<|assistant|>"
+    chat.reload()
+    expect(chat.locator("article")).to_have_count(4)
+    chat.get_by_role("button", name="New chat").click()
+    expect(chat.locator("article")).to_have_count(0)
+    chat.get_by_role("link", name="One").click()
+    expect(chat.locator("article")).to_have_count(4)
+    chat.on("dialog", lambda dialog: dialog.accept())
+    chat.get_by_role("button", name="Delete One").click()
+    expect(chat.locator("article")).to_have_count(0)
+    assert chat.evaluate("Object.keys(localStorage).filter((name) => /chat|meta/.test(name))") == []
+
+
+def test_regenerated_and_edited_messages_are_branches(chat: Any, server: Running):
+    server.frontend.script.text = "first"
+    ask(chat, "Say one")
+    finished(chat)
+    server.frontend.script.text = "second"
+    chat.get_by_role("button", name="Regenerate").click()
+    expect(finished(chat)).to_contain_text("second")
+    expect(chat.locator(".branches")).to_contain_text("2/2")
+    chat.get_by_role("button", name="Previous version").click()
+    expect(replies(chat)).to_contain_text("first")
+    expect(chat.get_by_role("button", name="Next version")).to_be_focused()
+
+    server.frontend.script.text = "third"
+    chat.locator("article.user").get_by_role("button", name="Edit").click()
+    chat.get_by_label("Edit your message").fill("Say two")
+    chat.get_by_label("Edit your message").press("Control+Enter")
+    expect(finished(chat)).to_contain_text("third")
+    assert prompt(server) == "<|user|>Say two\n<|assistant|>"
+    expect(chat.locator("article.user .branches")).to_contain_text("2/2")
+    chat.locator("article.user").get_by_role("button", name="Previous version").click()
+    expect(replies(chat)).to_contain_text("first")
+
+
+def test_the_settings_are_what_the_server_gets(chat: Any, server: Running):
+    chat.get_by_label("System prompt").fill("Be brief")
+    unfold(chat, "Sampling")
+    expect(chat.get_by_label("Temperature")).to_have_attribute("placeholder", "0.25")
+    chat.get_by_label("Temperature").fill("0.5")
+    chat.get_by_label("Top k").fill("7")
+    chat.get_by_label("Most tokens").fill("4")
+    chat.get_by_label("Stop texts, one per line").fill("END\nFIN")
+    unfold(chat, "JSON schema")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    box = chat.get_by_label("JSON schema of the reply")
+    box.fill("{")
+    expect(chat.locator("#schema-problem")).to_contain_text("not valid JSON")
+    ask(chat, "Hi")
+    expect(finished(chat).get_by_role("alert")).to_contain_text("The JSON schema is not valid JSON")
+    assert server.frontend.calls == []
+    box.fill(json.dumps(schema))
+    chat.get_by_role("button", name="Try again").click()
+    expect(chat.locator(".stats").last).to_contain_text("the limit of tokens is reached")
+    params = server.frontend.calls[-1].sampling_params
+    assert (params.temperature, params.top_k, params.max_new_tokens, params.stop) == (0.5, 7, 4, ["END", "FIN"])
+    assert json.loads(params.structural_tag)["format"]["elements"][-1]["json_schema"] == schema
+    assert prompt(server).startswith("<|system|>Be brief\n")
+    chat.reload()
+    expect(chat.get_by_label("System prompt")).to_have_value("Be brief")
+
+
+def test_a_refusal_is_shown_where_the_reply_would_be(chat: Any, server: Running):
+    unfold(chat, "Sampling")
+    chat.get_by_label("Temperature").fill("-1")
+    ask(chat, "Hi")
+    expect(finished(chat).get_by_role("alert")).to_contain_text("temperature")
+    assert [error for error in chat.errors if "400" in error] == chat.errors != []
+    chat.errors.clear()
+
+
+def test_a_call_is_shown_and_answered(page: Any):
+    with running_server(fake_context_length=4096) as server:
+        opened(page, server.url)
+        unfold(page, "Tools")
+        page.get_by_label("Tools, a JSON list").fill(json.dumps([TOOL]))
+        call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+        server.frontend.script.text = f"<think>Hm.</think>{call}"
+        ask(page, "Weather?")
+        folds = finished(page).locator("details")
+        expect(folds).to_have_count(2)
+        assert folds.evaluate_all("all => all.map((one) => one.open)") == [False, False]
+        assert "Hm." in folds.first.text_content()
+        assert '"city": "Paris"' in folds.last.text_content()
+        server.frontend.script.text = "It rains."
+        page.get_by_label("Result of get_weather").fill("rain")
+        page.get_by_role("button", name="Send result").click()
+        expect(finished(page)).to_contain_text("It rains.")
+        assert "rain" in prompt(server)
+
+
+def test_probabilities_are_shown_for_each_token(chat: Any, server: Running):
+    unfold(chat, "Sampling")
+    chat.get_by_label("Token probabilities").check()
+    server.frontend.script.text = "Hey"
+    ask(chat, "Hi")
+    reply = finished(chat)
+    assert reply.locator(".token").all_inner_texts() == ["H", "e", "y"]
+    reply.locator(".token").first.hover()
+    expect(reply.locator(".tip")).to_contain_text("60.7 %")
+    reply.get_by_role("listbox").press("End")
+    expect(reply.get_by_role("option", selected=True)).to_have_text("y")
+    reply.get_by_role("button", name="Probabilities").click()
+    expect(reply.locator(".markdown")).to_have_text("Hey")
+
+
+def test_what_a_model_writes_cannot_act(chat: Any, server: Running):
+    server.frontend.script.text = (
+        '<img src="http://127.0.0.1:9/a" onerror="alert(1)"> ![b](http://127.0.0.1:9/b) [c](javascript:alert(2)) '
+        '[d](https://example.org "t") <a href="javascript:alert(3)" style="position:fixed">e</a>\n\n<script>alert(4)</script>'
+    )
+    ask(chat, "Attack")
+    body = finished(chat).locator(".markdown")
+    assert body.locator("img, script, [style], [onerror]").count() == 0
+    links = body.locator("a").evaluate_all("all => all.map((one) => [one.getAttribute('href'), one.rel])")
+    assert [link for link in links if link[0]] == [
+        ["http://127.0.0.1:9/b", "noopener noreferrer"],
+        ["https://example.org", "noopener noreferrer"],
+    ]
+    expect(body).to_contain_text("<script>alert(4)</script>")
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab_only(page: Any):
+    with running_server(api_key="sesame") as server:
+        page.goto(f"{server.url}/ui/")
+        dialog = page.get_by_role("dialog", name="API key")
+        expect(dialog).to_contain_text("The server needs a key.")
+        page.get_by_label("Key", exact=True).fill("wrong")
+        page.keyboard.press("Enter")
+        expect(dialog).to_contain_text("does not accept this key")
+        page.get_by_label("Key", exact=True).fill("sesame")
+        page.keyboard.press("Enter")
+        expect(page.locator("#model-about")).to_contain_text("org/tiny")
+        ask(page, "Hi")
+        expect(finished(page)).to_contain_text("Hello")
+        page.reload()
+        expect(page.locator("#model-about")).to_contain_text("org/tiny")
+        expect(dialog).to_be_hidden()
+        assert page.evaluate("JSON.stringify({...localStorage})").count("sesame") == 0
+        assert page.evaluate("Object.values(sessionStorage)") == ["sesame"]
+    assert page.errors != []
+    assert all("401" in error for error in page.errors)
+    page.errors.clear()
+
+
+def test_a_server_that_was_restarted_is_found_again(page: Any):
+    with running_server() as first:
+        port = httpx.URL(first.url).port
+        assert port is not None
+        opened(page, first.url)
+        first.frontend.script.hold_at = 5
+        ask(page, "Hi")
+        expect(replies(page).last).to_contain_text("Hello")
+    expect(finished(page).get_by_role("alert")).to_contain_text("The connection was lost")
+    expect(page.locator("#offline")).to_be_visible()
+    with running_server(port=port):
+        expect(page.locator("#offline")).to_be_hidden()
+        page.get_by_role("button", name="Try again").click()
+        expect(finished(page)).to_contain_text("wörld")
+    assert all("net::ERR" in error or "503" in error for error in page.errors)
+    page.errors.clear()
+
+
+def test_conversations_can_be_exported_and_imported(chat: Any, server: Running, tmp_path: Path):
+    server.frontend.script.text = "An answer"
+    ask(chat, "A question")
+    finished(chat)
+    with chat.expect_download() as saved:
+        chat.get_by_role("button", name="Export Markdown").click()
+    assert saved.value.suggested_filename == "A-question.md"
+    assert Path(saved.value.path()).read_text() == "# A question\n\n## You\n\nA question\n\n## Assistant\n\nAn answer\n"
+    with chat.expect_download() as saved:
+        chat.get_by_role("button", name="Export JSON").click()
+    file = tmp_path / "saved.json"
+    saved.value.save_as(file)
+    chat.get_by_label("Import").set_input_files(file)
+    expect(chat.locator("#conversations li")).to_have_count(2)
+    expect(chat.locator("article")).to_have_count(2)
+    broken = json.loads(file.read_text())
+    broken["roots"] = []
+    file.write_text(json.dumps(broken))
+    chat.get_by_label("Import").set_input_files(file)
+    expect(chat.locator(".toast")).to_contain_text("not a conversation")
+
+
+def test_it_fits_a_telephone(chat: Any, server: Running):
+    chat.set_viewport_size({"width": 360, "height": 640})
+    server.frontend.script.text = (
+        "# T\n\n| a | b |\n|---|---|\n| " + "x" * 60 + " | y |\n\n```\n" + "z" * 90 + "\n```\n" + "w" * 80
+    )
+    ask(chat, "u" * 80)
+    finished(chat)
+    assert chat.evaluate("document.scrollingElement.scrollWidth") == 360
+    button = chat.get_by_role("button", name="Settings")
+    button.click()
+    expect(button).to_have_attribute("aria-expanded", "true")
+    expect(chat.locator("#model")).to_be_focused()
+    chat.keyboard.press("Escape")
+    expect(chat.locator("#model")).to_be_hidden()
+    expect(button).to_be_focused()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious(chat: Any, server: Running, theme: str):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
+    chat.emulate_media(color_scheme=theme)
+    unfold(chat, "Sampling")
+    unfold(chat, "JSON schema")
+    unfold(chat, "Tools")
+    chat.get_by_label("Token probabilities").check()
+    server.frontend.script.text = (
+        "<think>Hm.</think># Title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```\ncode\n```\n[link](https://example.org)"
+    )
+    ask(chat, "Hi")
+    finished(chat)
+    serious(axe.run(chat))
+    chat.get_by_role("button", name="Probabilities").click()
+    chat.locator("article.user").get_by_role("button", name="Edit").click()
+    serious(axe.run(chat))
+
+
+def serious(found: Any) -> None:
+    bad = [
+        (violation["id"], [node["html"][:200] for node in violation["nodes"]])
+        for violation in found.response["violations"]
+        if violation["impact"] in ("serious", "critical")
+    ]
+    assert bad == []
+    assert len(found.response["passes"]) > 10, "it looked"
