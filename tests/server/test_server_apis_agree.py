@@ -1,0 +1,94 @@
+"""One conversation through every chat API: the model is given the same prompt."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_frontend import Running, running_server
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "description": "The weather of a city", "parameters": SCHEMA}
+ARGUMENTS = '{"city": "Zürich"}'
+CALL = {"name": "get_weather", "arguments": ARGUMENTS}
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": CALL}]},
+            {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+            {"role": "user", "content": "thanks"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+    },
+    "/v1/responses": {
+        "instructions": "S",
+        "input": [
+            {"type": "message", "role": "user", "content": "weather?"},
+            {"type": "function_call", "call_id": "a", **CALL},
+            {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "thanks"}]},
+        ],
+        "tools": [{"type": "function", **FUNCTION}],
+    },
+    "/v1/messages": {
+        "model": "",
+        "max_tokens": 100,
+        "system": "S",
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Zürich"}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": "sunny"},
+                    {"type": "text", "text": "thanks"},
+                ],
+            },
+        ],
+        "tools": [
+            {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": SCHEMA},
+        ],
+    },
+    "/api/chat": {
+        "stream": False,
+        "messages": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Zürich"}}}],
+            },
+            {"role": "tool", "tool_name": "get_weather", "content": "sunny"},
+            {"role": "user", "content": "thanks"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server(fake_context_length=4096) as running:
+        yield running
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_the_prompt_is_the_same(server: Running, tools: bool):
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        for path, body in REQUESTS.items():
+            asked = {name: value for name, value in body.items() if tools or name != "tools"}
+            reply = client.post(path, json=asked)
+            assert reply.status_code == 200, (path, reply.text)
+    prompts = [server.frontend.tokenizer.decode(call.input_ids or [], False) for call in server.frontend.calls]
+    assert len(prompts) == len(REQUESTS)
+    assert prompts[0].endswith("<|user|>thanks\n<|assistant|>")
+    for path, prompt in zip(REQUESTS, prompts, strict=True):
+        assert prompt == prompts[0], path
+    server.frontend.calls.clear()
