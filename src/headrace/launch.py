@@ -145,6 +145,7 @@ def _tokenizer_manager(
         watchdog=Watchdog("tokenizer manager", args.soft_watchdog_timeout_s),
         spans=spans,
     )
+    manager.metrics.processes.watch(parts.processes)
     if args.detokenize_in == "main":
         faults = args.enable_fault_injection
         manager.detokenize_with(

@@ -36,6 +36,31 @@ async def sent(frontend, count):
     return list(frontend.engine.order)
 
 
+async def test_samples_and_tokens_are_counted_by_the_name_of_the_key(make_frontend):
+    frontend = make_frontend()
+    for who, text, made in (
+        (caller("a"), "ppp", "xx"),
+        (caller("b"), "p", "y"),
+        (caller("a"), "pp", "z"),
+        (NOBODY, "pp", "x"),
+    ):
+        task = start(frontend, who, text=text)
+        rid = (await sent(frontend, len(frontend.engine.requests) + 1))[-1]
+        frontend.engine.emit(rid, made, STOP)
+        await task
+
+    lines = frontend.manager.metrics_text().decode().splitlines()
+    counted = {line.split("{")[0] + line.split("key_name=")[1][:4]: line for line in lines if "key_name=" in line}
+    assert {name: float(line.split()[-1]) for name, line in counted.items()} == {
+        'headrace:key_requests_total"a",': 2,
+        'headrace:key_requests_total"b",': 1,
+        'headrace:key_prompt_tokens_total"a",': 5,
+        'headrace:key_prompt_tokens_total"b",': 1,
+        'headrace:key_generation_tokens_total"a",': 3,
+        'headrace:key_generation_tokens_total"b",': 1,
+    }
+
+
 async def test_keys_may_use_the_same_rids_and_see_their_own(make_frontend):
     frontend = make_frontend()
     callers = [NOBODY, caller("a"), caller("b"), caller("x")]

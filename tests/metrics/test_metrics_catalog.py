@@ -1,14 +1,20 @@
 """What is counted is what Prometheus reads."""
 
+import os
+import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import prometheus_client
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
 from headrace.messages.grammar import GrammarStats
-from headrace.metrics.catalog import Metrics
+from headrace.metrics.catalog import MAX_KEY_NAMES, OTHER_KEYS, Metrics
 from headrace.metrics.export import render
+from headrace.version import VERSION
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
@@ -181,6 +187,52 @@ def test_ends_are_counted_by_their_reason():
         "abort": 1,
     }
     assert got[("aborted_requests_total",)] == 1
+
+
+def test_keys_are_counted_by_name_up_to_a_number_of_names():
+    metrics = Metrics("tiny")
+    metrics.key_requests.add("", 7)
+    for number in range(MAX_KEY_NAMES + 2):
+        metrics.key_requests.add(f"key-{number}", 1)
+    metrics.key_requests.add("key-0", 4)
+
+    counted = {key[1]: value for key, value in values(metrics).items() if key[0] == "key_requests_total"}
+
+    assert len(counted) == MAX_KEY_NAMES + 1
+    assert (counted["key-0"], counted["key-1"], counted[OTHER_KEYS]) == (5, 1, 2)
+
+
+def test_replies_are_counted_by_route_and_status():
+    metrics = Metrics("tiny")
+    for route, status in (("/generate", 200), ("/generate", 200), ("/generate", 429), ("unknown", 404)):
+        metrics.count_reply(route, status)
+
+    got = values(metrics)
+
+    counted = {key[1:]: value for key, value in got.items() if key[0] == "http_requests_total"}
+    assert counted == {("/generate", "200"): 2, ("/generate", "429"): 1, ("unknown", "404"): 1}
+    [build] = [(set(key[1:]), value) for key, value in got.items() if key[0] == "build_info"]
+    assert build == ({VERSION, platform.python_version()}, 1)
+
+
+def test_the_use_of_processes_is_what_prometheus_own_collector_says():
+    metrics = Metrics("tiny")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    metrics.processes.watch(lambda: [("child", child.pid)])
+    sources = {"main": os.getpid(), "child": child.pid}
+    try:
+        got = values(metrics)
+        for process, pid in sources.items():
+            theirs = prometheus_client.ProcessCollector(pid=lambda pid=pid: pid, registry=None)
+            want = {family.name: family.samples[0].value for family in theirs.collect()}
+            assert abs(got[("process_start_time_seconds", process)] - want["process_start_time_seconds"]) < 2
+            assert 0 <= want["process_cpu_seconds"] - got[("process_cpu_seconds_total", process)] < 60
+            assert 0.5 < got[("process_resident_memory_bytes", process)] / want["process_resident_memory_bytes"] < 2
+        assert got[("process_open_fds", "main")] >= 3
+    finally:
+        child.communicate(b"\n")
+
+    assert {key[1] for key in values(metrics) if key[0] == "process_open_fds"} == {"main"}
 
 
 def test_token_counters_and_token_histograms_stay_apart():

@@ -13,6 +13,7 @@ from headrace.metrics.compat import NAMES
 from headrace.metrics.export import render
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana.json"
+NAME = re.compile(r"headrace:\w+|\bprocess_\w+(?={)")
 STATE = InternalState(
     PoolState(1000, 400, 350, 250, 8, 6, True), 2, 3, 0, 9, 4, 0, 5, 50, 60, 10, 40, 40, 0, 0, 12.5, 0.5, 7
 )
@@ -24,6 +25,9 @@ def busy_metrics():
     metrics.count_end("stop")
     metrics.count_rejected("queue_full")
     metrics.count_restart("scheduler")
+    metrics.count_reply("/generate", 200)
+    for by_key in (metrics.key_requests, metrics.key_prompt_tokens, metrics.key_generation_tokens):
+        by_key.add("team-a", 3)
     metrics.prompt_tokens.inc(5)
     metrics.time_to_first_token_s.observe(0.07)
     metrics.inter_token_latency_s.add(0.004, 3)
@@ -72,12 +76,12 @@ def test_the_dashboard_shows_metrics_that_exist_with_labels_that_they_have():
 
     assert len(queries) > 20
     for query in queries:
-        names = re.findall(r"headrace:\w+", query)
+        names = NAME.findall(query)
         assert names, query
         for name in names:
             assert name in exported, query
             for label in re.findall(r"by \((\w+)\)", query):
                 assert label in exported[name][0][0], query
-    shown = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"headrace:\w+", query)}
+    shown = {re.sub(r"_bucket$", "", name) for query in queries for name in NAME.findall(query)}
     ours = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported}
     assert ours - shown == set()

@@ -186,6 +186,7 @@ class FakeFrontend:
         self.num_frozen = 0
         self.changes: list[LimitChanges] = []
         self.own_counters = {"num_unknown_outputs": 0}
+        self.replies: list[tuple[str, int]] = []
 
     async def generate_request(
         self,
@@ -378,6 +379,9 @@ class FakeFrontend:
 
     def metrics_text(self):
         return render(Metrics(MODEL))
+
+    def count_reply(self, route: str, status: int) -> None:
+        self.replies.append((route, status))
 
     async def inject_fault(self, fault: FaultReq) -> None:
         self.faults.append(fault)

@@ -229,6 +229,16 @@ async def test_a_worker_that_ends_takes_its_own_calls_with_it_and_is_not_heard_a
         await until(lambda: home.door.num_calls == 0)
 
 
+async def test_the_replies_of_all_workers_are_counted_in_one_place():
+    async with house() as home:
+        one, other = await home.worker(0), await home.worker(1)
+
+        one.count_reply("/health", 200)
+        other.count_reply("/generate", 503)
+        await until(lambda: len(home.frontend.replies) == 2)
+        assert sorted(home.frontend.replies) == [("/generate", 503), ("/health", 200)]
+
+
 async def test_what_one_worker_changes_the_others_know():
     async with house() as home:
         one, other = await home.worker(0), await home.worker(1)

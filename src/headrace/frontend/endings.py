@@ -89,6 +89,7 @@ class Endings:
     def _count(self, sample: ReqState, finish: FinishReason) -> None:
         metrics = self._metrics
         metrics.count_end(finish.type)
+        metrics.key_requests.add(sample.call.tenant.name, 1)
         metrics.e2e_latency_s.observe(sample.finished_s - sample.created_s)
         metrics.generation_length.observe(len(sample.output_ids))
         metrics.prompt_length.observe(sample.num_prompt_tokens)
@@ -106,4 +107,5 @@ def count_prompt(sample: ReqState, metrics: Metrics) -> None:
     if sample.first_of_prompt:
         metrics.prompt_tokens.inc(sample.num_prompt_tokens)
         metrics.cached_tokens.inc(sample.stats.cached_tokens)
+        metrics.key_prompt_tokens.add(sample.call.tenant.name, sample.num_prompt_tokens)
         sample.call.tenant.use_tokens(sample.num_prompt_tokens - sample.stats.cached_tokens)

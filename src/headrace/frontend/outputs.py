@@ -71,6 +71,7 @@ class Outputs:
         if new_tokens:
             self._count_tokens(sample, had_tokens, new_tokens, now_s - last_s)
             sample.call.tenant.use_tokens(new_tokens)
+            self._metrics.key_generation_tokens.add(sample.call.tenant.name, new_tokens)
             if sample.call.stream and sample.num_unread_bytes > self._max_unread_bytes:
                 self._cut_off(sample)
         if row.finish is not None:

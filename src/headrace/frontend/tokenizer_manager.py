@@ -392,6 +392,10 @@ class TokenizerManager:
         """Every metric, in Prometheus' text format."""
         return render(self.metrics, self.args.metrics_compat)
 
+    def count_reply(self, route: str, status: int) -> None:
+        """Count an HTTP reply. route: the declared path."""
+        self.metrics.count_reply(route, status)
+
     # -- the end
 
     def stop_accepting(self) -> None:

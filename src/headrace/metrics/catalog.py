@@ -4,6 +4,7 @@ Owns the registry and the names. Does not serve them (`metrics.export`). Lives i
 manager, from its event loop; the scheduler's gauges come with its `SchedulerStats`.
 """
 
+import platform
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -15,6 +16,8 @@ from prometheus_client.registry import Collector
 
 from headrace.messages.control import InternalState
 from headrace.messages.grammar import GrammarStats
+from headrace.metrics.process_use import ProcessUse
+from headrace.version import VERSION
 
 _SECONDS_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _SECONDS_LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300, 600)
@@ -32,6 +35,33 @@ class Count(Collector):
         """Called by the registry."""
         family = CounterMetricFamily(self._name, self._text, labels=["model_name"])
         family.add_metric([self._model_name], self.value)
+        yield family
+
+
+MAX_KEY_NAMES = 1000
+OTHER_KEYS = "others"
+"""Name for the keys beyond the first MAX_KEY_NAMES: a key file that changes for ever makes no series for ever."""
+
+
+class CountByKey(Collector):
+    """A counter for each name of a key in the key file. Callers without such a key are not counted."""
+
+    def __init__(self, name: str, text: str, model_name: str) -> None:
+        self._values: dict[str, int] = {}
+        self._name, self._text, self._model_name = name, text, model_name
+
+    def add(self, key_name: str, count: int) -> None:
+        """Count for a key; an empty name counts nothing."""
+        if key_name:
+            if key_name not in self._values and len(self._values) >= MAX_KEY_NAMES:
+                key_name = OTHER_KEYS
+            self._values[key_name] = self._values.get(key_name, 0) + count
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Called by the registry."""
+        family = CounterMetricFamily(self._name, self._text, labels=["model_name", "key_name"])
+        for key_name, value in self._values.items():
+            family.add_metric([self._model_name, key_name], value)
         yield family
 
 
@@ -86,6 +116,25 @@ class Metrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
+        self._replies = Counter(
+            "headrace:http_requests",
+            "HTTP requests, when the reply began.",
+            ["model_name", "route", "status"],
+            registry=self.registry,
+        )
+        self.key_requests = self._count_by_key("key_requests", "Samples that ended, by the name of their key.")
+        self.key_prompt_tokens = self._count_by_key("key_prompt_tokens", "Prompt tokens, by the name of their key.")
+        self.key_generation_tokens = self._count_by_key(
+            "key_generation_tokens", "Tokens generated, by the name of their key."
+        )
+        self.processes = ProcessUse(model_name)
+        self.registry.register(self.processes)
+        Gauge(
+            "headrace:build_info",
+            "Always 1; the labels say what runs.",
+            ["model_name", "version", "python_version"],
+            registry=self.registry,
+        ).labels(model_name, VERSION, platform.python_version()).set(1)
         self.time_to_first_token_s = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS_LONG
         )
@@ -142,6 +191,10 @@ class Metrics:
         """A request was refused: queue_full, key_limit or queue_timeout."""
         self._rejected.labels(self._model_name, reason).inc()
 
+    def count_reply(self, route: str, status: int) -> None:
+        """An HTTP reply has begun. route: the declared path."""
+        self._replies.labels(self._model_name, route, str(status)).inc()
+
     def count_restart(self, process: str) -> None:
         """A process that died has been restarted."""
         self._restarts.labels(self._model_name, process).inc()
@@ -184,6 +237,11 @@ class Metrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"headrace:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _count_by_key(self, name: str, text: str) -> CountByKey:
+        made = CountByKey(f"headrace:{name}", text, self._model_name)
+        self.registry.register(made)
+        return made
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"headrace:{name}", text, ["model_name", "dp_rank"], registry=self.registry)

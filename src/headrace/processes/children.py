@@ -55,6 +55,10 @@ class ChildParts(Parts):
         self._restarts = Restarts(self._args, self.children, respawn, self.channels, manager, on_death)
         self._restarts.start()
 
+    def processes(self) -> list[tuple[str, int]]:
+        """See `Parts`."""
+        return [(child.name, child.pid) for child in list(self.children)]
+
     def stop(self) -> None:
         """See `Parts`."""
         if self._stopped:

@@ -64,6 +64,7 @@ class HttpWorkers:
         self._numbers = itertools.count()
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        manager.metrics.processes.watch(lambda: [(child.name, child.pid) for child in list(self.children)])
         self._door = FrontDoor(
             manager,
             METHODS,

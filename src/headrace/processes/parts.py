@@ -34,6 +34,10 @@ class Parts(ABC):
     def watch(self, manager: "TokenizerManager", on_death: Callable[[str], None]) -> None:
         """Call `on_death(message)` from a thread when a part has died for good."""
 
+    def processes(self) -> list[tuple[str, int]]:
+        """Name and process id of each part that is a process of its own."""
+        return []
+
     @abstractmethod
     def stop(self) -> None:
         """End the parts: asked first, forced after `STOP_S`. Idempotent."""

@@ -52,6 +52,7 @@ from headrace.server.openai.protocol import ChatCompletionRequest, CompletionReq
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeAPI, TokenizeBody
 from headrace.server.openapi import OpenApi
 from headrace.server.origin_gate import HostList, OriginGate, is_loopback
+from headrace.server.request_counter import RequestCounter, RouteNames
 from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.responses.protocol import ResponsesRequest
@@ -199,7 +200,7 @@ def create_app(
     app.state.startup_error = None
     app.state.keys = keys
     _add_routes(app, table, bodies)
-    _add_middleware(app, args, table, keys)
+    _add_middleware(app, args, table, keys, frontend)
     return app
 
 
@@ -231,7 +232,9 @@ def _add_routes(app: FastAPI, table: list[RouteSpec], bodies: Bodies) -> None:
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))
 
 
-def _add_middleware(app: FastAPI, args: ServerArgs, table: list[RouteSpec], keys: ApiKeys | None) -> None:
+def _add_middleware(
+    app: FastAPI, args: ServerArgs, table: list[RouteSpec], keys: ApiKeys | None, frontend: RequestFrontend
+) -> None:
     """Add what a request passes before its handler, from the inside out: the last one added is the outermost.
 
     CORS answers preflights without a key, and adds its headers to error replies too, but not to refusals of the origin gate.
@@ -249,6 +252,8 @@ def _add_middleware(app: FastAPI, args: ServerArgs, table: list[RouteSpec], keys
             expose_headers=["x-request-id", SKIPPED_HEADER.decode()],
         )
     app.add_middleware(OriginGate, origins=origins, hosts=HostList(args.host, args.allowed_hosts))
+    if not args.disable_metrics:
+        app.add_middleware(RequestCounter, names=RouteNames(spec.path for spec in table), count=frontend.count_reply)
     app.add_middleware(RequestIdMiddleware)
 
 

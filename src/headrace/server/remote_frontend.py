@@ -83,6 +83,10 @@ class RemoteFrontend:
         text: bytes = await self._calls.call("metrics_text")
         return text
 
+    def count_reply(self, route: str, status: int) -> None:
+        """In the main process, which counts for all workers."""
+        self._calls.tell("count_reply", route=route, status=status)
+
 
 def _with_json_as_text(obj: GenerateReqInput) -> GenerateReqInput:
     """The call as a message can hold it, whatever its schemas are. Raises RequestError."""

@@ -220,6 +220,10 @@ class RequestFrontend(Protocol):
         """Every metric, in Prometheus' text format."""
         ...
 
+    def count_reply(self, route: str, status: int) -> None:
+        """Count an HTTP reply for the metrics. route: the declared path, not the one that was sent."""
+        ...
+
 
 PARTS: dict[str, type] = {
     "adapters": AdaptersFrontend,
