@@ -47,11 +47,16 @@ NOT_JSON = [
 ]
 
 
-@pytest.mark.parametrize("path", [*GOOD, "/tokenize", "/detokenize", "/abort_request", "/inject_fault"])
+CHAT_APIS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show")
+OTHERS = ("/tokenize", "/detokenize", "/abort_request", "/inject_fault")
+
+
+@pytest.mark.parametrize("path", [*GOOD, *CHAT_APIS, *OTHERS])
 def test_bodies_that_are_no_json_object(server: Server, path: str):
     for body in NOT_JSON:
         check_refused(server.admin.post(path, content=body, headers=JSON))
-    for content_type in ("text/plain", "multipart/form-data", ""):
+    # Clients of Ollama's API send bodies of any type.
+    for content_type in () if path.startswith("/api/") else ("text/plain", "multipart/form-data", ""):
         check_refused(server.admin.post(path, content=b"{}", headers={"content-type": content_type}))
     check_refused(server.admin.post(path, content=b"\x1f\x8b\x00", headers=JSON | {"content-encoding": "gzip"}))
     check_refused(server.admin.delete(path), 405)
@@ -258,13 +263,15 @@ CHATS: dict[str, Any] = {
     "no content": {"messages": [{"role": "user"}]},
     "empty parts": {"messages": [{"role": "user", "content": []}]},
     "orphan tool result": {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]},
-    "bad tool arguments": {
+    "a call twice": {
         "messages": [
             {"role": "user", "content": "x"},
-            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}] * 2},
         ]
     },
     "nameless tool": {"tools": [{"type": "function", "function": {}}]},
+    "long tool name": {"tools": [{"type": "function", "function": {"name": "x" * 10_000}}]},
+    "many tools": {"tools": [{"type": "function", "function": {"name": f"f{number}"}} for number in range(1_025)]},
     "tools twice": {"tools": [{"type": "function", "function": {"name": "f"}}] * 2},
     "tool choice without tools": {"tool_choice": "required"},
     "no schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
@@ -284,6 +291,14 @@ CHATS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CHATS)
 def test_chats_that_cannot_be(client: httpx.Client, name: str):
     check_refused(client.post("/v1/chat/completions", json=CHAT | CHATS[name]))
+
+
+def test_schemas_that_refer_to_themselves(client: httpx.Client):
+    for schema in ({"$ref": "#"}, {"properties": {"a": {"$ref": "#/properties/a"}}}, {"allOf": [{"$ref": "#"}]}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        reply = client.post("/v1/chat/completions", json=CHAT | {"tools": [tool], "tool_choice": "required"})
+        if reply.status_code != 200:
+            check_refused(reply)
 
 
 def test_models_routes_and_methods_that_are_not_here(client: httpx.Client):
