@@ -2,44 +2,18 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from exported_metrics import busy_metrics, samples
 
-from headrace.messages.control import InternalState, PoolState
-from headrace.metrics.catalog import Metrics
 from headrace.metrics.compat import NAMES
 from headrace.metrics.export import render
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana.json"
 NAME = re.compile(r"headrace:\w+|\bprocess_\w+(?={)")
-STATE = InternalState(
-    PoolState(1000, 400, 350, 250, 8, 6, True), 2, 3, 0, 9, 4, 0, 5, 50, 60, 10, 40, 40, 0, 0, 12.5, 0.5, 7
-)
-
-
-def busy_metrics():
-    metrics = Metrics("tiny")
-    metrics.set_scheduler_state(STATE)
-    metrics.count_end("stop")
-    metrics.count_rejected("queue_full")
-    metrics.count_restart("scheduler")
-    metrics.count_reply("/generate", 200)
-    for by_key in (metrics.key_requests, metrics.key_prompt_tokens, metrics.key_generation_tokens):
-        by_key.add("team-a", 3)
-    metrics.prompt_tokens.inc(5)
-    metrics.time_to_first_token_s.observe(0.07)
-    metrics.inter_token_latency_s.add(0.004, 3)
-    return metrics
-
-
-def samples(dialect="none"):
-    found = {}
-    for family in text_string_to_metric_families(render(busy_metrics(), dialect).decode()):
-        for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return found
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -85,3 +59,21 @@ def test_the_dashboard_shows_metrics_that_exist_with_labels_that_they_have():
     shown = {re.sub(r"_bucket$", "", name) for query in queries for name in NAME.findall(query)}
     ours = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported}
     assert ours - shown == set()
+
+
+def test_underscored_names_replace_ours_with_the_same_samples():
+    ours, underscored = samples(), samples("underscore")
+
+    del ours["process_cpu_seconds_total"], underscored["process_cpu_seconds_total"]  # it moves
+    for memory in (ours, underscored):
+        del memory["process_resident_memory_bytes"]
+    assert {name.replace("headrace:", "headrace_"): found for name, found in ours.items()} == underscored
+    assert not [name for name in underscored if not re.fullmatch(r"(headrace|process)(_[a-z0-9]+)+", name)]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_nothing_to_say_about_underscored_names():
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=render(busy_metrics(), "underscore"), capture_output=True, timeout=60
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")

@@ -360,8 +360,11 @@ class ServerArgs:
     )
     decode_log_interval: int = _opt(200, _O, "Log scheduler statistics every N steps; 0 = never.", _COUNT)
     disable_metrics: bool = _opt(False, _O, "Do not serve /metrics.")
-    metrics_compat: Literal["none", "vllm", "sglang"] = _opt(
-        "none", _O, "Export the metrics under the names of this other server as well, for its dashboards."
+    metrics_compat: Literal["none", "vllm", "sglang", "underscore"] = _opt(
+        "none",
+        _O,
+        "Export the metrics under the names of this other server as well, for its dashboards. underscore: the names begin with "
+        "`headrace_` instead of `headrace:`.",
     )
     timeline_requests: int = _opt(
         1000, _O, "Keep the timelines of the last N finished requests for /v1/requests/{rid}; 0 = none.", _COUNT

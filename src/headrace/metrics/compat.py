@@ -1,4 +1,4 @@
-"""Exports our metrics under the names of other servers, so that their dashboards work.
+"""Exports our metrics under other names: those of other servers, so that their dashboards work, or with `_` instead of `:`.
 
 Owns the two tables of names. Values, buckets and labels are ours; metrics that we do not measure are missing. The names are those of vLLM's
 documentation ("Production Metrics") and of SGLang's. Used in the event loop of the main process.
@@ -12,6 +12,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 Dialect = Literal["vllm", "sglang"]
+"""Other servers."""
+
+Names = Literal["none", "vllm", "sglang", "underscore"]
+"""Values of --metrics-compat. none: our names; a server: its names as well; underscore: ours with `_` instead of `:`."""
 
 NAMES: dict[Dialect, tuple[tuple[str, str], ...]] = {
     "vllm": (
@@ -53,6 +57,7 @@ NAMES: dict[Dialect, tuple[tuple[str, str], ...]] = {
 """Pairs of (our name, theirs), both without prefix and without a counter's `_total`."""
 
 _OUR_PREFIX = "headrace:"
+_PLAIN_PREFIX = "headrace_"
 _LABELS = {"vllm": {"finish_reason": "finished_reason", "dp_rank": "engine"}, "sglang": {}}
 
 
@@ -75,4 +80,19 @@ class Renamed(Collector):
                 renamed.add_sample(
                     name, {labels.get(key, key): value for key, value in sample.labels.items()}, sample.value
                 )
+            yield renamed
+
+
+class Underscored(Collector):
+    """The metrics of `registry` with names that begin with `headrace_`: Prometheus keeps colons for the names of recording rules."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by a separate registry."""
+        for metric in self._registry.collect():
+            renamed = Metric(metric.name.replace(_OUR_PREFIX, _PLAIN_PREFIX, 1), metric.documentation, metric.type)
+            for sample in metric.samples:
+                renamed.add_sample(sample.name.replace(_OUR_PREFIX, _PLAIN_PREFIX, 1), sample.labels, sample.value)
             yield renamed
