@@ -388,7 +388,10 @@ class FakeFrontend:
 
 
 def served_model(
-    tokenizer: Tokenizer, template: str | None = TEMPLATE, context_length: int = CONTEXT_LENGTH
+    tokenizer: Tokenizer,
+    template: str | None = TEMPLATE,
+    context_length: int = CONTEXT_LENGTH,
+    reasoning_parser: str = "think",
 ) -> ServedModel:
     """The fake model as the server knows it."""
     ready = ReadyInfo(
@@ -398,7 +401,7 @@ def served_model(
     )  # fmt: skip
     chat = None if template is None else ChatTemplate(template, tokenizer.special_texts)
     output_format = choose(
-        template=template or "", special=tokenizer.added_tokens, tool_parser="hermes", reasoning_parser="think"
+        template=template or "", special=tokenizer.added_tokens, tool_parser="hermes", reasoning_parser=reasoning_parser
     )
     return ServedModel(
         output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
@@ -423,7 +426,9 @@ class Running:
 def make_app(frontend: Any, status: ServerStatus | None = None, template: str | None = TEMPLATE, **options: Any) -> Any:
     """The application around a fake."""
     args = ServerArgs(**({"port": 0} | options))
-    model = served_model(frontend.tokenizer, template, getattr(frontend, "context_length", CONTEXT_LENGTH))
+    reasoning_parser = "think" if args.reasoning_parser == "auto" else args.reasoning_parser
+    context_length = getattr(frontend, "context_length", CONTEXT_LENGTH)
+    model = served_model(frontend.tokenizer, template, context_length, reasoning_parser)
     return create_app(frontend, args, model, status), args
 
 

@@ -29,6 +29,19 @@ OLD_TAG = f'{{"structures":[{{"begin":"<f>","schema":{TEXT},"end":"</f>"}}],"tri
 OBJECT = '{"type":"object"}'
 
 
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """A model that does not reason: the grammars of chats begin with the output."""
+    with running_server(reasoning_parser="none") as running:
+        yield running
+
+
+@pytest.fixture
+def server(running: Running) -> Running:
+    running.frontend.reset()
+    return running
+
+
 def of_format(**members: Any) -> dict[str, Any]:
     return {"response_format": members}
 
