@@ -22,6 +22,7 @@ class Script:
 
     def __init__(self, *replies):
         self.replies = list(replies)
+        self.sampling = ChatSampling()
         self.asked = []
         self.schemas = []
         self.closed = 0
@@ -192,7 +193,7 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"
 
 
 @pytest.mark.parametrize("stdin", [io.StringIO, Terminal])
-def test_calls_are_shown_and_the_next_line_is_their_result(monkeypatch, stdin):
+def test_calls_are_shown_and_the_next_line_is_their_result(monkeypatch, capsys, stdin):
     source = Script(["I look.", CALL, ToolUse("b", "get_time", "{}")], ["Sunny."], ["Bye."])
 
     printed = talk(monkeypatch, source, "weather?", "sunny", "noon", "thanks", tools=[TOOL], stdin=stdin)
@@ -200,7 +201,7 @@ def test_calls_are_shown_and_the_next_line_is_their_result(monkeypatch, stdin):
     assert source.tools == [TOOL]
     assert "I look.\n" in printed
     assert 'get_weather({"city": "[Rome]"})' in printed
-    assert ("result of get_time>" in printed) == (stdin is Terminal)
+    assert ("result of get_time>" in capsys.readouterr().out) == (stdin is Terminal)
     assert source.asked[1][1:] == [
         {
             "role": "assistant",

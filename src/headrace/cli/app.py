@@ -197,16 +197,18 @@ def chat(
     from headrace.cli.chat import run_chat
     from headrace.cli.chat_sources import ChatSampling, EngineChat, ServerChat
     from headrace.cli.tools import read_tools
+    from headrace.cli.typed_input import History, state_folder
 
     offered = read_tools(tools) if tools else []
+    history = History(state_folder() / "chat_history")
     sampling = ChatSampling(max_new_tokens, temperature, top_p, seed)
     console = Console(highlight=False)
     if url is not None:
         with ServerChat(url, sampling, model, api_key) as server:
-            run_chat(server, console, system, offered)
+            run_chat(server, console, system, offered, history)
         return
     with EngineChat(with_model(server_args, model), sampling) as engine:
-        run_chat(engine, console, system, offered)
+        run_chat(engine, console, system, offered, history)
 
 
 # --- models and the machine

@@ -12,7 +12,10 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from headrace.benchmark.sse import DONE, EventParser
 from headrace.config.server_args import ServerArgs
@@ -28,15 +31,39 @@ Tools = Sequence[dict[str, Any]]
 _CONNECT_TIMEOUT_S = 10.0
 _READ_BYTES = 65536
 
+OTHER_NAMES = {"max_tokens": "max_new_tokens"}
+"""Names of settings as OpenAI's API has them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatSampling:
     """How replies are sampled; None = as the model or the server likes."""
 
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+
+    def given(self) -> dict[str, float]:
+        """The values that are set, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def with_value(self, name: str, value: object) -> "ChatSampling":
+        """The same with another value, a number or its text; None = not set. Raises ConfigError that names what is wrong."""
+        name = OTHER_NAMES.get(name, name)
+        kinds = get_type_hints(ChatSampling, include_extras=True)
+        if name not in kinds:
+            raise ConfigError(f"there is no setting {name!r}; there are {', '.join(kinds)}")
+        try:
+            checked: Any = None if value is None else msgspec.convert(value, kinds[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{name} {value!r}: {str(error).replace(' | null', '')}") from None
+        return dataclasses.replace(self, **{name: checked})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +85,10 @@ class ToolUse:
 
 
 class ChatSource(Protocol):
-    """Where replies come from."""
+    """Where replies come from. sampling: of the next reply."""
 
     name: str
+    sampling: ChatSampling
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
         """The next message of the assistant, piece by piece, its tool calls last; closing the iterator stops it. Raises HeadraceError.
@@ -83,7 +111,7 @@ class EngineChat:
         self.name = server_args.served_name
         if open_chat_template(server_args, open_tokenizer(server_args)) is None:
             raise ConfigError(f"{self.name} has no chat template; give one with --chat-template")
-        self._sampling = sampling
+        self.sampling = sampling
         running = launch_engine(server_args)
         self._engine = Engine.over(running)
         model = served_model(server_args, running.ready, running.tokenizer, running.chat_template, running.model)
@@ -98,8 +126,6 @@ class EngineChat:
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
         """See ChatSource. Without a limit of the user's the reply may fill the rest of the context."""
-        import msgspec
-
         from headrace.parsers.base import Arguments, Reasoning, Text, ToolCall
 
         chat = self._chat_call(messages, json_schema, tools)
@@ -129,8 +155,6 @@ class EngineChat:
 
     def _chat_call(self, messages: list[Message], json_schema: str | None, tools: Tools) -> "ChatCall":
         """The conversation as a server would take it. Raises RequestError."""
-        import msgspec
-
         from headrace.sampling.params import SamplingParams
         from headrace.server.chat.calls import chat_call
         from headrace.server.openai.chat_request import conversation_of
@@ -138,7 +162,7 @@ class EngineChat:
 
         request = msgspec.convert({"messages": messages, "tools": list(tools)}, ChatCompletionRequest)
         conversation = conversation_of(request, self._context.model.context_length)
-        sampling = SamplingParams(json_schema=json_schema, **dataclasses.asdict(self._sampling))
+        sampling = SamplingParams(json_schema=json_schema, **dataclasses.asdict(self.sampling))
         return asyncio.run(chat_call(self._context, conversation, sampling))
 
 
@@ -151,7 +175,7 @@ class ServerChat:
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
-        self._sampling = sampling
+        self.sampling = sampling
         self.name = model or self._first_model()
 
     def __enter__(self) -> "ServerChat":
@@ -162,17 +186,16 @@ class ServerChat:
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
         """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
+        settings = self.sampling.given()
         body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_tokens": self._sampling.max_new_tokens,
-            "temperature": self._sampling.temperature,
-            "top_p": self._sampling.top_p,
-            "seed": self._sampling.seed,
+            "max_tokens": settings.pop("max_new_tokens", None),
             "tools": list(tools) or None,
             "response_format": None if json_schema is None else _response_format(json_schema),
+            **settings,
         }
         payload = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         num_tokens, calls = 0, _Calls()

@@ -1,0 +1,135 @@
+"""What a terminal chat remembers: its messages, its tools, and the schema of the next reply.
+
+Owns the file format of a saved conversation. Used in the main thread.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.cli.chat_sources import ChatSampling, ChatSource, Message, Tools
+from headrace.errors import ConfigError, RequestError
+
+MAX_FILE_BYTES = 64 << 20
+"""Largest file that `load` reads."""
+
+
+class Conversation:
+    """The messages so far, the system message first when there is one, the tools, and the schema of the next reply."""
+
+    def __init__(self, system: str | None, tools: Tools = ()) -> None:
+        self._system = system
+        self.tools = tools
+        self.json_schema: str | None = None
+        self.messages: list[Message] = []
+        self._kept: list[Message] = []
+        self.clear()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing would be lost: it is empty, or as it was saved or loaded."""
+        return self.messages == self._kept or all(message["role"] == "system" for message in self.messages)
+
+    def clear(self) -> None:
+        """Forget everything but the system message and the schema."""
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def set_system(self, text: str) -> None:
+        """Begin again with another system message; empty = none."""
+        self._system = text or None
+        self.clear()
+
+    def save(self, path: Path, source: ChatSource, overwrite: bool = False) -> None:
+        """Write the conversation, its schema and its settings as JSON, as a whole or not at all.
+
+        Raises FileExistsError unless `overwrite`, and OSError.
+        """
+        schema = None if self.json_schema is None else json.loads(self.json_schema)
+        value = {
+            "model": source.name,
+            "settings": source.sampling.given(),
+            "json_schema": schema,
+            "messages": self.messages,
+        }
+        _write(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n", overwrite)
+        self._kept = [dict(message) for message in self.messages]
+
+    def load(self, path: Path, source: ChatSource) -> None:
+        """Go on with a saved conversation, or with a list of messages. What the file does not set stays as it is.
+
+        Raises ConfigError for a file that cannot be used; then nothing has changed.
+        """
+        value = _read(path)
+        saved = value if isinstance(value, dict) else {"messages": value}
+        if unknown := saved.keys() - {"model", "settings", "json_schema", "messages"}:
+            raise ConfigError(f"{path}: a conversation has no field {min(unknown)!r}")
+        messages = _messages(path, saved.get("messages"))
+        sampling, settings = source.sampling, saved.get("settings")
+        if settings is not None:
+            if not isinstance(settings, dict):
+                raise ConfigError(f"{path}: settings must be an object")
+            sampling = ChatSampling()
+            for name, setting in settings.items():
+                sampling = sampling.with_value(name, setting)
+        if "json_schema" in saved:
+            schema = saved["json_schema"]
+            self.json_schema = None if schema is None else json.dumps(schema, ensure_ascii=False)
+        source.sampling = sampling
+        self.messages, self._kept = messages, [dict(message) for message in messages]
+        first = messages[0]
+        self._system = first["content"] if first["role"] == "system" else None
+
+
+def _read(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes: it is no conversation")
+        return json.loads(raw)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+
+
+def _messages(path: Path, given: object) -> list[Message]:
+    """The messages, if a chat completion would take them. Raises ConfigError."""
+    from headrace.server.openai.chat_request import template_messages
+    from headrace.server.openai.protocol import ChatCompletionRequest
+
+    if not isinstance(given, list):
+        raise ConfigError(f"{path} has no messages")
+    try:
+        request = msgspec.convert({"messages": given}, ChatCompletionRequest)
+        template_messages(request.messages, len(given))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except RequestError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
+    for number, message in enumerate(given):
+        if not isinstance(message.get("content") or "", str):
+            raise ConfigError(f"{path}: messages[{number}].content must be a text")
+    return given
+
+
+def _write(path: Path, text: str, overwrite: bool) -> None:
+    if not overwrite:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+        return
+    # The old file stays until the new one is whole.
+    path = path.resolve()
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o600)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,203 @@
+"""What a person types in the terminal: lines that can be edited, their history, and blocks of several lines.
+
+Owns the history file and the state of the terminal while a reply is written. Used in the main thread.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import termios
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+QUOTES = '"""'
+"""Begins and ends a block of lines."""
+
+MAX_ENTRIES = 1000
+MAX_ENTRY_CHARS = 10_000
+"""Longer entries are not kept after the chat."""
+
+
+def state_folder() -> Path:
+    """Where state of the user is kept: $XDG_STATE_HOME/headrace, else ~/.local/state/headrace."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "headrace"
+
+
+class History:
+    """What was typed, in a file that only its owner can read: one JSON string for each entry, the newest last.
+
+    Chats that run at the same time share it. If the file cannot be used, entries are forgotten at the end of the chat.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def entries(self) -> list[str]:
+        """The newest entries, at most `MAX_ENTRIES`; older ones are removed from the file."""
+        try:
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        found = [text for line in lines if (text := _entry(line)) is not None]
+        if len(lines) > MAX_ENTRIES:
+            with contextlib.suppress(OSError):
+                self._rewrite(found[-MAX_ENTRIES:])
+        return found[-MAX_ENTRIES:]
+
+    def add(self, text: str) -> None:
+        """Append an entry."""
+        if len(text) > MAX_ENTRY_CHARS:
+            return
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(self._path, os.O_APPEND, [text])
+
+    def _rewrite(self, entries: list[str]) -> None:
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        _write(part, os.O_TRUNC, entries)
+        os.replace(part, self._path)
+
+
+def _entry(line: str) -> str | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _write(path: Path, how: int, entries: list[str]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """is_block: it was given as a block, so it is a message whatever it begins with."""
+
+    text: str
+    is_block: bool = False
+
+
+class TypedInput:
+    """Reads messages from the terminal, edited by readline.
+
+    history: None = nothing is remembered, and lines cannot be edited.
+    """
+
+    def __init__(self, console: Console, history: History | None) -> None:
+        self._console = console
+        self._history = history
+        if history is not None:
+            import readline
+
+            readline.set_auto_history(False)
+            readline.parse_and_bind("set enable-bracketed-paste on")
+            for entry in history.entries():
+                readline.add_history(entry)
+
+    def read(self) -> Typed | None:
+        """The next message or command, stripped; None at the end of input. Ctrl-C empties what has been typed."""
+        while True:
+            try:
+                typed = self._read()
+            except EOFError:
+                self._console.print()
+                return None
+            except KeyboardInterrupt:
+                self._console.print()
+                continue
+            return typed
+
+    def read_result(self, name: str) -> str | None:
+        """The result of a call of the tool `name`, stripped; None at the end of input."""
+        while True:
+            try:
+                return input(self._coloured(f"result of {name}>", 33)).strip()
+            except EOFError:
+                self._console.print()
+                return None
+            except KeyboardInterrupt:
+                self._console.print()
+
+    def confirm(self, question: str) -> bool:
+        """Whether the answer is yes."""
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except (EOFError, KeyboardInterrupt):
+            self._console.print()
+            return False
+
+    def _read(self) -> Typed:
+        whole = line = input(self._coloured(">", 32))
+        start = line.lstrip()
+        command = ""
+        if start.startswith("/"):
+            # A block may be what a command is given.
+            command, space, start = start.partition(" ")
+            command, start = command + space, start.lstrip()
+        if not start.startswith(QUOTES):
+            self._remember(line.strip())
+            return Typed(line.strip())
+        text = start.removeprefix(QUOTES)
+        while not text.rstrip().endswith(QUOTES):
+            line = input(self._coloured("…", 32))
+            whole, text = f"{whole}\n{line}", f"{text}\n{line}"
+        self._remember(whole.strip())
+        return Typed(command + text.rstrip().removesuffix(QUOTES).strip("\n"), is_block=not command)
+
+    def _coloured(self, prompt: str, colour: int) -> str:
+        if not self._console.is_terminal or self._console.no_color:
+            return f"{prompt} "
+        # readline must know what takes no column.
+        return f"\001\033[1;{colour}m\002{prompt}\001\033[0m\002 "
+
+    def _remember(self, text: str) -> None:
+        if self._history is None or not text:
+            return
+        import readline
+
+        length = readline.get_current_history_length()
+        if length and readline.get_history_item(length) == text:
+            return
+        readline.add_history(text)
+        self._history.add(text)
+
+
+class PipedInput:
+    """Reads messages from standard input that is no terminal, one on each line."""
+
+    def read(self) -> str | None:
+        """The next line, stripped; None at the end of input."""
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+
+    def read_result(self, name: str) -> str | None:
+        """The result of a call of the tool `name`: the next line."""
+        del name
+        return self.read()
+
+
+@contextlib.contextmanager
+def keys_unseen() -> Iterator[None]:
+    """What is typed meanwhile is not shown; it is read afterwards. Ctrl-C works as always."""
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (OSError, ValueError, termios.error):
+        yield  # no terminal
+        return
+    quiet = termios.tcgetattr(descriptor)
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
