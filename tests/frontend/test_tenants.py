@@ -150,6 +150,11 @@ async def test_a_timeline_is_told_to_its_key_and_to_an_admin(make_frontend):
         assert [each["rid"] for each in frontend.manager.records.timelines("only-a", a)] == ["only-a/0", "only-a/1"]
         assert [each["rid"] for each in frontend.manager.records.timelines("r", ADMIN)] == ["r", "r"]
         assert [each["rid"] for each in frontend.manager.records.timelines("only-a/1", ADMIN)] == ["only-a/1"]
+        listed = {
+            who: [each["rid"] for each in frontend.manager.records.latest(9, who)] for who in (a, b, NOBODY, ADMIN)
+        }
+        assert sorted(listed[a]) == ["only-a/0", "only-a/1", "r"]
+        assert (listed[b], listed[NOBODY], len(listed[ADMIN])) == (["r"], [], 4)
         for who in (b, NOBODY):
             for rid in ("only-a", "only-a/0", *rids):
                 with pytest.raises(NotFoundError):

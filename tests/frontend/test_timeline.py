@@ -89,6 +89,29 @@ async def test_live_requests_and_all_samples_of_a_call_are_found_and_old_ones_fo
         frontend.manager.records.timelines("later", Caller(Tenant(TenantLimits(name="somebody"))))
 
 
+async def test_the_list_begins_with_live_requests_and_holds_no_text(make_frontend):
+    frontend = make_frontend(timeline_requests=2)
+    for rid in ("forgotten", "second", "third"):
+        await run(frontend, rid)
+    tasks = [frontend.start("secret", rid=rid) for rid in ("live", "later")]
+    await frontend.engine.until(lambda: "later" in frontend.engine.requests)
+    frontend.engine.emit("live", "x")
+    await turns()
+
+    told = frontend.manager.records.latest(10)
+    assert [each["rid"] for each in told] == ["later", "live", "third", "second"]
+    assert [each["completion_tokens"] for each in told] == [0, 1, 3, 3]
+    assert [each["state"] for each in told] == ["running", "running", "finished", "finished"]
+    assert all("events" not in each for each in told)
+    assert "secret" not in json.dumps(told)
+    assert [each["rid"] for each in frontend.manager.records.latest(3)] == ["later", "live", "third"]
+
+    for rid in ("live", "later"):
+        frontend.engine.emit(rid, "y", STOP)
+    for task in tasks:
+        await task
+
+
 @pytest.mark.parametrize("prompts", [False, True])
 async def test_a_death_leaves_a_dump_with_prompts_only_if_told_and_a_stop_leaves_none(make_frontend, tmp_path, prompts):
     folder = tmp_path / "dumps"

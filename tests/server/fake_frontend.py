@@ -185,6 +185,8 @@ class FakeFrontend:
         self.dumps: int | None = 3
         self.num_frozen = 0
         self.changes: list[LimitChanges] = []
+        self.samples: list[dict[str, Any]] = [{"rid": "known"}, {"rid": "other"}]
+        self.metrics = Metrics(MODEL)
         self.own_counters = {"num_unknown_outputs": 0}
         self.replies: list[tuple[str, int]] = []
 
@@ -340,9 +342,15 @@ class FakeFrontend:
 
     def timelines(self, rid: str, caller: Any = None):
         self.asked_by.append(("timelines", caller))
+        if found := [sample for sample in self.samples if sample["rid"] == rid and "events" in sample]:
+            return found
         if rid != "known":
             raise NotFoundError("there is no such request", "rid")
         return [{"rid": rid, "tenant_asked": caller.tenant and caller.tenant.name, "is_admin": caller.is_admin}]
+
+    def latest(self, limit: int, caller: Any = None):
+        self.asked_by.append(("latest", caller))
+        return self.samples[:limit]
 
     async def start_profile(self, output_name, num_steps, activities):
         self.profiled.append((output_name, num_steps, activities))
@@ -378,7 +386,7 @@ class FakeFrontend:
         return self.own_counters
 
     def metrics_text(self):
-        return render(Metrics(MODEL))
+        return render(self.metrics)
 
     def count_reply(self, route: str, status: int) -> None:
         self.replies.append((route, status))

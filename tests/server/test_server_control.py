@@ -142,6 +142,13 @@ def test_flush_says_what_happened(client: httpx.Client, server: Running):
     assert reply.json() == {"success": False, "message": "2 requests run"}
 
 
+def test_the_latest_requests_are_listed(client: httpx.Client):
+    assert client.get("/v1/requests").json() == {"object": "list", "data": [{"rid": "known"}, {"rid": "other"}]}
+    assert len(client.get("/v1/requests?limit=1").json()["data"]) == 1
+    for query in ("limit=0", "limit=1001", "limit=x", "last=3"):
+        assert client.get(f"/v1/requests?{query}").status_code == 400
+
+
 def test_abort_is_passed_on(client: httpx.Client, server: Running):
     assert client.post("/abort_request", json={"rid": "req-1"}).status_code == 200
     assert client.post("/abort_request", json={"abort_all": True}).status_code == 200

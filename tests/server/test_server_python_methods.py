@@ -32,6 +32,7 @@ METHODS = {
     "/get_server_info": ("get_server_info",),
     "/v1/loads": ("get_loads",),
     "/get_load": ("get_loads",),
+    "/v1/requests": ("latest_requests",),
     "/v1/requests/{id:path}": ("explain_request",),
     "/abort_request": ("abort_request",),
     "/flush_cache": ("flush_cache",),
@@ -143,6 +144,7 @@ def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Run
     assert runtime.set_internal_state(max_queued_requests=5)["max_queued_requests"] == 5
     assert frontend.changes == [LimitChanges(max_queued_requests=5)]
     assert runtime.dump_requests() == "requests-1.json"
+    assert runtime.latest_requests(1) == [{"rid": "known"}]
     assert runtime.explain_request("known")[0]["rid"] == "known"
     with pytest.raises(NotFoundError):
         runtime.explain_request("a/b")

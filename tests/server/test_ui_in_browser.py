@@ -11,6 +11,10 @@ import httpx
 import pytest
 from fake_frontend import Running, running_server
 
+from headrace.messages.control import InternalState, PoolState
+from headrace.messages.outputs import FinishReason, SampleEvent, SampleStats
+from headrace.metrics.timeline import Timeline
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser tests need chromium (apt-get install chromium)")
@@ -307,6 +311,90 @@ def test_it_fits_a_telephone(chat: Any, server: Running):
     expect(button).to_be_focused()
 
 
+def told(rid: str, created_unix_s: float, is_finished: bool = True) -> dict[str, Any]:
+    """A timeline as the server tells it."""
+    line = Timeline(rid, rid, "", 100.0, created_unix_s, sent_s=100.1, first_token_s=100.5, num_prompt_tokens=30)
+    if is_finished:
+        line.finished_s, line.num_output_tokens, line.finish = 101.5, 12, FinishReason("stop")
+        line.stats = SampleStats(30, 16, 0, 0.1, (SampleEvent("admitted", 100.2, 16), SampleEvent("chunk", 100.2, 14)))
+    return line.describe()
+
+
+def tile(page: Any, title: str) -> Any:
+    return page.locator("figure", has=page.locator("figcaption", has_text=title)).locator(".value")
+
+
+def set_running(server: Running, num_running: int) -> None:
+    """What the engine tells its metrics after a step."""
+    pool = PoolState(1024, 512, 256, 256, 64, 64, True)
+    server.frontend.metrics.set_scheduler_state(
+        InternalState(pool, num_running, 2, 0, 3, 0, 0, 4, 50, 60, 10, 40, 20, 0, 0, 12.5, 0.5, 7)
+    )
+
+
+def test_the_dashboard_moves(page: Any, server: Running):
+    set_running(server, 3)
+    server.frontend.samples = [told("one", 1_790_000_000)]
+    page.goto(f"{server.url}/ui/#dashboard")
+    expect(tile(page, "Running")).to_have_text("3")
+    expect(tile(page, "Between tokens")).to_have_text("– / –")
+    expect(page.locator("#requests tr")).to_have_count(1)
+    page.get_by_role("link", name="one").focus()
+    set_running(server, 5)
+    server.frontend.metrics.inter_token_latency_s.add(0.04, 100)
+    server.frontend.samples.insert(0, told("two", 1_790_000_001, is_finished=False))
+    expect(tile(page, "Running")).to_have_text("5")
+    expect(tile(page, "Between tokens")).to_have_text("40 ms / 49 ms")
+    expect(page.locator("#requests tr").first).to_contain_text("running")
+    expect(page.get_by_role("link", name="one")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Request one")).to_be_focused()
+    expect(page.locator("#request-body")).to_contain_text("output 1 s")
+    expect(page.locator("#request-body tbody tr")).to_have_count(6)
+    page.get_by_role("button", name="Pause").click()
+    page.goto(f"{server.url}/ui/#dashboard/nothing")
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#request-body")).to_contain_text("no such request")
+    assert all("404" in error for error in page.errors)
+    page.errors.clear()
+
+
+def test_a_running_request_shows_what_is_known_of_it(page: Any, server: Running):
+    server.frontend.samples = [told("live", 1_790_000_001, is_finished=False)]
+    page.goto(f"{server.url}/ui/#dashboard/live")
+    expect(page.locator("#request-body tbody tr")).to_have_count(3)
+    expect(page.locator("#request-body .legend")).to_contain_text("output")
+
+
+def test_the_dashboard_shows_what_the_key_may_see(page: Any):
+    with running_server(api_key="user", admin_api_key="admin") as server:
+        page.goto(f"{server.url}/ui/#dashboard")
+        expect(tile(page, "Running")).not_to_have_text("")
+        expect(page.locator("#replicas-box, #requests-box, #state-box").and_(page.locator(":visible"))).to_have_count(0)
+        for key, visible in (
+            ("user", ["requests-box", "replicas-box"]),
+            ("admin", ["requests-box", "replicas-box", "state-box"]),
+        ):
+            page.get_by_role("button", name="Enter a key").click()
+            page.get_by_label("Key", exact=True).fill(key)
+            page.keyboard.press("Enter")
+            for name in visible:
+                expect(page.locator(f"#{name}")).to_be_visible()
+        expect(page.locator("#needs-key")).to_be_hidden()
+    assert all("401" in error or "net::ERR" in error or "503" in error for error in page.errors)
+    page.errors.clear()
+
+
+def test_the_dashboard_does_without_metrics(page: Any):
+    with running_server(disable_metrics=True) as server:
+        page.goto(f"{server.url}/ui/#dashboard")
+        expect(tile(page, "Running")).to_have_text("1")
+        expect(tile(page, "Output tokens/s")).to_have_text("12.5")
+        page.close()
+    assert all("404" in error for error in page.errors)
+    page.errors.clear()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious(chat: Any, server: Running, theme: str):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
@@ -334,3 +422,17 @@ def serious(found: Any) -> None:
     ]
     assert bad == []
     assert len(found.response["passes"]) > 10, "it looked"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_the_dashboard(page: Any, server: Running, theme: str):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
+    page.emulate_media(color_scheme=theme)
+    set_running(server, 3)
+    server.frontend.samples = [told("one", 1_790_000_000), told("two", 1_790_000_000, is_finished=False)]
+    page.goto(f"{server.url}/ui/#dashboard/one")
+    expect(page.locator("#request-body tbody tr")).to_have_count(6)
+    expect(page.locator("#requests tr")).to_have_count(2)
+    serious(axe.run(page))
+    page.set_viewport_size({"width": 360, "height": 640})
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 360

@@ -219,6 +219,10 @@ class Engine(WeightOperations):
         """Timelines of the samples of a recent request. Raises NotFoundError."""
         return self._call(lambda: self._manager.records.timelines(rid, Caller(is_admin=True)))
 
+    def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
+        """Live samples and those that ended last, at most `limit`, without their events and their text."""
+        return self._call(lambda: self._manager.records.latest(limit, Caller(is_admin=True)))
+
     def dump_requests(self) -> str:
         """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
         return self._wait(self._submit(self._manager.records.dump()))[0]

@@ -178,6 +178,10 @@ class Runtime(WeightOperations):
         """Timelines of the samples of a recent request. Raises NotFoundError."""
         return list(self._http.get(f"/v1/requests/{urllib.parse.quote(rid, safe='')}")["data"])
 
+    def latest_requests(self, limit: int = 100) -> list[dict[str, Any]]:
+        """Like `Engine.latest_requests`, of the server's key. Raises RequestError."""
+        return list(self._http.get(f"/v1/requests?limit={limit}")["data"])
+
     def dump_requests(self) -> str:
         """Write a dump of the most recent requests to `dump_requests_dir` and return the file's name. Raises RequestError, ExecutionError."""
         return str(self._http.ask("/dump_requests")["file"])

@@ -7,6 +7,7 @@ dumps. Filled by the tokenizer manager, in its event loop.
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Literal
 
 from headrace.messages.outputs import FinishReason, SampleStats
@@ -76,6 +77,10 @@ class Timeline:
 
     def describe(self) -> dict[str, Any]:
         """The timeline as JSON, without the text of the request."""
+        return self.summary() | {"events": self.events()}
+
+    def summary(self) -> dict[str, Any]:
+        """The same without the events."""
         finish = self.finish
         return {
             "rid": self.own_rid,
@@ -95,7 +100,6 @@ class Timeline:
             "finish_reason": None if finish is None else finish.type,
             "finish_message": None if finish is None else finish.message or None,
             "matched": None if finish is None else finish.matched,
-            "events": self.events(),
         }
 
 
@@ -154,6 +158,11 @@ class Timelines:
                 return [exact]
         visible = [each for each in self if scope in (None, each.scope) and rid in (each.own_rid, each.shown_id)]
         return [each for each in visible if each.own_rid == rid] or visible
+
+    def latest(self, limit: int, scope: str | None) -> list[Timeline]:
+        """The last `limit` samples of the key with this scope (None: of every key): live ones, the latest first, then those that ended last."""
+        newest_first = chain(reversed(self._live.values()), reversed(self._finished.values()))
+        return list(islice((each for each in newest_first if scope in (None, each.scope)), limit))
 
     def __iter__(self) -> Iterator[Timeline]:
         """Finished ones first, earliest end first, then live ones."""

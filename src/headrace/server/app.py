@@ -30,7 +30,7 @@ from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
-from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, StartProfileBody
+from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery, StartProfileBody
 from headrace.server.error_forms import ApiError, form_of
 from headrace.server.experts import ExpertsAPI
 from headrace.server.http import Endpoint, ErrorBoundary
@@ -112,6 +112,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         RouteSpec("/get_server_info", get, "user", control.server_info, "Alias of /server_info"),
         RouteSpec("/v1/loads", get, "user", control.loads, "Load of each replica"),
         RouteSpec("/get_load", get, "user", control.get_load, "Load of each replica, for SGLang's routers"),
+        RouteSpec("/v1/requests", get, "user", diagnostics.latest_requests, "Live requests, and the last ones", query=LatestQuery),
         RouteSpec("/v1/requests/{id:path}", get, "user", diagnostics.explain_request, "What happened to a request"),
         RouteSpec("/abort_request", post, "user", control.abort_request, "Abort by rid; all with the admin key", AbortBody),
         RouteSpec("/flush_cache", post, "admin", control.flush_cache, "Empty the prefix cache", failure=Outcome, query=FlushQuery),

@@ -12,6 +12,12 @@ from headrace.server.http import Exchange
 from headrace.server.request_frontend import answer
 
 
+class LatestQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """limit: how many to list at most."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+
+
 class StartProfileBody(msgspec.Struct, forbid_unknown_fields=True):
     """What to record. output_dir: name of a folder below --profile-dir, not a path. num_steps: stop after this many."""
 
@@ -41,6 +47,12 @@ class DiagnosticsAPI:
     async def explain_request(self, exchange: Exchange) -> None:
         """The timeline of a recent request, without its text. The admin key sees all requests, other keys only their own."""
         samples = await answer(self.context.frontend.records.timelines(exchange.path_param("id"), exchange.caller))
+        await exchange.reply_json({"object": "list", "data": samples})
+
+    async def latest_requests(self, exchange: Exchange) -> None:
+        """Live requests and those that ended last, without their text. The admin key sees all, other keys only their own."""
+        limit = exchange.read_query(LatestQuery).limit
+        samples = await answer(self.context.frontend.records.latest(limit, exchange.caller))
         await exchange.reply_json({"object": "list", "data": samples})
 
     async def start_profile(self, exchange: Exchange) -> None:

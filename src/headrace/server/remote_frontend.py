@@ -170,6 +170,13 @@ class RemoteRecords:
         )
         return samples
 
+    async def latest(self, limit: int, caller: Caller = NOBODY) -> list[dict[str, Any]]:
+        """Of all workers' requests."""
+        samples: list[dict[str, Any]] = await self._calls.call(
+            "records.latest", limit=limit, caller=WireCaller.of(caller)
+        )
+        return samples
+
     async def dump(self) -> tuple[str, int]:
         """Raises RequestError, ExecutionError."""
         written: tuple[str, int] = await self._calls.call("records.dump")

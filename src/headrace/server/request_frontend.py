@@ -94,6 +94,10 @@ class RecordsFrontend(Protocol):
         """The timelines of a request of the caller, or for an admin of any caller. Raises NotFoundError."""
         ...
 
+    def latest(self, limit: int, caller: Caller = ...) -> Soon[list[dict[str, Any]]]:
+        """The last samples of the caller, or for an admin of any caller, without their events; live ones first."""
+        ...
+
     async def dump(self) -> tuple[str, int]:
         """Write a dump of the most recent requests. Returns the file's name and their number. Raises RequestError, ExecutionError."""
         ...

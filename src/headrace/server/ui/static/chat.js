@@ -14,6 +14,7 @@ const runs = new Map(); // conversation id -> {node, controller}
 const views = new Map(); // node id -> MessageView, of what is on view
 let current = Conversation.create(lastSettings());
 let isFull = false;
+let hasAsked = false; // about the models
 let wantsEnd = true; // the reader is at the end, and wants to stay there
 
 const panel = new Panel(() => {
@@ -178,9 +179,11 @@ export function openChat(id) {
   } else if (id) current = Conversation.open(id);
   show();
   showList();
+  if (!hasAsked) askAboutModels();
 }
 
 async function askAboutModels() {
+  hasAsked = true;
   try {
     const [info, models] = await Promise.all([getJson('model_info'), getJson('v1/models')]);
     panel.showModels(info, models.data.map((model) => model.id));
@@ -225,8 +228,5 @@ export function startChat() {
   });
   addEventListener('pagehide', () => runs.forEach((run, id) => Conversation.open(id)?.save()));
   addEventListener('storage', showList);
-  onConnection((online) => online && askAboutModels());
-  askAboutModels();
-  show();
-  showList();
+  onConnection((online) => online && hasAsked && askAboutModels());
 }

@@ -68,12 +68,25 @@ for (const button of document.querySelectorAll('[data-drawer]')) {
   addEventListener('hashchange', () => set(false));
 }
 
-function route() {
+let dashboard = null;
+
+async function route() {
   const [page, rest = ''] = location.hash.slice(1).split(/\/(.*)/);
-  openChat(decodeURIComponent(rest));
-  void page;
+  const isDashboard = page === 'dashboard';
+  byId('chat-page').hidden = isDashboard;
+  byId('dashboard-page').hidden = !isDashboard;
+  for (const button of document.querySelectorAll('[data-drawer]')) button.hidden = isDashboard;
+  byId(isDashboard ? 'nav-dashboard' : 'nav-chat').setAttribute('aria-current', 'page');
+  byId(isDashboard ? 'nav-chat' : 'nav-dashboard').removeAttribute('aria-current');
+  document.title = isDashboard ? 'Headrace dashboard' : 'Headrace';
+  dashboard?.closeDashboard();
+  if (!isDashboard) return openChat(rest);
+  dashboard ??= await import('./dashboard.js');
+  if (location.hash.startsWith('#dashboard')) dashboard.openDashboard(decodeURIComponent(rest));
 }
 
+// Not a link: the address names the page.
+byId('skip').addEventListener('click', () => document.querySelector('main:not([hidden] *, [hidden])').focus());
 addEventListener('hashchange', route);
 startChat();
 route();

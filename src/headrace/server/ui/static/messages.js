@@ -89,6 +89,7 @@ export class MessageView {
         }, { 'aria-pressed': String(this.showsTokens) }));
       }
     }
+    if (node.rid) buttons.push(h('a', { class: 'small', href: `#dashboard/${encodeURIComponent(node.rid)}` }, 'Timeline'));
     this.foot.replaceChildren(...buttons, h('span', { class: 'stats' }, statsOf(node)));
     const open = (node.tool_calls ?? []).length && !node.children.length && this.actions.isLast(node);
     if (open) this.body.append(this.resultsForm());
