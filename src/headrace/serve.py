@@ -48,7 +48,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
     """
     from headrace.server.address import bind
 
-    log.configure(args.log_level, "main")
+    log.configure(args.log_level, "main", args.log_format)
     check_open_files(args, with_server=True)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -213,5 +213,9 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
         ("sampling", sampling_defaults(engine.args, engine.model).summary()),
         ("URL", url),
     )
+    if engine.args.log_format == "json":
+        told = "; ".join(f"{name}: {value}" for name, value in rows)
+        logger.info("Headrace is ready after %.1f s; %s", seconds, told, extra=log.with_fields({"url": url}))
+        return
     lines = [f"Headrace is ready after {seconds:.1f} s", *(f"  {name:<10} {value}" for name, value in rows)]
     print("\n".join(lines), file=sys.stderr, flush=True)

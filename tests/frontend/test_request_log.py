@@ -1,8 +1,13 @@
 """Lines of finished requests: what each level shows, and that lower levels show no text."""
 
+import asyncio
+
 import pytest
+from frontend_fakes import answers_of, request
 
 from headrace.frontend.request_log import MAX_CHARACTERS
+from headrace.frontend.tenants import Caller, Tenant, TenantLimits
+from headrace.messages.outputs import FinishReason
 from headrace.sampling.params import LOGGED_GRAMMAR_CHARS
 
 ROOMY = {"max_new_tokens": 30, "temperature": 0.5, "stop": ["never"]}
@@ -21,11 +26,29 @@ async def test_a_level_adds_to_the_one_below(make_frontend, caplog, level, sampl
 
     [line] = await lines(frontend, caplog, "secret", rid="r", sampling_params=ROOMY)
 
-    assert "rid=r reason=length prompt_tokens=6" in line
+    assert "rid=r key=- reason=length prompt_tokens=6" in line
     assert ('"temperature":0.5' in line) == sampling
     assert ('"max_new_tokens":30' in line) == sampling
     assert ("prompt='secret' text='secret'" in line) == text
     assert ("secret" in line) == text
+
+
+async def test_the_line_names_the_key_and_has_its_values_as_fields(make_frontend, caplog):
+    frontend = make_frontend(log_requests=True, log_requests_level=1)
+    key = Caller(Tenant(TenantLimits(name="team a")))
+    with caplog.at_level("INFO"):
+        asked = request("secret", rid="r", sampling_params=ROOMY)
+        task = asyncio.create_task(anext(answers_of(frontend.manager, asked, caller=key)))
+        await frontend.engine.until(lambda: len(frontend.engine.requests) == 1)
+        frontend.engine.emit(key.scope + "r", "xy", FinishReason("stop", matched=256))
+        await task
+
+    [record] = [record for record in caplog.records if "finished" in record.getMessage()]
+    assert "finished rid=r key='team a' reason=stop prompt_tokens=6" in record.getMessage()
+    said = {name: record.fields[name] for name in ("rid", "key", "reason", "prompt_tokens", "completion_tokens")}
+    assert said == {"rid": "r", "key": "team a", "reason": "stop", "prompt_tokens": 6, "completion_tokens": 2}
+    assert record.fields["e2e_s"] >= record.fields["ttft_s"] > 0
+    assert key.scope not in record.getMessage() + str(record.fields)
 
 
 @pytest.mark.parametrize("level,is_whole", [(2, False), (3, True)])

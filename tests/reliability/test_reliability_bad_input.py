@@ -353,7 +353,9 @@ def test_nasty_text_is_served_or_refused_in_every_field(
     ids = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": ids, "skip_special_tokens": False}).json()["text"] == text
     for line in server.log()[log_size:].split("\n")[:-1]:
-        assert re.match(r"\d\d:\d\d:\d\d scheduler I headrace\.scheduler\.scheduler: running \d", line), line
+        assert re.match(r"[\d-]+T[\d:.]+[+-]\d\d:\d\d scheduler I headrace\.scheduler\.scheduler: running \d", line), (
+            line
+        )
 
 
 def test_huge_texts_are_refused_while_the_loop_turns(server: Server, oracle: Oracle):

@@ -79,7 +79,7 @@ class ServerCommand(TyperCommand):
         """Run the command; first log what was accepted without effect, or has another meaning here."""
         settings: Settings = ctx.meta[_SETTINGS]
         if settings.notes:
-            log.configure(ctx.params["log_level"], "main")
+            log.configure(ctx.params["log_level"], "main", ctx.params.get("log_format", "text"))
             for note in settings.notes:
                 logger.info("%s", note)
         try:

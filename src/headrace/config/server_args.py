@@ -351,6 +351,7 @@ class ServerArgs:
     disable_native_kernels: bool = _opt(False, _K, "Use PyTorch instead of the native CPU kernels.")
 
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", _O, "Log lines of this level and above.")
+    log_format: Literal["text", "json"] = _opt("text", _O, "Lines of the log as text, or each as a JSON object.")
     log_requests: bool = _opt(False, _O, "Log a line for each finished request, with token counts and times.")
     log_requests_level: Literal[0, 1, 2, 3] = _opt(
         0,

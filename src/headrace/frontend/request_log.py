@@ -12,7 +12,7 @@ Owns what a level shows. Used by the tokenizer manager, in its event loop.
 
 from headrace.frontend.inputs import PromptInput
 from headrace.frontend.request_state import ReqState
-from headrace.log import get_logger
+from headrace.log import as_words, get_logger, with_fields
 from headrace.messages.requests import PromptContent
 
 logger = get_logger(__name__)
@@ -43,27 +43,36 @@ class RequestLog:
         assert sample.finish is not None
         if not self.enabled:
             return
-        details = ""
+        queue_s, ttft_s = sample.stats.queue_time_s, max(0.0, sample.first_token_s - sample.created_s)
+        e2e_s = sample.finished_s - sample.created_s
+        who: dict[str, object] = {"rid": sample.timeline.own_rid, "key": sample.call.tenant.name or "-"}
+        counts: dict[str, object] = {
+            "reason": sample.finish.type,
+            "prompt_tokens": sample.num_prompt_tokens,
+            "cached_tokens": sample.stats.cached_tokens,
+            "completion_tokens": len(sample.output_ids),
+        }
+        events: dict[str, object] = {
+            "retractions": sample.stats.num_retractions,
+            "replays": max(0, sample.num_sends - 1),
+            "chunks": sum(event.kind == "chunk" for event in sample.stats.events),
+        }
+        details: dict[str, object] = {}
         if self.level >= 1 and sample.request is not None:
-            details += f" {sample.request.task.described()}"
+            details["sampling"] = sample.request.task.described()
         if self.level >= 2:
-            output = _cut(sample.text, MAX_CHARACTERS if self.level == 2 else None)
-            details += f" prompt={sample.logged_input} text={output}"
+            details["prompt"] = sample.logged_input
+            details["text"] = _cut(sample.text, MAX_CHARACTERS if self.level == 2 else None)
         logger.info(
-            "finished rid=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d queue=%.3fs ttft=%.3fs e2e=%.3fs "
-            "retractions=%d replays=%d chunks=%d%s",
-            sample.timeline.own_rid,
-            sample.finish.type,
-            sample.num_prompt_tokens,
-            sample.stats.cached_tokens,
-            len(sample.output_ids),
-            sample.stats.queue_time_s,
-            max(0.0, sample.first_token_s - sample.created_s),
-            sample.finished_s - sample.created_s,
-            sample.stats.num_retractions,
-            max(0, sample.num_sends - 1),
-            sum(event.kind == "chunk" for event in sample.stats.events),
-            details,
+            "finished %s %s queue=%.3fs ttft=%.3fs e2e=%.3fs %s%s",
+            as_words(who),
+            as_words(counts),
+            queue_s,
+            ttft_s,
+            e2e_s,
+            as_words(events),
+            "".join(f" {name}={text}" for name, text in details.items()),
+            extra=with_fields(who | counts | {"queue_s": queue_s, "ttft_s": ttft_s, "e2e_s": e2e_s} | events | details),
         )
 
 

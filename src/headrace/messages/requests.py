@@ -200,7 +200,7 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
 
     def described(self) -> str:
         """What the request log says of it."""
-        return f"sampling={self.params.described()}"
+        return self.params.described()
 
 
 EngineTask = SampleTask
