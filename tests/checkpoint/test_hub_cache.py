@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.checkpoint.hub_cache import HubName, cache_folder, choose_gguf, list_cached
+from headrace.checkpoint.hub_cache import HubName, cache_folder, choose_gguf, format_of, list_cached
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import open_checkpoint
 from headrace.config.server_args import ServerArgs
@@ -247,6 +247,31 @@ def test_the_list_names_what_can_be_served(cache, tmp_path):
     assert [resolve_model(model.name) for model in listed] == [model.path for model in listed]
     assert listed[1].num_bytes == sum(len(data) for data in model_files(tmp_path).values())
     assert listed[3].num_bytes == 7
+
+
+def test_the_list_says_how_weights_are_stored(cache, tmp_path):
+    weights = model_files(tmp_path)["model.safetensors"]
+    stated = {
+        "a": {"dtype": "bfloat16"},
+        "b": {"torch_dtype": "float16"},
+        "c": {"dtype": "float16", "quantization_config": {"quant_method": "gptq"}},
+        "d": {},
+    }
+    for repo, config in stated.items():
+        put(cache, f"org/{repo}", {"config.json": json.dumps(config).encode(), "model.safetensors": weights})
+    put(cache, "org/e", {"config.json": b"not JSON", "model.safetensors": weights})
+    put(cache, "org/f", {"smollm2.gguf": smollm2()})
+    put(cache, "org/g", {"cut.gguf": smollm2()[:1000]})
+
+    assert [format_of(model) for model in list_cached()] == [
+        "safetensors bfloat16",
+        "safetensors float16",
+        "safetensors gptq",
+        "safetensors",
+        "safetensors, not readable",
+        "GGUF Q4_1",
+        "GGUF, not readable",
+    ]
 
 
 def test_nothing_is_listed_without_a_cache(cache):

@@ -381,8 +381,8 @@ def test_the_commands_pull_and_list(one_file, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["pull", "org/tiny"])
     assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert "2/2 model.safetensors" in out
+    out, err = capsys.readouterr()
+    assert "2/2 model.safetensors" in err
     assert f"org/tiny is ready: {resolve_model('org/tiny')}" in out.replace("\n", "")
 
     with pytest.raises(SystemExit) as ended:

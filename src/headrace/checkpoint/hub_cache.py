@@ -8,11 +8,13 @@ Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.regular_file import open_regular
 from headrace.errors import ModelError
 
@@ -159,6 +161,28 @@ def list_cached() -> list[CachedModel]:
     """Every model in the cache that has weights which can be read, at its main revision, by name. GGUF files one by one."""
     folders = sorted(cache_folder().glob("models--*--*/snapshots"))
     return [model for folder in folders for model in _models_of(folder.parent)]
+
+
+def format_of(model: CachedModel) -> str:
+    """How the weights are stored, in words: GGUF with the type that most of them have, safetensors with dtype or method."""
+    try:
+        if model.kind == "GGUF":
+            from headrace.checkpoint.gguf import GgufFile  # numpy: options are read without it
+
+            sizes: Counter[str] = Counter()
+            for tensor in GgufFile(model.path).tensors.values():
+                sizes[tensor.type.name] += tensor.num_bytes
+            return f"GGUF {sizes.most_common(1)[0][0]}" if sizes else "GGUF"
+        config = read_json_object(model.path / "config.json")
+    except ModelError:
+        return f"{model.kind}, not readable"
+    match config:
+        case {"quantization_config": {"quant_method": str(method)}}:
+            return f"{model.kind} {method}"
+        case {"dtype": str(dtype)} | {"torch_dtype": str(dtype)}:
+            return f"{model.kind} {dtype}"
+        case _:
+            return model.kind
 
 
 def _models_of(folder: Path) -> list[CachedModel]:

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from headrace.checkpoint.hub_cache import HubName, cache_folder, list_cached
+from headrace.checkpoint.hub_cache import HubName, cache_folder, format_of, list_cached
 from headrace.checkpoint.names import KNOWN_MODELS, list_models, pull
 
 
@@ -16,12 +16,12 @@ class _Bar:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._task = progress.add_task("asking the Hub", total=None)
+        self._task = progress.add_task("", visible=False)
         self._num_files = self._number = 0
 
     def start(self, num_files: int, total_bytes: int) -> None:
         self._num_files, self._number = num_files, 0
-        self._progress.reset(self._task, total=total_bytes, completed=0)
+        self._progress.reset(self._task, total=total_bytes, completed=0, visible=True)
 
     def file(self, name: str) -> None:
         self._number += 1
@@ -43,7 +43,7 @@ def run_pull(name: str, console: Console) -> None:
             TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
             TimeRemainingColumn(),
         )  # fmt: skip
-        with Progress(*columns, console=console) as progress:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
             path = pull_from_hub(hub_name, _Bar(progress))
     console.print(f"{name} is ready: {path}", highlight=False, soft_wrap=True)
 
@@ -68,6 +68,6 @@ def run_models(console: Console) -> None:
         Column("in the Hugging Face cache", overflow="fold"), "format", Column("size", justify="right"), "revision"
     )
     for found in cached:
-        table.add_row(found.name, found.kind, decimal(found.num_bytes), found.commit[:12])
+        table.add_row(found.name, format_of(found), decimal(found.num_bytes), found.commit[:12])
     console.print(table)
     console.print(f"in {cache_folder()}", highlight=False, soft_wrap=True)
