@@ -213,7 +213,7 @@ def test_compressed_bodies_are_refused(client: httpx.Client):
 
 
 def test_unknown_routes_and_methods_have_the_error_shape(client: httpx.Client):
-    for path in ("/v1/nope", "/nope", "/health/", "/v1/completions/", "//health", "/HEALTH", "/v1/models/nope"):
+    for path in ("/v1/nope", "/nope", "/health/", "/v1/completions/", "/health//", "/HEALTH", "/v1/models/nope"):
         check_error(client.get(path), 404)
     for method, path in (
         ("GET", "/v1/completions"),

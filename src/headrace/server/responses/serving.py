@@ -160,13 +160,7 @@ class ResponsesAPI:
         return self.store.get(owner_of(exchange), exchange.path_param("id"))
 
     def _keeps(self, request: ResponsesRequest) -> bool:
-        """Whether the response will be kept. Raises RequestError if it is asked for and cannot be."""
-        if request.store and not self.store.max_responses:
-            raise RequestError(
-                "store: this server keeps no responses; send store: false, or start it with --max-stored-responses",
-                "store",
-                "unsupported_parameter",
-            )
+        """Whether the response will be kept, as its field `store` says. True is the API's default, which clients and routers spell out."""
         return bool(self.store.max_responses) and request.store is not False
 
     def _adapter(self, request: ResponsesRequest) -> str | None:
