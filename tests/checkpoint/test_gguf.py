@@ -99,6 +99,15 @@ def test_metadata_and_tensors_are_read_back(small):
     assert file.raw("b.weight").shape == (1, 64)
 
 
+def test_a_part_of_a_model_is_refused(tmp_path):
+    path = write_gguf(
+        tmp_path / "m-00001-of-00002.gguf", {"w.weight": np.ones((2, 32), np.float32)}, {"split.count": 2}
+    )
+
+    with pytest.raises(ModelError, match="one of 2 parts of a model; merge them"):
+        GgufFile(path)
+
+
 def test_every_truncation_is_refused(small, tmp_path):
     whole = small.read_bytes()
     cut = tmp_path / "cut.gguf"

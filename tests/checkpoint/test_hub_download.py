@@ -196,6 +196,28 @@ def test_a_download_that_was_given_up_is_continued_by_the_next_one(one_file):
     assert not list(cache().rglob("*.incomplete"))
 
 
+@pytest.mark.parametrize("left", [b"", b"x" * (len(BIG) + 1)])
+def test_what_an_earlier_download_left_may_be_useless(left, one_file):
+    blob = (pull("org/tiny")[0] / "model.safetensors").resolve()
+    blob.unlink()
+    blob.with_name(f"{blob.name}.headrace.incomplete").write_bytes(left)
+
+    path, progress = pull("org/tiny")
+
+    assert (path / "model.safetensors").read_bytes() == BIG
+    assert progress.done == progress.total
+
+
+def test_what_an_earlier_download_left_may_be_wrong(one_file):
+    blob = (pull("org/tiny")[0] / "model.safetensors").resolve()
+    blob.unlink()
+    blob.with_name(f"{blob.name}.headrace.incomplete").write_bytes(b"x" * 1000)
+
+    with pytest.raises(ModelError, match="arrived damaged"):
+        pull("org/tiny")
+    assert (pull("org/tiny")[0] / "model.safetensors").read_bytes() == BIG
+
+
 def test_a_server_that_knows_no_ranges_sends_all_again(one_file):
     one_file.cut_after, one_file.ignores_range = [PIECE + 1000], True
 

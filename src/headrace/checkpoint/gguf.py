@@ -223,6 +223,9 @@ class GgufFile:
         for _ in range(num_keys):
             key = self._take_string()
             self._values[key] = self._take_value(self._take("I"), key)
+        parts = self._values.get("split.count", 1)
+        if isinstance(parts, int) and parts > 1:
+            raise self._broken(f"it is one of {parts} parts of a model; merge them with: llama-gguf-split --merge")
         self.alignment: int = self._values.get("general.alignment", 32)
         if not isinstance(self.alignment, int) or self.alignment <= 0 or self.alignment % 8:
             raise self._broken(f"general.alignment is {self.alignment!r}; expected a multiple of 8")

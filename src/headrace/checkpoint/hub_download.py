@@ -149,6 +149,7 @@ class _Pull:
         """Append to `out` until it has the file's size, over several connections if need be."""
         if out.tell() > file.num_bytes:
             out.truncate(0)
+            out.seek(0)
         self._progress.advance(out.tell())
         attempts, last = 0, -1
         while out.tell() < file.num_bytes:
