@@ -185,6 +185,7 @@ async def test_a_named_replica_is_obeyed_and_one_that_is_not_there_refused():
         house.end(f"r{i}", 2)
     for call in calls:
         await call
+    assert [each["dp_rank"] for each in house.manager.records.latest(9)] == [2] * 4
     await house.manager.close()
 
 

@@ -78,8 +78,8 @@ class Endings:
         """Remove a sample from the table and release what it held. Later calls do nothing."""
         if not self._table.forget(sample, self._clock()):
             return
-        leave_replica(sample, self._balancer)
         sample.write_timeline()
+        leave_replica(sample, self._balancer)
         self._timelines.finish(sample.rid)
         if sample.turn is not None:
             self._sessions.give_up(sample.turn)

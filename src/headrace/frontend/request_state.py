@@ -154,6 +154,8 @@ class ReqState:
         timeline.num_replays = max(0, self.num_sends - 1)
         timeline.stats = self.stats
         timeline.finish = self.finish
+        if self.replica >= 0:
+            timeline.replica = self.replica
         timeline.prompt = self.dumped_prompt
 
     def note(self, kind: Note, now_s: float) -> None:

@@ -23,8 +23,8 @@ Note = Literal["lost", "replayed", "paused", "continued", "weights_updated", "me
 class Timeline:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is the Unix time of its arrival.
 
-    rid: as in the engine. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. The scheduler's events come with the last
-    output; after a replay, only those of the last attempt.
+    rid: as in the engine. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. replica: the last that had it. The
+    scheduler's events come with the last output; after a replay, only those of the last attempt.
     """
 
     rid: str
@@ -45,6 +45,7 @@ class Timeline:
     num_replays: int = 0
     ended: bool = False
     scope: str = ""
+    replica: int | None = None
     _notes: list[tuple[str, float, int]] = field(default_factory=list)
 
     @property
@@ -87,6 +88,8 @@ class Timeline:
             "id": self.shown_id,
             "state": "finished" if finish is not None else "refused" if self.ended else "running",
             "created": self.created_unix_s,
+            "key": self.tenant or None,
+            "dp_rank": self.replica,
             "stream": self.stream,
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": self.stats.cached_tokens,
