@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.checkpoint.names import resolve_model
+from headrace.config.devices import cuda_is_there, host_memory_bytes
 from headrace.config.open_files import check_open_files
-from headrace.config.resolve import sampling_defaults
+from headrace.config.resolve import refuse_early, sampling_defaults
 from headrace.config.server_args import ServerArgs
+from headrace.errors import ExecutionError
 from headrace.messages.channel import IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.messages.fan_out import FanOutSender
@@ -82,12 +84,16 @@ def launch_engine(
             resources.callback(spans.close)
         parts = _start_parts(args, resources)
         try:
+            # First what may be refused: the children would say so only when they have imported torch.
+            model = read_model_config(args)
+            refuse_early(args, model, cuda_is_there(), host_memory_bytes())
             from_engine = parts.channels.receiver("to_tokenizer")
             tokenizer = open_tokenizer(args)
+            _check_not_stopped(should_stop)
             template = open_chat_template(args, tokenizer)
             open_output_format(args, tokenizer, template)  # a wrong name is refused before the model is loaded
-            model = read_model_config(args)
             _import_front_end()
+            _check_not_stopped(should_stop)
             meanwhile()
             ready = parts.wait_ready(on_progress, should_stop)
             manager = _tokenizer_manager(args, ready, tokenizer, model, parts, from_engine, spans)
@@ -98,6 +104,11 @@ def launch_engine(
         manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, engine.died)
         return engine
+
+
+def _check_not_stopped(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise ExecutionError("stopped during start-up")
 
 
 def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:

@@ -187,17 +187,27 @@ class Ending:
 
 @contextlib.contextmanager
 def _loading_bar() -> Iterator[OnProgress]:
-    """A progress bar on stderr while the weights load; nothing when stderr is no terminal."""
+    """On stderr, that the server starts, then a progress bar of the weights; nothing when stderr is no terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+    console = Console(stderr=True)
     columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("weights", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with contextlib.ExitStack() as stack:
+        status = stack.enter_context(console.status("starting", refresh_per_second=4))
+        bar = Progress(*columns, console=console, transient=True)
+
+        def show(done: int, total: int) -> None:
+            if not bar.tasks:
+                status.stop()
+                bar.add_task("weights", total=total)
+                stack.enter_context(bar)
+            bar.update(bar.task_ids[0], completed=done, total=total)
+
+        yield show
 
 
 def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:

@@ -1,10 +1,19 @@
 """Limits of control groups and the size of the KV pool, from files written here."""
 
+import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
-from headrace.execution.memory import available_in_cgroup, available_on_host, kv_token_budget
+from headrace.errors import ConfigError
+from headrace.execution.memory import (
+    available_in_cgroup,
+    available_on_host,
+    check_pool_fits,
+    kv_token_budget,
+    naming_memory,
+)
 
 
 def write(folder: Path, **files: str) -> None:
@@ -66,3 +75,36 @@ def test_the_budget_is_a_share_of_what_was_free_before_the_weights(
     )
 
     assert budget.max_total_tokens == want
+
+
+_EIB = 1 << 60
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(_EIB // 4, dtype=torch.float32),
+        lambda: mmap.mmap(-1, _EIB),
+        lambda: bytearray(_EIB),
+    ],
+    ids=["torch", "mmap", "python"],
+)
+def test_memory_that_runs_out_names_what_it_was_for_and_what_to_change(allocate):
+    with (
+        pytest.raises(ConfigError, match=r"^out of memory while allocating the cache: lower it$"),
+        naming_memory("the cache", "lower it"),
+    ):
+        allocate()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), FileNotFoundError(2, "x"), ValueError("y")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as caught, naming_memory("the cache", "lower it"):
+        raise error
+    assert caught.value is error
+
+
+def test_a_pool_that_is_larger_than_what_is_free_is_refused_with_what_fits():
+    check_pool_fits(10, 100, 1000)
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 11 .* at most 10 tokens fit"):
+        check_pool_fits(11, 100, 1000)

@@ -15,6 +15,7 @@ from headrace.config.resolve import (
     AttentionNeeds,
     DeviceFacts,
     override_model,
+    refuse_early,
     resolve,
     sampling_defaults,
 )
@@ -267,3 +268,57 @@ def test_resolving_needs_no_torch():
     code = "import headrace.config.resolve, sys; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+OPTIONS = (
+    {},
+    {"device": "cpu", "dtype": "bfloat16"},
+    {"device": "cuda"},
+    {"context_length": 10**6},
+    {"dtype": "float16"},
+    {"kv_cache_dtype": "float16"},
+    {"kv_cache_dtype": "fp8_e4m3"},
+    {"quantization": "fp8"},
+    {"quantization": "int8", "activations": "bfloat16"},
+    {"dtype": "float32", "activations": "bfloat16"},
+    {"enable_torch_compile": True},
+    {"quantization": "int4", "kv_cache_dtype": "int8", "context_length": 9},
+)
+
+
+def refusal(call) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_is_refused_before_torch_is_there_is_what_would_be_refused_later(options):
+    args = ServerArgs(**options)
+
+    early = refusal(lambda: refuse_early(args, MODEL, has_cuda=False, memory_bytes=2**40))
+
+    assert early == refusal(lambda: resolve(args, MODEL, LAPTOP, BACKENDS))
+
+
+def test_as_long_as_there_may_be_a_gpu_only_what_holds_on_every_device_is_refused():
+    refused = [
+        options
+        for options in OPTIONS
+        if refusal(lambda: refuse_early(ServerArgs(**options), MODEL, has_cuda=None, memory_bytes=0))  # noqa: B023
+    ]
+    assert refused == [{"context_length": 10**6}]
+    assert "float16" in refusal(
+        lambda: refuse_early(ServerArgs(device="cpu", dtype="float16"), MODEL, has_cuda=None, memory_bytes=0)
+    )
+
+
+def test_a_kv_cache_that_no_format_fits_into_the_machine_is_refused_by_its_option():
+    a_token = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim
+    args = ServerArgs(max_total_tokens=100)
+
+    refuse_early(args, MODEL, has_cuda=False, memory_bytes=100 * a_token)
+    with pytest.raises(ConfigError, match="--max-total-tokens 100 needs at least"):
+        refuse_early(args, MODEL, has_cuda=False, memory_bytes=100 * a_token - 1)

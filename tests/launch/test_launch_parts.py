@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from headrace import launch
+from headrace.checkpoint.model_config import parse_hf_config
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ExecutionError
+from headrace.errors import ConfigError, ExecutionError
 from headrace.messages.control import Heartbeat, ReadyInfo, ShutdownReq
 from headrace.processes import threads
 
@@ -31,10 +32,7 @@ READY = ReadyInfo(
     kv_bytes=0,
     load_s=0.0,
 )
-MODEL = SimpleNamespace(
-    eos_token_ids=(0,),
-    sampling_defaults=SamplingDefaults(),
-)
+MODEL = parse_hf_config({"model_type": "llama", "eos_token_id": 0})
 
 
 @pytest.mark.parametrize(
@@ -69,6 +67,7 @@ def parts(monkeypatch):
     monkeypatch.setattr(threads, "run_detokenizer", detokenizer)
     monkeypatch.setattr(launch, "open_tokenizer", lambda args: SimpleNamespace(decode=lambda ids: ""))
     monkeypatch.setattr(launch, "open_chat_template", lambda args, tokenizer: None)
+    monkeypatch.setattr(launch, "open_output_format", lambda args, tokenizer, template: None)
     monkeypatch.setattr(launch, "read_model_config", lambda args: MODEL)
     return seen
 
@@ -104,7 +103,8 @@ async def test_a_loop_of_outputs_that_fails_is_a_death(engine):
 
 def test_sampling_settings_that_are_not_followed_are_warned_of(parts, monkeypatch, caplog):
     wishes = SamplingDefaults(temperature=0.5, origin="generation_config.json", not_followed=("num_beams 4",))
-    monkeypatch.setattr(MODEL, "sampling_defaults", wishes)
+    model = msgspec.structs.replace(MODEL, sampling_defaults=wishes)
+    monkeypatch.setattr(launch, "read_model_config", lambda args: model)
     monkeypatch.setattr(logging.getLogger("headrace"), "propagate", True)
 
     launch.launch_engine(ServerArgs(single_process=True)).shutdown()
@@ -149,3 +149,21 @@ def test_text_that_the_main_process_makes_needs_no_detokenizer(parts):
         assert channels.sender("to_detokenizer") is channels.receiver("to_tokenizer")
     finally:
         engine.shutdown()
+
+
+def test_options_that_cannot_work_are_refused_before_anything_is_read_or_imported(parts, monkeypatch):
+    """The parts have been started, and are ended at once."""
+    ended = []
+    monkeypatch.setattr(threads.ThreadParts, "kill", lambda self: ended.append(self))
+    monkeypatch.setattr(launch, "open_tokenizer", lambda args: pytest.fail("the tokenizer was opened"))
+
+    with pytest.raises(ConfigError, match="--context-length 1000000 is longer"):
+        launch.launch_engine(ServerArgs(single_process=True, context_length=1_000_000))
+    assert len(ended) == 1
+
+
+def test_a_start_that_is_stopped_goes_no_further(parts, monkeypatch):
+    monkeypatch.setattr(launch, "open_chat_template", lambda *_: pytest.fail("the start went on"))
+
+    with pytest.raises(ExecutionError, match="stopped during start-up"):
+        launch.launch_engine(ServerArgs(single_process=True), should_stop=lambda: True)

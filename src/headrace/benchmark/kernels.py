@@ -19,6 +19,7 @@ from rich.table import Table
 
 from headrace import kernels
 from headrace.benchmark.results import write_json
+from headrace.benchmark.tables import print_table
 from headrace.benchmark.timing import timing, timing_document
 from headrace.errors import ConfigError
 from headrace.kernels.probe import machine_limits
@@ -129,7 +130,7 @@ def print_kernels(console: Console, content: dict[str, Any]) -> None:
                 f"{row['num_bytes'] / median_s / 1e9:.1f}",
                 f"{row['flops'] / median_s / 1e9:.0f}" if row["flops"] else "-",
             )
-        console.print(table)
+        print_table(console, table)
 
 
 def _measure(cases: list[Case], repeat: int) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from headrace.benchmark.figures import Limits, Summary, over_repetitions
 from headrace.benchmark.machine import revision, this_machine
+from headrace.benchmark.tables import print_table
 from headrace.benchmark.workloads import PRESETS
 from headrace.errors import ConfigError
 from headrace.version import VERSION
@@ -148,7 +149,7 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         for key, table in latencies.items():
             table.add_row(*head, *_cells(median[key]))
     for table in (rates, *latencies.values()):
-        console.print(table)
+        print_table(console, table)
     for error, count in sorted(_all_errors(results).items()):
         console.print(f"[red]{count} x[/red] {error}", markup=True, highlight=False)
 

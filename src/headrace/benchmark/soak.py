@@ -26,6 +26,7 @@ from rich.table import Table
 from headrace.api.runtime import Runtime
 from headrace.benchmark.machine import revision, this_machine
 from headrace.benchmark.sse import DONE, EventParser
+from headrace.benchmark.tables import print_table
 from headrace.errors import ExecutionError
 
 KINDS: tuple[tuple[str, int], ...] = (("chat", 60), ("completion", 20), ("disconnect", 10), ("bad", 5), ("samples", 5))
@@ -402,7 +403,7 @@ def print_report(report: dict[str, Any]) -> None:
         if name not in ("kind", "command", "machine", "revision", "samples", "problems"):
             table.add_row(name, str(value))
     table.add_row("problems", "\n".join(report["problems"]) or "none")
-    Console().print(table)
+    print_table(Console(), table)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

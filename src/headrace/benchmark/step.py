@@ -24,6 +24,7 @@ from rich.table import Table
 
 from headrace.attention.base import ReadTokens, StepAttention
 from headrace.benchmark.results import write_json
+from headrace.benchmark.tables import print_table
 from headrace.benchmark.timing import Timing, timing, timing_document
 from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.config.resolve import override_model
@@ -189,7 +190,7 @@ def print_steps(console: Console, content: dict[str, Any]) -> None:
             f"{row['limit_s'] / total['median_s']:.0%}",
             *([f"{total['median_s'] / row['busy_total']['median_s']:.0%}"] if busy else []),
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def print_phases(console: Console, content: dict[str, Any]) -> None:
@@ -205,7 +206,7 @@ def print_phases(console: Console, content: dict[str, Any]) -> None:
     for name in (*results[0]["phases"], "host"):
         seconds = [row["host"]["median_s"] if name == "host" else row["phases"][name] for row in results]
         table.add_row(name, *(f"{part * 1e3:.2f}" for part in seconds))
-    console.print(table)
+    print_table(console, table)
 
 
 def _step_name(row: dict[str, Any]) -> str:

@@ -168,6 +168,7 @@ class WeightFile:
         ]
         view = memoryview(data)
         done = 0
+        progress(done, self.header.data_bytes)
         try:
             for tensor in tensors:
                 self._read_tensor(tensor, view)

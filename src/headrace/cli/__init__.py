@@ -9,6 +9,18 @@ The others: schema.py and tools.py (JSON schemas and tools given to commands), d
 pull.py (`pull` and `models`), __main__.py (`python -m headrace.cli`).
 """
 
-from headrace.cli.app import main
+import sys
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit; see `app.main`. Ctrl-C is one line and exit code 130 while the commands are imported, too."""
+    try:
+        from headrace.cli.app import main as run
+
+        run(argv)
+    except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
+        sys.exit(130)

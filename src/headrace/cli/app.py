@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -248,15 +249,16 @@ def cache_list() -> None:
     from rich.filesize import decimal
     from rich.table import Column, Table
 
+    from headrace.benchmark.tables import print_table
     from headrace.checkpoint import weight_cache
 
     files = weight_cache.cached_files()
-    table = Table("model", "precision", Column("size", justify="right"), "last used", "file")
+    table = Table("model", "precision", Column("size", justify="right"), "last used", Column("file", overflow="fold"))
     for file in files:
         used = datetime.datetime.fromtimestamp(file.used_s).strftime("%Y-%m-%d %H:%M")
         table.add_row(file.model, file.precision, decimal(file.num_bytes), used, file.path.name)
     if files:
-        Console().print(table)
+        print_table(Console(), table)
     Console().print(
         f"{decimal(sum(file.num_bytes for file in files))} in {weight_cache.folder()}", highlight=False, soft_wrap=True
     )

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from headrace.benchmark.machine import this_machine
+from headrace.benchmark.tables import print_table
 from headrace.checkpoint.names import list_models
 from headrace.checkpoint.weight_formats import FORMATS
 from headrace.version import VERSION
@@ -55,23 +56,23 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_row("torch", _torch_line(torch))
     facts.add_row("KV cache", report["kv_cache"])
     facts.add_row("16-bit models", escape(report["sixteen_bits"]) or "unknown without torch")
-    console.print(facts)
+    print_table(console, facts)
     kernels = Table("op", "runs", "why not faster", title="Kernels on CPU", title_justify="left")
     for row in report["kernels"]:
         colour = "green" if row["implementation"].startswith("native") else "yellow"
         kernels.add_row(row["op"], f"[{colour}]{row['implementation']}[/{colour}]", escape(row["reason"]))
-    console.print(kernels)
+    print_table(console, kernels)
     backends = Table("backend", "device", "works", title="Attention backends, best first", title_justify="left")
     for row in report["attention_backends"]:
         works = "[green]yes[/green]" if not row["reasons_against"] else escape("; ".join(row["reasons_against"]))
         backends.add_row(row["name"], row["device"], works)
-    console.print(backends)
+    print_table(console, backends)
     models = Table(
         "model", "state", Column("file, or how to get it", overflow="fold"), title="Models", title_justify="left"
     )
     for row in report["models"]:
         models.add_row(row["name"], row["state"], row["path"] or row["get"])
-    console.print(models)
+    print_table(console, models)
 
 
 def _torch() -> dict[str, Any]:

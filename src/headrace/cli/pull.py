@@ -7,6 +7,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
+from headrace.benchmark.tables import print_table
 from headrace.checkpoint.hub_cache import HubName, cache_folder, format_of, list_cached
 from headrace.checkpoint.names import KNOWN_MODELS, list_models, pull
 
@@ -55,7 +56,7 @@ def run_models(console: Console) -> None:
         colour = "green" if model.state == "installed" else "yellow"
         place = str(model.path) if model.path is not None else model.get
         table.add_row(f"[bold]{model.name}[/bold]", model.description, f"[{colour}]{model.state}[/{colour}]", place)
-    console.print(table)
+    print_table(console, table)
     cached = list_cached()
     if not cached:
         console.print(
@@ -69,5 +70,5 @@ def run_models(console: Console) -> None:
     )
     for found in cached:
         table.add_row(found.name, format_of(found), decimal(found.num_bytes), found.commit[:12])
-    console.print(table)
+    print_table(console, table)
     console.print(f"in {cache_folder()}", highlight=False, soft_wrap=True)

@@ -186,6 +186,30 @@ def resolve(
     )
 
 
+def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, memory_bytes: int) -> None:
+    """Refuse what `resolve` would refuse anyway, from what is known before torch is imported. Raises ConfigError.
+
+    has_cuda: False = there is surely no GPU; None = torch will tell. memory_bytes: of the machine in all. What depends on kernels and
+    attention backends is left to `resolve`.
+    """
+    facts = DeviceFacts(has_cuda=has_cuda is not False, native_kernels=True, native_reason="", num_cpus=1)
+    device = _device(args, facts, [])
+    _context_length(args, model, [])
+    if device != "cpu":
+        return
+    dtype = _dtype(args, model, device, facts, [])
+    quantization = _quantization(args, model, device, dtype, facts, [])
+    _activations(args, device, dtype, quantization, facts, [])
+    _check_compile(args, device, quantization, deterministic=False)
+    _kv_cache_dtype(args, device, dtype)
+    least_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (args.max_total_tokens or 0)  # in int8
+    if least_bytes > memory_bytes:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens} needs at least {least_bytes / 2**30:.1f} GiB, and the machine has "
+            f"{memory_bytes / 2**30:.1f} GiB"
+        )
+
+
 def override_model(model: ModelConfig, overrides: str) -> ModelConfig:
     """`model` with a JSON object (--json-model-override-args) merged into its config.json.
 

@@ -31,7 +31,7 @@ from headrace.execution.graphs import GraphPool, graph_bytes
 from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
-from headrace.execution.memory import available_bytes, kv_token_budget
+from headrace.execution.memory import available_bytes, check_pool_fits, kv_token_budget, naming_memory
 from headrace.execution.model_runner import ModelRunner, logits_shape
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.save_weights import WeightSaver
@@ -106,7 +106,10 @@ def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None
     processors = load_processors(args.custom_logit_processors)
     with ExitStack() as resources:
         _choose_kernels(setup, resources)
-        model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
+        with naming_memory(
+            "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
+        ):
+            model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
         if args.enable_torch_compile:
             _compile(model, setup.spec.name)
         memory = _allocate(setup, model, decisions)
@@ -136,6 +139,10 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint) -> _Setup:
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
     placement = Placement(torch.device(config.device), dtype, config.context_length, config.weight_format)
+    if args.max_total_tokens is not None:
+        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
+        num_tokens = _whole_pages(args.max_total_tokens, config.page_size)
+        check_pool_fits(num_tokens, shape.bytes_per_token, available_bytes(placement.device))
     return _Setup(args, model_config, spec, config, placement)
 
 
@@ -206,7 +213,9 @@ def _allocate(setup: _Setup, model: CausalLM, decisions: list[str]) -> _Memory:
     attention = select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
     # The padding of a graph writes to a page of its own.
     num_slots = plan.num_tokens + (config.page_size if graph_sizes else 0)
-    pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
+    size = f"a KV cache of {plan.num_tokens} tokens ({plan.num_tokens * shape.bytes_per_token / 2**30:.1f} GiB)"
+    with naming_memory(size, "lower --max-total-tokens or --mem-fraction-static"):
+        pool = attention.make_kv_pool(shape, num_slots, config.page_size, device)
     reason = model.fuse(attention) if setup.is_cpu else f"the device is {config.device}"
     decisions.append(
         f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
@@ -441,6 +450,13 @@ def _capture(graphs: GraphPool) -> None:
     _logger.info("captured %d CUDA graphs in %.1f s", len(graphs.sizes), time.perf_counter() - begin)
 
 
+def _whole_pages(max_total_tokens: int, page_size: int) -> int:
+    """--max-total-tokens, rounded down to pages. Raises ConfigError if it is less than one."""
+    if max_total_tokens < page_size:
+        raise ConfigError(f"--max-total-tokens {max_total_tokens} is less than one page of {page_size} tokens")
+    return max_total_tokens // page_size * page_size
+
+
 def _plan_pool(
     args: ServerArgs,
     config: Config,
@@ -453,13 +469,11 @@ def _plan_pool(
     """The number of tokens in the pool. Raises ConfigError if it is too small for one sequence."""
     page_size, context_length = config.page_size, config.context_length
     if args.max_total_tokens is not None:
-        num_tokens = args.max_total_tokens // page_size * page_size
+        num_tokens = _whole_pages(args.max_total_tokens, page_size)
         if num_tokens != args.max_total_tokens:
             decisions.append(
                 f"max_total_tokens {num_tokens}: {args.max_total_tokens} rounded down to pages of {page_size}"
             )
-        if num_tokens == 0:
-            raise ConfigError(f"--max-total-tokens {args.max_total_tokens} is less than one page of {page_size} tokens")
     else:
         budget = kv_token_budget(
             available=available_bytes(device),

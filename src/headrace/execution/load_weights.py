@@ -71,6 +71,8 @@ def fill_from_checkpoint(
     names = {name: rename(name) for name in checkpoint.tensor_names()}
     _check(wanted, names, checkpoint, spec)
     done, total = 0, checkpoint.total_bytes
+    if not restored:
+        progress(done, total)
     jobs = (
         Job(partial(_load, wanted.get(name), checkpoint, stored, quantization), 4 * math.prod(checkpoint.shape(stored)))
         for stored, name in names.items()

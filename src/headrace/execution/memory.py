@@ -3,10 +3,15 @@
 Owns reading the limits, including those of a container. Runs once, in the thread that builds the worker.
 """
 
+import contextlib
+import errno
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from headrace.errors import ConfigError
 
 _NO_LIMIT = 1 << 60
 """cgroup v1 writes a number of this order for "no limit"."""
@@ -55,6 +60,30 @@ def available_in_cgroup(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/
             if limit.isdigit() and usage.isdigit() and int(limit) < _NO_LIMIT:
                 room = min(room, max(0, int(limit) - int(usage) + _droppable(folder)))
     return room
+
+
+@contextlib.contextmanager
+def naming_memory(what: str, remedy: str) -> Iterator[None]:
+    """Raises ConfigError instead of the errors of the system and of torch when memory runs out. what: it was for; remedy: what to change."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, OSError, RuntimeError) as error:
+        is_ours = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+            error.errno == errno.ENOMEM if isinstance(error, OSError) else "can't allocate memory" in str(error)
+        )
+        if not is_ours:
+            raise
+        raise ConfigError(f"out of memory while allocating {what}: {remedy}") from error
+
+
+def check_pool_fits(num_tokens: int, bytes_per_token: int, available: int) -> None:
+    """Refuse a --max-total-tokens that needs more than the bytes that are available. Raises ConfigError."""
+    needed = num_tokens * bytes_per_token
+    if needed > available:
+        raise ConfigError(
+            f"--max-total-tokens {num_tokens} needs {needed / 2**30:.1f} GiB at {bytes_per_token} bytes per token, but "
+            f"{available / 2**30:.1f} GiB are free; at most {available // bytes_per_token} tokens fit, without the weights"
+        )
 
 
 def kv_token_budget(

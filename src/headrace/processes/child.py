@@ -7,6 +7,7 @@ shows in `ps`), and the parent keeps that stdin open: its end of file tells the 
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +21,22 @@ from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 from headrace.messages.front import HttpWorkerStart
 from headrace.processes.environment import environment
-from headrace.processes.handshake import Bootstrap, Failed, Kind, Progress, Ready, Report, process_name
+from headrace.processes.handshake import IGNORED, Bootstrap, Failed, Kind, Progress, Ready, Report, process_name
 
 
 def without_secrets(args: ServerArgs) -> ServerArgs:
     """The options that a child is given: only the main process checks keys and sends traces."""
     return replace(args, api_key=None, admin_api_key=None, api_key_file=None, otlp_traces_endpoint=None)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """What is started within is not reached by IGNORED until it has said that it ignores them (`child_main`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ChildProcess:
@@ -56,12 +67,13 @@ class ChildProcess:
         # An HTTP worker decides who may call what; nobody else needs the keys.
         given = args if http is not None else without_secrets(args)
         bootstrap = Bootstrap(given, ports, report_fd, os.getpid(), index, source, http)
-        self._popen = subprocess.Popen(
-            [*self.program, kind],
-            stdin=subprocess.PIPE,
-            pass_fds=(report_fd,) if http is None else (report_fd, http.listening_fd),
-            env=environment(os.environ, kind, args, index),
-        )
+        with _signals_held():
+            self._popen = subprocess.Popen(
+                [*self.program, kind],
+                stdin=subprocess.PIPE,
+                pass_fds=(report_fd,) if http is None else (report_fd, http.listening_fd),
+                env=environment(os.environ, kind, args, index),
+            )
         os.close(report_fd)
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once; `wait_ready` says so
@@ -104,7 +116,13 @@ class ChildProcess:
                     raise ExecutionError(report.message)
         if should_stop():
             raise ExecutionError("stopped during start-up")
-        raise ExecutionError(f"the {self.name} process died during start-up (exit code {self._popen.wait()})")
+        code = self._popen.wait()
+        if code == -signal.SIGKILL and self.kind == "scheduler":
+            raise ExecutionError(
+                f"the {self.name} process was killed during start-up, most likely because memory ran out: "
+                "lower --mem-fraction-static or --max-total-tokens, or use --quantization int8 or int4"
+            )
+        raise ExecutionError(f"the {self.name} process died during start-up (exit code {code})")
 
     def _reports(self, should_stop: Callable[[], bool]) -> Iterator[Report]:
         decoder = msgspec.json.Decoder(Report)

@@ -21,7 +21,7 @@ from headrace.messages.channel import Channels
 from headrace.messages.control import ReadyInfo
 from headrace.messages.sockets import SocketChannels
 from headrace.processes import lifeline
-from headrace.processes.handshake import Bootstrap, Failed, Kind, Progress, Ready, Report
+from headrace.processes.handshake import IGNORED, Bootstrap, Failed, Kind, Progress, Ready, Report
 
 
 class Reporter:
@@ -71,8 +71,9 @@ class Reporter:
 
 def main() -> None:
     """Entry of a child."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     kind = msgspec.convert(sys.argv[1], Kind)
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
