@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_frontend import Running, running_server
+from fake_frontend import Running, Script, running_server
 
 from headrace.messages.control import InternalState, PoolState
 from headrace.messages.outputs import FinishReason, SampleEvent, SampleStats
@@ -98,6 +98,24 @@ def test_a_reply_is_streamed_and_can_be_stopped(chat: Any, server: Running):
     expect(finished(chat)).to_contain_text("stopped")
     assert server.frontend.closed_early.wait(20), "the server is told"
     expect(chat.get_by_role("status").first).to_contain_text("Stopped. Hello")
+    server.frontend.script = Script(text=", you")
+    chat.get_by_role("button", name="Continue").click()
+    expect(replies(chat)).to_contain_text("Hello, you")
+    finished(chat)
+    assert prompt(server) == "<|user|>Greet me\n<|assistant|>Hello"
+    expect(chat.get_by_label("Message", exact=True)).to_be_focused()
+
+
+def test_a_deleted_conversation_stays_deleted(chat: Any, server: Running):
+    server.frontend.script.hold_at = 5
+    ask(chat, "Doomed")
+    expect(replies(chat).last).to_contain_text("Hello")
+    chat.on("dialog", lambda dialog: dialog.accept())
+    chat.get_by_role("button", name="Delete Doomed").click()
+    expect(chat.locator("article")).to_have_count(0)
+    assert server.frontend.closed_early.wait(20), "the server is told"
+    expect(chat.get_by_role("status").first).to_contain_text("Stopped")
+    assert chat.evaluate("Object.keys(localStorage).filter((name) => /chat|meta/.test(name))") == []
 
 
 def test_a_conversation_goes_on_and_survives_a_reload(chat: Any, server: Running):
@@ -268,6 +286,7 @@ def test_a_server_that_was_restarted_is_found_again(page: Any):
         expect(page.locator("#offline")).to_be_hidden()
         page.get_by_role("button", name="Try again").click()
         expect(finished(page)).to_contain_text("wörld")
+        expect(page.locator("article")).to_have_count(2)
     assert all("net::ERR" in error or "503" in error for error in page.errors)
     page.errors.clear()
 

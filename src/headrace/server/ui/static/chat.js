@@ -6,7 +6,7 @@ import { byId, h, say, toast } from './dom.js';
 import { exportJson, exportMarkdown } from './export.js';
 import { MessageView } from './messages.js';
 import { Panel } from './panel.js';
-import { Conversation, conversations, imported, keepSettings, lastSettings } from './store.js';
+import { Conversation, conversations, forget, imported, keepSettings, lastSettings } from './store.js';
 
 const log = byId('log');
 const input = byId('input');
@@ -42,7 +42,13 @@ const actions = {
   },
   regenerate(node) {
     if (runs.has(current.id)) return toast('A reply is being written: stop it first.');
-    reply(current, current.nodes[node.parent] ?? null);
+    const parent = current.nodes[node.parent] ?? null;
+    if (node.error && !node.content && !node.children.length) current.drop(node);
+    reply(current, parent);
+  },
+  goOn(node) {
+    if (runs.has(current.id)) return toast('A reply is being written: stop it first.');
+    reply(current, null, node);
   },
   answerCalls(node, results) {
     let parent = node;
@@ -85,7 +91,9 @@ function show() {
 
 function showRunning() {
   const isRunning = runs.has(current.id);
+  const hadFocus = document.activeElement === byId('stop');
   byId('stop').hidden = !isRunning;
+  if (hadFocus && !isRunning) input.focus({ preventScroll: true });
   byId('send').hidden = isRunning;
 }
 
@@ -111,14 +119,18 @@ function scrollToEnd(always = false) {
   if (always || wantsEnd) box.scrollTop = box.scrollHeight;
 }
 
-/** Ask for a reply after `parent`, and show it as it comes. */
-async function reply(conversation, parent) {
-  const node = conversation.add(parent, { role: 'assistant', content: '', finish: 'running' });
+/** Ask for a reply after `parent`, or for the rest of the reply `begun`, and show it as it comes. */
+async function reply(conversation, parent, begun = null) {
+  const node = begun ?? conversation.add(parent, { role: 'assistant', content: '' });
+  node.finish = 'running';
+  delete node.error;
   const controller = new AbortController();
   runs.set(conversation.id, { node, controller });
   wantsEnd = true;
   save(conversation);
+  const hadFocus = log.contains(document.activeElement);
   if (conversation === current) show();
+  if (hadFocus) byId('stop').focus();
   say('The reply is being written');
   let pending = 0;
   let cost = 0;
@@ -130,7 +142,9 @@ async function reply(conversation, parent) {
     cost = performance.now() - began;
   };
   try {
-    const body = bodyFor(conversation.before(node), conversation.settings);
+    const before = conversation.before(node);
+    const body = bodyFor(begun ? [...before, node] : before, conversation.settings);
+    if (begun) body.continue_final_message = true;
     node.isJson = Boolean(body.response_format);
     // A long reply is drawn less often, so that drawing takes a fifth of the time at most.
     await stream(node, body, controller.signal, () => (pending ||= setTimeout(refresh, Math.max(30, 4 * cost))));
@@ -227,6 +241,11 @@ export function startChat() {
     target.value = '';
   });
   addEventListener('pagehide', () => runs.forEach((run, id) => Conversation.open(id)?.save()));
-  addEventListener('storage', showList);
+  addEventListener('storage', ({ key }) => {
+    showList();
+    const id = key?.replace(/^.*\./, '');
+    if (runs.has(id) || (id === current.id && log.querySelector('form'))) return;
+    if (forget(key) === current.id && Conversation.open(current.id)) openChat(current.id);
+  });
   onConnection((online) => online && hasAsked && askAboutModels());
 }

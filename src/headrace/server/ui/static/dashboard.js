@@ -18,8 +18,8 @@ const TILES = {
   waiting: new Tile('Waiting', { show: short }),
   kv: new Tile('KV cache in use', { show: percent, most: 1 }),
   hits: new Tile('Prefix cache hits', { show: percent, most: 1 }),
-  ttft: new Tile('First token after', { show: seconds, lines: ['median', '95 %'] }),
-  itl: new Tile('Between tokens', { show: seconds, lines: ['median', '95 %'] }),
+  ttft: new Tile('First token after', { show: seconds, lines: ['50 %', '95 %'] }),
+  itl: new Tile('Between tokens', { show: seconds, lines: ['50 %', '95 %'] }),
 };
 const history = Object.fromEntries(Object.keys(TILES).map((name) => [name, TILES[name].lines.map(() => [])]));
 const readings = [];

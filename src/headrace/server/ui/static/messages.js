@@ -8,7 +8,7 @@ const NAMES = { user: 'You', assistant: 'Assistant', tool: 'Tool result' };
 const ENDINGS = { stopped: 'stopped', interrupted: 'interrupted', length: 'the limit of tokens is reached', abort: 'aborted by the server' };
 
 /**
- * The view of one message. actions: select(node), edit(node, text), regenerate(node), answerCalls(node, results), isLast(node).
+ * The view of one message. actions: select(node), edit(node, text), regenerate(node), goOn(node), answerCalls(node, results), isLast(node).
  * `update()` shows what is new while it streams.
  */
 export class MessageView {
@@ -81,6 +81,10 @@ export class MessageView {
     if (node.role !== 'tool') buttons.push(button('Copy', () => copy(node.content)), button('Edit', () => this.edit()));
     if (node.role === 'assistant') {
       buttons.push(button(node.error ? 'Try again' : 'Regenerate', () => this.actions.regenerate(node)));
+      const isCut = ['length', 'stopped', 'interrupted', 'edited'].includes(node.finish) || (node.finish === 'failed' && node.content);
+      if (isCut && node.content && !node.tool_calls && !node.reasoning && !node.isJson && this.actions.isLast(node)) {
+        buttons.push(button('Continue', () => this.actions.goOn(node)));
+      }
       if (node.tokens?.length) {
         buttons.push(button('Probabilities', () => {
           this.showsTokens = !this.showsTokens;

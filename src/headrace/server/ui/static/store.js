@@ -6,6 +6,7 @@ const CHAT = 'headrace.chat.';
 const META = 'headrace.meta.';
 const SETTINGS = 'headrace.settings';
 const opened = new Map();
+const removed = new WeakSet();
 
 /**
  * A tree: an edited or regenerated message is a sibling of the one before. `chosen` names the child on the visible path, by parent ('' = root).
@@ -78,8 +79,17 @@ export class Conversation {
     this.chosen[node.parent] = node.id;
   }
 
+  /** Forget a message without continuation, for another version of it. */
+  drop(node) {
+    const siblings = this.siblings(node);
+    siblings.splice(siblings.indexOf(node.id), 1);
+    delete this.nodes[node.id];
+    delete this.chosen[node.parent];
+  }
+
   /** Returns false if the browser's storage is full. */
   save() {
+    if (removed.has(this)) return true;
     this.updated = Date.now();
     try {
       this.write();
@@ -102,10 +112,18 @@ export class Conversation {
   }
 
   remove() {
+    removed.add(this); // a reply that still runs must not bring it back
     localStorage.removeItem(CHAT + this.id);
     localStorage.removeItem(META + this.id);
     opened.delete(this.id);
   }
+}
+
+/** Read a conversation again when it is next opened: another tab has changed it. Returns its id. */
+export function forget(storageKey) {
+  const id = storageKey?.startsWith(CHAT) ? storageKey.slice(CHAT.length) : '';
+  opened.delete(id);
+  return id;
 }
 
 /** All conversations, the latest first. One key each, so that two tabs do not overwrite each other's list. */
