@@ -9,8 +9,9 @@ import pytest
 
 from headrace.cli.app import main
 from headrace.config.cli import parse
-from headrace.config.other_servers import LISTS, TABLE, VALUES, Alias, Already, Refused, find, names
+from headrace.config.other_servers import LISTS, TABLE, VALUES, Alias, Already
 from headrace.config.server_args import ServerArgs
+from headrace.config.settings import own_options
 from headrace.errors import ConfigError
 
 FIELDS = {f.name: f for f in fields(ServerArgs)}
@@ -93,7 +94,7 @@ def test_command_lines_of_other_servers_are_understood(argv, fields_set):
         ("--speculative-algorithm EAGLE", "speculative decoding"),
         ("--speculative-config {}", "speculative decoding"),
         ("--ssl-keyfile k", "proxy"),
-        ("--revision main", "--model-path"),
+        ("--revision main", "org/name@REVISION"),
         ("--scheduling-policy priority", "lowest first"),
         ("--swap-space 4", "stay on the device"),
         ("--task embed", "generates text"),
@@ -139,21 +140,6 @@ def test_a_refusal_is_one_line_and_exit_code_2(capsys):
     assert line.startswith("headrace: --tp 2 is not possible here: a model runs on one device")
 
 
-def own_options():
-    spelled = {"--" + name.replace("_", "-") for name in FIELDS}
-    return (
-        spelled
-        | {"--no-" + name.replace("_", "-") for name, f in FIELDS.items() if f.default is True}
-        | {"-m", "--model"}
-    )
-
-
-def test_the_table_has_no_option_of_ours():
-    """When one becomes ours, its line goes."""
-    assert sorted(set(names()) & own_options()) == []
-    assert sorted(name for name in own_options() if isinstance(find(name), Refused)) == []
-
-
 def test_the_table_names_each_option_once():
     every = [name for entry in TABLE for name in entry.names]
     assert len(every) > 150
@@ -177,7 +163,7 @@ def test_other_spellings_of_values_mean_values_of_ours():
 
 
 def test_every_remark_names_options_that_exist():
-    known = own_options() | {"--privileged"}
+    known = own_options().keys()
     for entry in TABLE:
         text = entry.says + " " + getattr(entry, "otherwise", "")
         assert [word for word in re.findall(r"--[a-z][a-z-]*", text) if word not in known] == [], entry.names

@@ -2,10 +2,9 @@
 
 `TABLE` has what is spelled differently, is already so, or is not supported; an option that is not in it and has one of ours' name means
 the same as ours (docs/coming-from-sglang.md and docs/coming-from-vllm.md name the exceptions). `config.translate` reads it.
-`python -m headrace.config.other_servers sglang|vllm` prints the tables that those two pages contain.
+`config.option_pages` makes the tables of those two pages from it.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -89,7 +88,7 @@ def _refused(servers: tuple[Server, ...], names: str, says: str, is_prefix: bool
 _ONE_DEVICE = "a model runs on one device"
 _NO_SHARDS = f"{_ONE_DEVICE}: tensor, pipeline and expert parallelism are not supported; --dp-size starts replicas"
 _ONE_MACHINE = "all processes run on one machine"
-_LOCAL = "models are local files: give the folder of that revision as --model-path"
+_HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
 _NO_IMAGES = "images and other media are not supported"
 _NO_OFFLOAD = "weights and KV cache stay on the device"
 _NO_DRAFTS = "speculative decoding is not supported"
@@ -109,7 +108,7 @@ TABLE: tuple[Entry, ...] = (
     _alias(
         VLLM, "--hf-overrides", "json_model_override_args", "whole fields of config.json are replaced, nested ones too"
     ),
-    _refused(BOTH, "--revision --tokenizer-revision --code-revision --download-dir --hf-token", _LOCAL),
+    _refused(BOTH, "--revision --tokenizer-revision --code-revision --download-dir --hf-token", _HUB),
     _refused(BOTH, "--model-loader-extra-config", "loading has no further settings; see --load-format"),
     _refused(VLLM, "--hf-config-path", "config.json is read from --model-path; see --json-model-override-args"),
     _already(VLLM, "--config-format", "the checkpoint is recognised by its files", "auto hf", "config.json is read"),
@@ -327,7 +326,7 @@ TABLE: tuple[Entry, ...] = (
     _switch(VLLM, "--enable-log-requests", "log_requests"),
     _switch(SGLANG, "--enable-request-time-stats-logging", "log_requests", "the line of a request has its times"),
     _refused(VLLM, "--max-log-len --enable-log-outputs --enable-log-deltas", "see --log-requests-level"),
-    _already(SGLANG, "--log-requests-format", "the log is text", "text", "the log is text"),
+    _alias(SGLANG, "--log-requests-format", "log_format", "all of the log is written so"),
     _refused(SGLANG, "--log-requests-target", "the log goes to standard error"),
     Alias(
         VLLM,
@@ -356,6 +355,109 @@ TABLE: tuple[Entry, ...] = (
         is_prefix=True,
     ),
     _refused(SGLANG, "--debug-tensor-dump-", "see docs/adding/model.md for how layers are compared", is_prefix=True),
+    # --- what no model or machine here has use for
+    _refused(VLLM, "--rope-scaling --rope-theta", "see --json-model-override-args"),
+    _refused(VLLM, "--pooler-config --override-pooler-config --io-processor-plugin", "the server only generates text"),
+    _refused(
+        BOTH,
+        "--max-parallel-loading-workers --safetensors-load-strategy --use-tqdm-on-load --ignore-patterns --pt-load-map-location "
+        "--weight-loader- --custom-weight-loader --remote-instance- --checkpoint-engine- --delete-ckpt-after-loading --model-checksum",
+        "loading has no further settings; see --load-format",
+        is_prefix=True,
+    ),
+    _refused(
+        VLLM,
+        "--worker-cls --worker-extension-cls --scheduler-cls --additional-config",
+        "parts of the engine cannot be replaced",
+    ),
+    _already(VLLM, "--decode-context-parallel-size -dcp", _ONE_DEVICE, "1", _NO_SHARDS),
+    _already(
+        SGLANG,
+        "--attention-context-parallel-size --attn-cp-size --moe-data-parallel-size --moe-dp-size",
+        _ONE_DEVICE,
+        "1",
+        _NO_SHARDS,
+    ),
+    _refused(
+        BOTH,
+        "--all2all-backend --enable-dbo --dbo- --expert-placement-strategy --num-redundant-experts --pp- --numa-node --tbo- "
+        "--enable-two-batch-overlap --enable-single-batch-overlap --init-expert-location --dist-timeout",
+        _NO_SHARDS,
+        is_prefix=True,
+    ),
+    _refused(SGLANG, "--enable-nccl-nvls --enable-symm-mem --enable-mscclpp --enable-torch-symm-mem", _NO_ALL_REDUCE),
+    _already(
+        SGLANG,
+        "--gpu-id-step",
+        "the first GPU that CUDA_VISIBLE_DEVICES names is used",
+        "1",
+        "set CUDA_VISIBLE_DEVICES",
+    ),
+    _refused(
+        BOTH,
+        "--media-io-kwargs --interleave-mm-strings --enable-mm-embeds --skip-mm-profiling --video-pruning-rate --encoder- "
+        "--language-only --language-model-only --default-mm-loras",
+        _NO_IMAGES,
+        is_prefix=True,
+    ),
+    _refused(VLLM, "--guided-decoding-disable-", "see --grammar-backend", is_prefix=True),
+    _refused(
+        VLLM,
+        "--disable-sliding-window --disable-cascade-attn --disable-hybrid-kv-cache-manager",
+        "layers run as the model has them",
+    ),
+    _refused(
+        SGLANG,
+        "--swa-full-tokens-ratio --disable-hybrid-swa-memory",
+        "all layers have as many KV tokens: --max-total-tokens",
+    ),
+    _refused(
+        SGLANG,
+        "--enable-prefill-delayer --prefill-delayer- --scheduler-recv-interval --num-reserved-decode-tokens",
+        "see --max-step-ms and --schedule-conservativeness",
+        is_prefix=True,
+    ),
+    _refused(
+        BOTH,
+        "--triton-attention- --flashinfer- --disable-flashinfer- --enable-flashinfer- --dsa- --nsa- --enable-fused-",
+        "kernels have no settings; see --attention-backend",
+        is_prefix=True,
+    ),
+    _refused(
+        SGLANG, "--disable-cuda-graph-padding --enable-profile-cuda-graph --enable-cudagraph-gc", "see --cuda-graph-bs"
+    ),
+    _refused(
+        SGLANG,
+        "--modelopt- --quantize-and-serve --rl-quant-profile",
+        "see --quantization and `headrace quantize`",
+        is_prefix=True,
+    ),
+    _refused(
+        SGLANG,
+        "--enable-weights-cpu-backup --enable-draft-weights-cpu-backup",
+        "released weights are loaded again (docs/weights.md)",
+    ),
+    _refused(
+        SGLANG, "--enable-pdmux --pdmux- --sm-group-num", "steps are not split over parts of a GPU", is_prefix=True
+    ),
+    _refused(
+        SGLANG, "--enable-lora-overlap-loading --lora-drain-wait-threshold --max-lora-chunk-size", "see docs/lora.md"
+    ),
+    _refused(SGLANG, "--uvicorn-access-log-exclude-prefixes", "there is no access log"),
+    _refused(VLLM, "--disable-access-log-for-endpoints", "there is no access log"),
+    _refused(
+        VLLM,
+        "--log-config-file --log-error-stack --show-hidden-metrics-for-version",
+        "see --log-level and --log-format",
+    ),
+    _refused(
+        SGLANG,
+        "--tokenizer-metrics- --enable-metrics-for-all-schedulers --enable-mfu-metrics --collect-tokens-histogram --export-metrics-to-file "
+        "--export-metrics-to-file-dir --show-time-cost --gc-warning-threshold-secs",
+        "see docs/operations.md for what is measured",
+        is_prefix=True,
+    ),
+    _refused(VLLM, "--h11-", "see --max-body-bytes", is_prefix=True),
 )
 
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -418,72 +520,3 @@ def find(name: str) -> Entry | None:
 def names() -> list[str]:
     """Every name, prefixes left out."""
     return list(_FOUND.exact)
-
-
-def markdown(server: Server) -> str:
-    """The tables for one server."""
-    mine = [entry for entry in TABLE if server in entry.servers]
-    aliases = [
-        f"| {_names(entry.names)} | {_ours(entry)} | {entry.says} |" for entry in mine if isinstance(entry, Alias)
-    ]
-    values = [
-        f"| `{_flag(name)} {theirs}` | `{_flag(name)} {ours}` | |"
-        for name, pairs in VALUES.items()
-        for theirs, ours in pairs.items()
-        if name != "sampling_defaults" and theirs not in {"sglang", "vllm"} - {server}
-    ]
-    already = [
-        f"| {_names(entry.names)} | {', '.join(f'`{value}`' for value in entry.values)} | {entry.says} | "
-        f"{_unless(entry)} |"
-        for entry in mine
-        if isinstance(entry, Already)
-    ]
-    refused = [
-        f"| {_names(entry.names, entry.is_prefix)} | {entry.says} |" for entry in mine if isinstance(entry, Refused)
-    ]
-    return "\n".join(
-        [
-            "### Other names\n\n| there | here | remark |\n|---|---|---|",
-            *aliases,
-            *values,
-            "\n### Already so\n\nAccepted with a line of log. Other values are refused.\n",
-            "| option | values | how it is here | contradicts |\n|---|---|---|---|",
-            *already,
-            "\n### Not supported\n\nRefused with this remark.\n\n| option | remark |\n|---|---|",
-            *refused,
-            "",
-        ]
-    )
-
-
-def _names(names: tuple[str, ...], is_prefix: bool = False) -> str:
-    return ", ".join(f"`{name}{'*' if is_prefix and name.endswith('-') else ''}`" for name in names)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _ours(entry: Alias) -> str:
-    words = (
-        _flag(name) if entry.is_switch and value == "true" else f"{_flag(name)} {value or 'VALUE'}"
-        for name, value in entry.sets.items()
-    )
-    return ", ".join(f"`{word}`" for word in words)
-
-
-def _unless(entry: Already) -> str:
-    if entry.unless is None:
-        return ""
-    name, value = entry.unless
-    return (
-        f"`{_flag(name)}`"
-        if value == "true"
-        else f"`{_flag(f'no_{name}')}`"
-        if value == "false"
-        else f"`{_flag(name)} {value}`"
-    )
-
-
-if __name__ == "__main__":
-    print(markdown("vllm" if sys.argv[1:] == ["vllm"] else "sglang"))
