@@ -4,7 +4,6 @@ Reads on in `launch.py` (how the engine is put together) and `processes/` (what 
 """
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -12,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace import log
@@ -23,8 +22,8 @@ from headrace.errors import ExecutionError
 from headrace.launch import RunningEngine, launch_engine
 from headrace.processes import lifeline
 from headrace.processes.children import ChildParts
-from headrace.processes.handshake import OnProgress
 from headrace.processes.http_workers import HttpWorkers
+from headrace.processes.loading_bar import loading_bar
 from headrace.processes.model_files import served_model
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
     started_s = time.monotonic()
     # Bound first: a port in use is found before the model is loaded, and clients that come early wait.
     listening = bind(args.host, args.port)
-    with _loading_bar() as on_progress:
+    with loading_bar() as on_progress:
         try:
             engine = launch_engine(args, on_progress, stopping.is_set, _import_server)
         except ExecutionError:
@@ -183,31 +182,6 @@ class Ending:
     async def _drain_and_stop(self) -> None:
         await self._manager.drain(self._drain_timeout_s)
         self._server.shutdown()
-
-
-@contextlib.contextmanager
-def _loading_bar() -> Iterator[OnProgress]:
-    """On stderr, that the server starts, then a progress bar of the weights; nothing when stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with contextlib.ExitStack() as stack:
-        status = stack.enter_context(console.status("starting", refresh_per_second=4))
-        bar = Progress(*columns, console=console, transient=True)
-
-        def show(done: int, total: int) -> None:
-            if not bar.tasks:
-                status.stop()
-                bar.add_task("weights", total=total)
-                stack.enter_context(bar)
-            bar.update(bar.task_ids[0], completed=done, total=total)
-
-        yield show
 
 
 def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -276,3 +277,28 @@ def test_the_openai_route_gives_what_the_engine_gives(runtime: Runtime, answers:
     reply = httpx.post(f"{runtime.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
 
     assert [choice["text"] for choice in reply["choices"]] == [answer["text"] for answer in answers]
+
+
+CHAT: list[dict[str, Any]] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+async def test_chats_are_the_same_in_every_way_to_ask(engine: Engine, runtime: Runtime) -> None:
+    whole = engine.chat(CHAT, max_tokens=12, temperature=0)
+    assert "Paris" in whole.text
+
+    streamed = list(engine.chat(CHAT, stream=True, max_tokens=12, temperature=0))
+    awaited = await engine.async_chat(CHAT, max_tokens=12, temperature=0)
+    stream = await engine.async_chat(CHAT, stream=True, max_tokens=12, temperature=0)
+    there = runtime.chat(CHAT, max_tokens=12, temperature=0)
+    from_there = [delta async for delta in runtime.async_chat(CHAT, max_tokens=12, temperature=0)]
+
+    assert whole == awaited == there
+    for deltas in (streamed, [delta async for delta in stream], from_there):
+        assert "".join(delta.text for delta in deltas) == whole.text
+        assert deltas[-1].usage == whole.usage
+    with closing(engine.chat(CHAT, stream=True)) as left:
+        next(left)
+    ids = engine.tokenizer.encode("Paris")
+    assert engine.tokenizer.decode(ids) == "Paris"
+    assert repr(engine).startswith("<Engine smollm2: llama, ")
+    assert repr(runtime) == f"<Runtime {runtime.url}, process {runtime.pid}>"

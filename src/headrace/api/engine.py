@@ -10,13 +10,15 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack, overload, runtime_checkable
 
 import msgspec
 
+from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
+from headrace.api.options import ChatOptions, Messages, Tools
 from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
@@ -35,6 +37,11 @@ from headrace.messages.neutral import without_neutral
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.export import render
+from headrace.processes.loading_bar import loading_bar
+from headrace.text.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from headrace.api.engine_chat import EngineChat
 
 T = TypeVar("T")
 
@@ -60,7 +67,9 @@ class Engine(WeightOperations):
         unknown = sorted(set(server_args) - {option.name for option in fields(ServerArgs)})
         if unknown:
             raise ConfigError(f"unknown option: {', '.join(unknown)}")
-        self._start(launch_engine(ServerArgs(**server_args)))
+        with loading_bar() as on_progress:
+            running = launch_engine(ServerArgs(**server_args), on_progress)
+        self._start(running)
 
     @classmethod
     def over(cls, running: RunningEngine) -> Self:
@@ -75,6 +84,7 @@ class Engine(WeightOperations):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine loop", daemon=True)
         self._thread.start()
+        self._chat: EngineChat | None = None
         self._shutdown_lock = threading.Lock()
         self._is_shut_down = False
         self._pid = os.getpid()
@@ -114,6 +124,88 @@ class Engine(WeightOperations):
         if stream:
             return self._aiterate(updates)
         return whole_answer(await asyncio.wrap_future(self._submit(_all(updates))))
+
+    # -- chat
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> ChatReply: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        stream: Literal[True],
+        **options: Unpack[ChatOptions],
+    ) -> Generator[ChatDelta, None, None]: ...
+
+    def chat(
+        self, messages: Messages, *, tools: Tools | None = None, stream: bool = False, **options: Unpack[ChatOptions]
+    ) -> ChatReply | Generator[ChatDelta, None, None]:
+        """Answer a conversation, through the model's chat template; with `stream` an iterator of what is new.
+
+        messages, tools, options: as in a chat completion, whose other fields are accepted too. Without a limit the reply may fill the context.
+        Closing the iterator early stops the reply. Raises RequestError, CapacityError, ExecutionError.
+        """
+        fields = chat_fields(messages, tools, stream, options)
+        chats = self._chats()
+        return self._each(chats.stream(fields)) if stream else self._wait(self._submit(chats.whole(fields)))
+
+    @overload
+    async def async_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> ChatReply: ...
+
+    @overload
+    async def async_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        stream: Literal[True],
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[ChatDelta, None]: ...
+
+    async def async_chat(
+        self, messages: Messages, *, tools: Tools | None = None, stream: bool = False, **options: Unpack[ChatOptions]
+    ) -> ChatReply | AsyncGenerator[ChatDelta, None]:
+        """Like `chat`, awaited in any event loop; with `stream` the result is an async iterator."""
+        fields = chat_fields(messages, tools, stream, options)
+        chats = self._chats()
+        if stream:
+            return self._aeach(chats.stream(fields))
+        return await asyncio.wrap_future(self._submit(chats.whole(fields)))
+
+    def _chats(self) -> "EngineChat":
+        with self._shutdown_lock:
+            if self._is_shut_down:
+                raise ExecutionError("the engine has been shut down")
+            if self._chat is None:
+                # Chat templates and HTTP types take a second to import, which only chats need.
+                from headrace.api.engine_chat import EngineChat
+
+                self._chat = EngineChat.over(self._running)
+            return self._chat
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises RequestError if the engine has none."""
+        if self._manager.args.skip_tokenizer_init:
+            refuse_text("tokenizer")
+        return self._running.tokenizer
 
     def encode(self, *_args: object, **_kwargs: object) -> Any:
         """Embeddings. Raises RequestError."""
@@ -296,10 +388,19 @@ class Engine(WeightOperations):
             self._is_shut_down = True
             atexit.unregister(self.shutdown)
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            if self._chat is not None:
+                self._chat.close()
             self._running.shutdown()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    def __repr__(self) -> str:
+        if self._is_shut_down:
+            return f"<Engine {self._manager.args.served_name}, shut down>"
+        ready = self._manager.ready
+        facts = f"{ready.model_class}, {ready.dtype} on {ready.device}, context of {ready.context_length} tokens"
+        return f"<Engine {self._manager.args.served_name}: {facts}>"
 
     def __enter__(self) -> Self:
         return self
@@ -353,27 +454,38 @@ class Engine(WeightOperations):
 
     def _iterate(self, updates: AsyncGenerator[SampleUpdate, None]) -> Generator[NativeAnswer, None, None]:
         answers = self._native_stream()
-        try:
-            while (update := self._wait(self._submit(_next(updates)))) is not None:
+        with closing(self._each(updates)) as each:
+            for update in each:
                 yield answers.answer(update)
-        finally:
-            self._abandon(updates)
 
     async def _aiterate(self, updates: AsyncGenerator[SampleUpdate, None]) -> AsyncGenerator[NativeAnswer, None]:
         answers = self._native_stream()
-        try:
-            while (update := await asyncio.wrap_future(self._submit(_next(updates)))) is not None:
+        async with aclosing(self._aeach(updates)) as each:
+            async for update in each:
                 yield answers.answer(update)
+
+    def _each(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """The items of a generator of the engine's loop."""
+        try:
+            while (item := self._wait(self._submit(_next(items)))) is not None:
+                yield item
         finally:
-            self._abandon(updates)
+            self._abandon(items)
+
+    async def _aeach(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        try:
+            while (item := await asyncio.wrap_future(self._submit(_next(items)))) is not None:
+                yield item
+        finally:
+            self._abandon(items)
 
     def _native_stream(self) -> NativeStream:
         return NativeStream(self._manager.args.incremental_streaming_output)
 
-    def _abandon(self, updates: AsyncGenerator[SampleUpdate, None]) -> None:
+    def _abandon(self, items: AsyncGenerator[Any, None]) -> None:
         """Close a generator in its loop without waiting: this may run in any thread, even from garbage collection."""
         if not self._is_shut_down and os.getpid() == self._pid:
-            asyncio.run_coroutine_threadsafe(_close(updates), self._loop)
+            asyncio.run_coroutine_threadsafe(_close(items), self._loop)
 
 
 def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], bool]:
@@ -386,8 +498,8 @@ def _token_rows(tokens: list[int] | list[list[int]]) -> tuple[list[list[int]], b
     return rows, True
 
 
-async def _next(updates: AsyncGenerator[SampleUpdate, None]) -> SampleUpdate | None:
-    return await anext(updates, None)
+async def _next(items: AsyncGenerator[T, None]) -> T | None:
+    return await anext(items, None)
 
 
 async def _all(updates: AsyncGenerator[SampleUpdate, None]) -> list[SampleUpdate]:
@@ -395,8 +507,8 @@ async def _all(updates: AsyncGenerator[SampleUpdate, None]) -> list[SampleUpdate
         return [update async for update in updates]
 
 
-async def _close(updates: AsyncGenerator[SampleUpdate, None]) -> None:
-    await updates.aclose()
+async def _close(items: AsyncGenerator[Any, None]) -> None:
+    await items.aclose()
 
 
 def _request(

@@ -6,13 +6,16 @@ Its methods may be called from any thread.
 
 import json
 import urllib.parse
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Generator, Iterable
+from contextlib import aclosing, closing
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack, overload
 
 import msgspec
 
+from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields, read_chunk, read_reply
 from headrace.api.native_client import NativeClient
+from headrace.api.options import ChatOptions, Messages, Tools
 from headrace.api.server_process import ServerProcess
 from headrace.api.weight_operations import WeightOperations
 from headrace.errors import (
@@ -94,6 +97,50 @@ class Runtime(WeightOperations):
         """Stream the reply: an async iterator of dicts."""
         body = _body(prompt, sampling_params, {**others, "stream": True})
         return self._http.astream("/generate", body)
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> ChatReply: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        stream: Literal[True],
+        **options: Unpack[ChatOptions],
+    ) -> Generator[ChatDelta, None, None]: ...
+
+    def chat(
+        self, messages: Messages, *, tools: Tools | None = None, stream: bool = False, **options: Unpack[ChatOptions]
+    ) -> ChatReply | Generator[ChatDelta, None, None]:
+        """Like `Engine.chat`: a reply, or with `stream` an iterator of what is new."""
+        body = json.dumps(chat_fields(messages, tools, stream, options)).encode()
+        if stream:
+            return self._chat_stream(body)
+        return read_reply(self._http.fetch("/v1/chat/completions", body))
+
+    def _chat_stream(self, body: bytes) -> Generator[ChatDelta, None, None]:
+        with closing(self._http.stream("/v1/chat/completions", body)) as chunks:
+            for chunk in chunks:
+                yield from read_chunk(chunk)
+
+    async def async_chat(
+        self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]
+    ) -> AsyncGenerator[ChatDelta, None]:
+        """Stream the reply: an async iterator of what is new."""
+        body = json.dumps(chat_fields(messages, tools, True, options)).encode()
+        async with aclosing(self._http.astream("/v1/chat/completions", body)) as chunks:
+            async for chunk in chunks:
+                for delta in read_chunk(chunk):
+                    yield delta
 
     def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Empty the prefix cache, waiting at most `timeout_s` seconds for requests to end. False if some still run."""
@@ -268,6 +315,10 @@ class Runtime(WeightOperations):
     def shutdown(self) -> None:
         """Stop the server. Idempotent. Does nothing in the child of a fork, since the server belongs to the parent."""
         self._server.stop()
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._server.exit_code is not None else f"process {self.pid}"
+        return f"<Runtime {self.url}, {state}>"
 
     def __enter__(self) -> Self:
         return self

@@ -6,5 +6,5 @@ Read first: parts.py (the parts of a running engine), child_main.py (where a chi
   child), environment.py (what it gets of ours), supervisor.py (notices a death), recovery.py (starts another),
   restarts.py (puts the two together), http_workers.py
 - The child's side: scheduler_process.py, detokenizer_process.py, http_process.py
-- Both: handshake.py (what a child is given and reports), lifeline.py (the other's death), model_files.py
+- Both: handshake.py (what a child is given and reports), loading_bar.py, lifeline.py (the other's death), model_files.py
 """

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
+from headrace.frontend.tenants import Caller
 from headrace.messages.control import ReadyInfo
 from headrace.parsers.registry import OutputFormat
 from headrace.server.request_frontend import RequestFrontend
@@ -70,6 +71,14 @@ class ServerStatus:
     def ready(self) -> bool:
         """Whether new requests are accepted."""
         return self.started and not self.draining
+
+
+class Asker(Protocol):
+    """Who asks for output: the exchange of an HTTP request, or a program in this process."""
+
+    @property
+    def caller(self) -> Caller:
+        """Whose request it is."""
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import ChatPrompt, chat_prompt
 from headrace.server.chat.reply_grammar import BoundReply, bound_reply
 from headrace.server.chat.thinking import check_reasoning, with_thinking_budget
-from headrace.server.context import ServingContext
-from headrace.server.http import Exchange
+from headrace.server.context import Asker, ServingContext
 
 CONTEXT_TOKENS = 8
 """Tokens at the end of a prompt on which the text of the first output tokens may depend."""
@@ -60,12 +59,10 @@ class ChatCall:
         )
         return ChoiceStream(parser, pieces)
 
-    async def updates(self, exchange: Exchange) -> AsyncGenerator[SampleUpdate, None]:
+    async def updates(self, asker: Asker) -> AsyncGenerator[SampleUpdate, None]:
         """Generate. Without a limit the output may fill the context. Raises the errors of the engine, which name the fields of the request."""
         limit = self.context.model.context_length
-        updates = self.context.frontend.generate_request(
-            self.call, default_max_new_tokens=limit, caller=exchange.caller
-        )
+        updates = self.context.frontend.generate_request(self.call, default_max_new_tokens=limit, caller=asker.caller)
         try:
             async with aclosing(updates):
                 async for update in updates:

@@ -19,7 +19,7 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import LogprobItem, SampleUpdate
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import ServingContext
+from headrace.server.context import Asker, ServingContext
 from headrace.server.http import Exchange, encode_json
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, GenerationRequest
 from headrace.server.openai.structured_outputs import AskedGrammar
@@ -171,19 +171,23 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         request = await exchange.read_json(self.decoder)
         grammar = request.asked_grammar()
         try:
-            request = self._with_adapter(request)
-            request.check_stream_options()
-            request.check_output_limit()
-            check_token_details(request)
-            self.validate(request)
-            generation = await self.convert(request)
+            generation = await self.prepare(request)
             exchange.name_request(generation.id)
-            if request.stream:
+            if generation.request.stream:
                 await self._stream(exchange, generation)
             else:
                 await self._reply(exchange, generation)
         except RequestError as exc:
-            raise self._renamed(exc, request, grammar) from None
+            raise self.renamed(exc, request, grammar) from None
+
+    async def prepare(self, request: R) -> G:
+        """Check a request and convert it. Raises RequestError under our own parameter names, see `renamed`."""
+        request = self._with_adapter(request)
+        request.check_stream_options()
+        request.check_output_limit()
+        check_token_details(request)
+        self.validate(request)
+        return await self.convert(request)
 
     def _with_adapter(self, request: R) -> R:
         """The request with the model's name filled in, and the adapter that the name means.
@@ -221,27 +225,29 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         """The completion's id, which is also the rid of the call."""
         return request.rid if request.rid is not None else f"{self.id_prefix}{uuid.uuid4().hex}"
 
-    def _updates(self, exchange: Exchange, generation: G) -> AsyncGenerator[SampleUpdate, None]:
+    def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
+        """Generate. Raises the errors of the engine."""
         unbounded = generation.request.output_limit == AS_MANY_AS_FIT
         limit = self.context.model.context_length if unbounded else self.default_max_tokens
         return self.context.frontend.generate_request(
-            generation.call, default_max_new_tokens=limit, caller=exchange.caller
+            generation.call, default_max_new_tokens=limit, caller=asker.caller
         )
 
-    def _usage_count(self, generation: G) -> UsageCount:
+    def usage_count(self, generation: G) -> UsageCount:
+        """Counts the tokens of the reply's choices."""
         return UsageCount(generation.request.num_samples, self.context.args.enable_cache_report)
 
     async def _reply(self, exchange: Exchange, generation: G) -> None:
-        async with exchange.until_client_leaves(), aclosing(self._updates(exchange, generation)) as news:
+        async with exchange.until_client_leaves(), aclosing(self.updates(exchange, generation)) as news:
             updates = [update async for update in news]
-        count = self._usage_count(generation)
+        count = self.usage_count(generation)
         for update in updates:
             count.add(update)
         await exchange.reply_json(self.response(generation, updates, count.total()))
 
     async def _stream(self, exchange: Exchange, generation: G) -> None:
         writer = self.chunk_writer(generation)
-        count = self._usage_count(generation)
+        count = self.usage_count(generation)
         failures: list[bytes] = []
 
         def render(update: SampleUpdate) -> bytes:
@@ -255,9 +261,9 @@ class OpenAIServingBase(ABC, Generic[R, G]):
             usage = writer.usage(self.total_usage(generation, count.total())) if wanted else b""
             return usage + next(filter(None, failures), b"")
 
-        await stream_reply(exchange, self._updates(exchange, generation), render, tail)
+        await stream_reply(exchange, self.updates(exchange, generation), render, tail)
 
-    def _renamed(self, exc: RequestError, request: R, grammar: AskedGrammar | None) -> RequestError:
+    def renamed(self, exc: RequestError, request: R, grammar: AskedGrammar | None) -> RequestError:
         """The error with our own parameter names replaced by this API's."""
         if grammar is not None and (exc.param == grammar.kind or exc.message.startswith(f"{grammar.kind}: ")):
             # The rest of the message may quote the grammar, and stays as it is.

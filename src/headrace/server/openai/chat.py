@@ -16,8 +16,8 @@ from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
 from headrace.server.chat.custom_tools import InputReader, input_of
 from headrace.server.chat.logprobs import token_logprob
-from headrace.server.context import ServingContext
-from headrace.server.http import Exchange, encode_json
+from headrace.server.context import Asker, ServingContext
+from headrace.server.http import encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
@@ -148,8 +148,9 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         }
         return choice | {"token_ids": update.ids} if request.return_token_ids else choice
 
-    def _updates(self, exchange: Exchange, generation: ChatGeneration) -> AsyncGenerator[SampleUpdate, None]:
-        return generation.chat.updates(exchange)
+    def updates(self, asker: Asker, generation: ChatGeneration) -> AsyncGenerator[SampleUpdate, None]:
+        """See OpenAIServingBase."""
+        return generation.chat.updates(asker)
 
     def chunk_writer(self, generation: ChatGeneration) -> "ChatChunks":
         """See `ChatChunks`."""

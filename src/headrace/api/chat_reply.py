@@ -1,0 +1,146 @@
+"""The replies of `chat`, the same on `Engine` and `Runtime`: a whole one, or what is new in a stream.
+
+Owns these types, and how they are read from chat completions, which both get. Pure functions; any thread.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A complete call. arguments: JSON, or the text of a custom tool (is_custom)."""
+
+    id: str
+    name: str
+    arguments: str
+    is_custom: bool = False
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as an object. Raises ValueError if the model wrote something else."""
+        value = json.loads(self.arguments or "{}")
+        if not isinstance(value, dict):
+            raise ValueError(f"the arguments of {self.name} are no object: {self.arguments[:100]}")
+        return value
+
+    def result(self, content: str) -> dict[str, Any]:
+        """The message that answers the call."""
+        return {"role": "tool", "tool_call_id": self.id, "content": content}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the call number `index` of the reply. id, name: with its first piece only."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+    is_custom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatUsage:
+    """Token counts. reasoning_tokens: of completion_tokens; 0 for a model without reasoning."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """What is new in a stream. finish_reason: once, with the last output; usage: with the last delta."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_call: ToolCallDelta | None = None
+    finish_reason: str | None = None
+    usage: ChatUsage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """A whole reply. reasoning: None if there is none. finish_reason: stop, length, tool_calls or abort.
+
+    message: the reply as a message, for the messages of the next call.
+    """
+
+    text: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    usage: ChatUsage
+    message: dict[str, Any] = field(repr=False)
+
+
+ONE_REPLY = ("n", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "stream_options")
+"""Fields of chat completions for what a `ChatReply` does not hold."""
+
+
+def chat_fields(messages: object, tools: object, stream: bool, options: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of the chat completion. Raises RequestError for one whose effect could not be seen."""
+    for name in ONE_REPLY:
+        if options.get(name) not in (None, False, 0) and (name, options[name]) != ("n", 1):
+            raise RequestError(f"{name} is not for chat: use generate, or the HTTP API", name, "unsupported_parameter")
+    given = {"messages": messages, "tools": tools, "stream": stream, **options}
+    if stream:
+        given["stream_options"] = {"include_usage": True}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def read_reply(completion: Mapping[str, Any]) -> ChatReply:
+    """The reply of a `chat.completion` object."""
+    choice = completion["choices"][0]
+    message = choice["message"]
+    kept = {"role": "assistant", "content": message["content"]}
+    if message.get("reasoning_content") is not None:
+        kept["reasoning_content"] = message["reasoning_content"]
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return ChatReply(
+        text=message["content"] or "",
+        reasoning=message.get("reasoning_content"),
+        tool_calls=tuple(_call(call) for call in message.get("tool_calls") or ()),
+        finish_reason=choice["finish_reason"],
+        usage=_usage(completion["usage"]),
+        message=kept,
+    )
+
+
+def read_chunk(chunk: Mapping[str, Any]) -> list[ChatDelta]:
+    """What a `chat.completion.chunk` object adds; empty if nothing."""
+    if chunk.get("usage"):
+        return [ChatDelta(usage=_usage(chunk["usage"]))]
+    deltas = []
+    for choice in chunk["choices"]:
+        delta, reason = choice["delta"], choice["finish_reason"]
+        text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+        calls = [_call_delta(call) for call in delta.get("tool_calls") or ()]
+        if text or reasoning or reason or calls:
+            deltas.append(ChatDelta(text, reasoning, calls[0] if calls else None, reason))
+        deltas += [ChatDelta(tool_call=call) for call in calls[1:]]
+    return deltas
+
+
+def _call(call: Mapping[str, Any]) -> ToolCall:
+    if call["type"] == "custom":
+        return ToolCall(call["id"], call["custom"]["name"], call["custom"]["input"], is_custom=True)
+    return ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+
+
+def _call_delta(call: Mapping[str, Any]) -> ToolCallDelta:
+    custom = call.get("custom")
+    if custom is not None:
+        return ToolCallDelta(call["index"], custom.get("input") or "", call.get("id"), custom.get("name"), True)
+    function = call["function"]
+    return ToolCallDelta(call["index"], function.get("arguments") or "", call.get("id"), function.get("name"))
+
+
+def _usage(usage: Mapping[str, Any]) -> ChatUsage:
+    details = usage.get("completion_tokens_details") or {}
+    return ChatUsage(usage["prompt_tokens"], usage["completion_tokens"], details.get("reasoning_tokens", 0))

@@ -1,0 +1,110 @@
+"""`Engine.chat`: chat completions without HTTP, by the handler that also serves them over HTTP.
+
+So the prompt, the sampling, what is refused, and how the output is read are the same. Runs in the engine's event loop.
+"""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Self
+
+import msgspec
+
+from headrace.api.chat_reply import ChatDelta, ChatReply, read_chunk, read_reply
+from headrace.errors import ExecutionError, RequestError
+from headrace.frontend.failures import failure_of
+from headrace.frontend.tenants import Caller
+from headrace.launch import RunningEngine
+from headrace.messages.field_errors import field_error
+from headrace.messages.neutral import without_neutral
+from headrace.processes.model_files import served_model
+from headrace.server.context import ServerStatus, ServingContext
+from headrace.server.openai.chat import ChatGeneration, ChatServing
+from headrace.server.openai.protocol import ChatCompletionRequest
+
+
+class _Program:
+    """Who asks: the program that owns the engine."""
+
+    caller = Caller()
+
+
+class EngineChat:
+    """The chats of one engine."""
+
+    @classmethod
+    def over(cls, running: RunningEngine) -> Self:
+        """Those of a started engine."""
+        model = served_model(running.args, running.ready, running.tokenizer, running.chat_template, running.model)
+        return cls(ServingContext(running.tokenizer_manager, model, running.args, ServerStatus(started=True)))
+
+    def __init__(self, context: ServingContext) -> None:
+        self._threads = context.text_threads
+        self._serving = ChatServing(context)
+
+    def close(self) -> None:
+        """End its threads."""
+        self._threads.shutdown(wait=False)
+
+    async def whole(self, fields: dict[str, Any]) -> ChatReply:
+        """The reply to a chat completion with these fields. Raises RequestError, CapacityError, ExecutionError."""
+        request, serving = _request(fields), self._serving
+        grammar = request.asked_grammar()
+        try:
+            generation = await serving.prepare(request)
+            async with aclosing(serving.updates(_Program(), generation)) as updates:
+                news = [update async for update in updates]
+        except RequestError as exc:
+            raise serving.renamed(exc, request, grammar) from None
+        count = serving.usage_count(generation)
+        for update in news:
+            if update.finish is not None and (failure := failure_of(update.finish)) is not None:
+                raise failure
+            count.add(update)
+        completion = serving.response(generation, news, count.total())
+        return read_reply(msgspec.to_builtins(completion))
+
+    async def stream(self, fields: dict[str, Any]) -> AsyncGenerator[ChatDelta, None]:
+        """Like `whole`, what is new piece by piece. Closing the iterator stops the reply."""
+        request, serving = _request(fields), self._serving
+        grammar = request.asked_grammar()
+        try:
+            generation = await serving.prepare(request)
+            async with aclosing(self._frames(generation)) as frames:
+                async for frame in frames:
+                    for delta in _deltas(frame):
+                        yield delta
+        except RequestError as exc:
+            raise serving.renamed(exc, request, grammar) from None
+
+    async def _frames(self, generation: ChatGeneration) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, as a client of the server would get them."""
+        serving = self._serving
+        writer, count = serving.chunk_writer(generation), serving.usage_count(generation)
+        async with aclosing(serving.updates(_Program(), generation)) as updates:
+            async for update in updates:
+                if update.finish is not None:
+                    if (failure := failure_of(update.finish)) is not None:
+                        raise failure
+                    count.add(update)
+                yield writer.delta(update)
+        yield writer.usage(serving.total_usage(generation, count.total()))
+
+
+def _request(fields: dict[str, Any]) -> ChatCompletionRequest:
+    """The request, with checked types. Raises RequestError that names the field."""
+    try:
+        return msgspec.convert(without_neutral(fields, ChatCompletionRequest), ChatCompletionRequest)
+    except msgspec.ValidationError as error:
+        raise field_error(str(error), ChatCompletionRequest) from None
+
+
+def _deltas(frames: bytes) -> list[ChatDelta]:
+    found = []
+    for frame in frames.split(b"\n\n"):
+        if frame:
+            chunk = json.loads(frame.removeprefix(b"data: "))
+            if "error" in chunk:
+                raise ExecutionError(chunk["error"]["message"])
+            found += read_chunk(chunk)
+    return found
