@@ -46,9 +46,11 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
     on_started: called with the URL once requests are accepted; default: the start-up summary on stderr.
     """
     from headrace.server.address import bind
+    from headrace.server.tls import check_certificate
 
     log.configure(args.log_level, "main", args.log_format)
     check_open_files(args, with_server=True)
+    check_certificate(args)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -93,7 +93,7 @@ def test_command_lines_of_other_servers_are_understood(argv, fields_set):
         ("-tp 8", "tensor"),
         ("--speculative-algorithm EAGLE", "speculative decoding"),
         ("--speculative-config {}", "speculative decoding"),
-        ("--ssl-keyfile k", "proxy"),
+        ("--ssl-ca-certs c", "proxy"),
         ("--revision main", "org/name@REVISION"),
         ("--scheduling-policy priority", "lowest first"),
         ("--swap-space 4", "stay on the device"),

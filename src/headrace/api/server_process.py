@@ -33,6 +33,10 @@ class ServerProcess:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
+        if options.get("ssl_certfile") is not None:
+            raise ConfigError(
+                "a Runtime talks to its own server without TLS: leave ssl_certfile out, or start `headrace serve`"
+            )
         host = options.get("host", "127.0.0.1")
         port = options.get("port", 0) or free_port(host)
         self.url = f"http://{host}:{port}"

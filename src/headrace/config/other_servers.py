@@ -94,7 +94,7 @@ _NO_OFFLOAD = "weights and KV cache stay on the device"
 _NO_DRAFTS = "speculative decoding is not supported"
 _NO_TRANSFER = "prefill and decode on different servers are not supported"
 _NO_TIERS = "the prefix cache has one level; --max-total-tokens sets its size"
-_PROXY = "put a proxy in front of the server that does TLS and rewrites paths"
+_PROXY = "put a proxy in front of the server, see docs/proxies.md"
 _NO_ALL_REDUCE = f"there is no all-reduce, since {_ONE_DEVICE}"
 _EXPERTS = "kernels of experts cannot be chosen; `headrace doctor` shows what runs"
 
@@ -188,8 +188,10 @@ TABLE: tuple[Entry, ...] = (
         VLLM, "--allowed-methods --allowed-headers", "--allow-origins allows all", '["*"] *', "see --allow-origins"
     ),
     _refused(VLLM, "--allow-credentials", "the server has no cookies; keys are sent in a header"),
-    _refused(BOTH, "--ssl-", f"TLS is not built in: {_PROXY}", is_prefix=True),
-    _refused(VLLM, "--enable-ssl-refresh", f"TLS is not built in: {_PROXY}"),
+    _refused(BOTH, "--ssl-ca-certs", f"clients have no certificates; for these, {_PROXY}"),
+    _refused(VLLM, "--ssl-cert-reqs --ssl-ciphers", f"Python's defaults apply; for others, {_PROXY}"),
+    _refused(SGLANG, "--ssl-keyfile-password", "the key must not be encrypted"),
+    _refused(VLLM, "--enable-ssl-refresh", f"a new certificate needs a restart, or {_PROXY}"),
     _refused(BOTH, "--root-path --fastapi-root-path", _PROXY),
     _refused(VLLM, "--middleware --uds", "the server listens on --host and --port only"),
     _switch(VLLM, "--disable-fastapi-docs", "disable_openapi"),

@@ -214,6 +214,15 @@ class ServerArgs:
         "Keep the last N responses of /v1/responses in memory, at most 64 MiB, for previous_response_id and later reading; 0 = none.",
         _COUNT,
     )
+    ssl_certfile: str | None = _opt(
+        None,
+        _S,
+        "Serve HTTPS with this certificate (PEM, with its intermediate certificates). A proxy is the usual way, see docs/proxies.md.",
+        _FILLED,
+    )
+    ssl_keyfile: str | None = _opt(
+        None, _S, "Private key of --ssl-certfile (PEM, not encrypted); default: the key is in the same file.", _FILLED
+    )
     keep_alive_timeout_s: int = _opt(30, _S, "Close an idle HTTP connection after this many seconds.", _SECONDS)
     custom_logit_processors: str = _opt(
         "",

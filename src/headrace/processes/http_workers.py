@@ -22,6 +22,7 @@ from headrace.processes.child import ChildProcess
 from headrace.processes.recovery import Recovery, RestartBudget
 from headrace.processes.supervisor import Supervisor
 from headrace.server.address import local_url
+from headrace.server.tls import uses_tls
 
 if TYPE_CHECKING:
     from headrace.frontend.tokenizer_manager import TokenizerManager
@@ -51,7 +52,7 @@ class HttpWorkers:
     ) -> None:
         from headrace.server.request_frontend import METHODS
 
-        self.url = local_url(args.host, listening.getsockname()[1])
+        self.url = local_url(args.host, listening.getsockname()[1], "https" if uses_tls(args) else "http")
         self.on_death: Callable[[str], None] = lambda message: None
         self.children: list[ChildProcess] = []
         self._args = args

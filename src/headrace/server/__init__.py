@@ -3,7 +3,7 @@
 Read first: app.py (the route table), context.py (what handlers get), http.py (one exchange), request_frontend.py (what
 a server needs of an engine).
 
-- The socket: address.py, listener.py, connection.py
+- The socket: address.py, listener.py, connection.py, tls.py
 - Around a handler: routes.py (a row of the table), auth.py, keys.py, origin_gate.py (web pages, Host), request_id.py,
   request_counter.py, body.py (limits of a body), embeds_body.py, sse.py, error_forms.py (what errors look like in each API), openapi.py
 - Chats of any API: chat/

@@ -225,6 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
             # The application waits for the rest of the body, which will not be read.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.call_later(LINGER_S, self.transport.close)

@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.log import get_logger
 from headrace.server.address import bind, local_url
 from headrace.server.connection import LimitedProtocol
+from headrace.server.tls import check_certificate, uses_tls
 
 log = get_logger(__name__)
 
@@ -51,11 +52,13 @@ class Server:
         args: ServerArgs,
         listening: socket.socket | None = None,
     ) -> None:
-        """Bind. Raises ConfigError when the address cannot be used."""
+        """Bind. Raises ConfigError when the address or the certificate cannot be used."""
+        check_certificate(args)
         self.app = app
         self.started = threading.Event()
         self._socket = listening if listening is not None else bind(args.host, args.port)
         self.host = args.host
+        self._scheme = "https" if uses_tls(args) else "http"
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
@@ -67,6 +70,8 @@ class Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
             timeout_keep_alive=args.keep_alive_timeout_s,
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
             backlog=2048,
@@ -77,7 +82,7 @@ class Server:
     @property
     def url(self) -> str:
         """URL for clients on this machine."""
-        return local_url(self.host, self.port)
+        return local_url(self.host, self.port, self._scheme)
 
     def run(self, on_started: Callable[[], None] = lambda: None) -> None:
         """Serve in an event loop of its own until stopped. `on_started` is called in the loop once requests are accepted.

@@ -4,7 +4,7 @@
 export function parseMetrics(text) {
   const found = new Map();
   for (const line of text.split('\n')) {
-    const match = /^headrace:(\w+)(?:\{(.*)\})? (\S+)/.exec(line);
+    const match = /^headrace[:_](\w+)(?:\{(.*)\})? (\S+)/.exec(line);
     if (!match) continue;
     const labels = Object.fromEntries([...(match[2] ?? '').matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map(([, name, value]) => [name, value]));
     if (!found.has(match[1])) found.set(match[1], []);
