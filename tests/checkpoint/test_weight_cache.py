@@ -55,7 +55,7 @@ def test_progress_ends_at_the_whole():
     file.read(lambda done, total: seen.append((done, total)))
     file.close()
 
-    assert seen == [(0, 100_012), (100_000, 100_012), (100_012, 100_012)]
+    assert [done for done, _ in seen] == [0, 100_000, 100_012]
 
 
 @pytest.mark.parametrize("keep", [0, 7, 24, 200, 5000, 90_000, -1])
