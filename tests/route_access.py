@@ -4,6 +4,7 @@ PUBLIC = {"/ui", "/ui/{path:path}", "/", "/health", "/ready", "/ping", "/health_
 ADMIN_ONLY = {
     "/flush_cache",
     "/internal_state",
+    "/cache_tree",
     "/inject_fault",
     "/load_lora_adapter",
     "/unload_lora_adapter",

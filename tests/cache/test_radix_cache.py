@@ -239,3 +239,39 @@ def test_candidates_for_eviction_do_not_pile_up():
 
     assert len(cache._eviction_order._heap) < 200
     assert cache.evict(2) == [0, 1]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=12), st.integers(1, 30))
+def test_an_outline_is_the_tree_from_the_top(prompts: list[list[int]], max_nodes: int):
+    cache = RadixCache(page_size=1)
+    for number, prompt in enumerate(prompts):
+        fill(cache, prompt, 100 * number, "other" if number % 3 == 2 else "")
+    whole = cache.outline(max_depth=8, max_nodes=1000)
+
+    assert len(whole) == cache.num_nodes
+    assert sum(node.num_tokens for node in whole) == cache.num_evictable_pages
+    for index, node in enumerate(whole):
+        assert node.parent < index
+        assert node.num_children == sum(other.parent == index for other in whole)
+        assert node.num_leases == 0
+    assert cache.outline(max_depth=8, max_nodes=max_nodes) == whole[:max_nodes]
+    assert cache.outline(max_depth=1, max_nodes=1000) == [node for node in whole if node.parent == -1]
+
+
+def test_an_outline_tells_what_is_pinned():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2, 3], 0)
+    fill(cache, [1, 2, 4, 5], 10)
+    match = cache.match(tokens(1, 2, 3), "", limit=3)
+
+    assert [(node.parent, node.num_tokens, node.num_leases) for node in cache.outline(9, 9)] == [
+        (-1, 2, 1),
+        (0, 2, 0),
+        (0, 1, 1),
+    ]
+    cache.release(match.lease)
+
+
+def test_there_is_no_outline_without_a_tree():
+    cache = ChunkCache()
+    assert (cache.num_nodes, cache.outline(9, 9)) == (0, [])

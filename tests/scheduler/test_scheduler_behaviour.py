@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fake_worker import EOS, Rig, expected_outputs
 
+from headrace.messages.cache_tree import CacheTreeReply, CacheTreeReq
 from headrace.messages.control import (
     AbortReq,
     FaultReq,
@@ -376,6 +377,20 @@ def test_health_and_state_are_answered_at_the_next_turn():
     assert reply.id == 6
     assert reply.state.num_waiting == 1
     assert reply.state.pool.consistent
+
+
+def test_the_outline_of_the_cache_is_told_while_requests_run():
+    rig = Rig(num_pages=100)
+    rig.add("a", prompt(10), **LONG)
+    for _ in range(4):
+        rig.turn()
+    rig.inbox.send(CacheTreeReq(7, max_depth=4, max_nodes=10))
+    rig.turn()
+
+    reply = next(m for m in rig.back.messages if isinstance(m, CacheTreeReply))
+    assert reply.id == 7
+    assert reply.tree.num_tokens == sum(node.num_tokens for node in reply.tree.nodes) >= 10
+    assert [node.num_leases for node in reply.tree.nodes] == [1] * reply.tree.num_nodes
 
 
 def test_a_fault_at_admission_ends_that_request_alone():

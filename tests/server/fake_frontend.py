@@ -31,6 +31,7 @@ from headrace.frontend.sample_update import (
     SampleUsage,
     TokenLogprobs,
 )
+from headrace.messages.cache_tree import CacheNode, CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState, PoolState, ReadyInfo
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
@@ -336,6 +337,10 @@ class FakeFrontend:
 
     async def internal_states(self) -> list[InternalState]:
         return [await self.internal_state()]
+
+    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
+        nodes = [CacheNode(-1, 40, 2, 1), CacheNode(0, 8, 0, 1), CacheNode(0, 16, 0, 0)]
+        return [CacheTree(0, 3, 64, nodes[:max_nodes])]
 
     async def health(self, generate: bool = False) -> bool:
         return self.alive

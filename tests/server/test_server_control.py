@@ -142,6 +142,21 @@ def test_flush_says_what_happened(client: httpx.Client, server: Running):
     assert reply.json() == {"success": False, "message": "2 requests run"}
 
 
+def test_the_tree_of_cached_prefixes_is_outlined(client: httpx.Client):
+    [tree] = client.get("/cache_tree?max_nodes=2").json()["data"]
+    assert tree == {
+        "dp_rank": 0,
+        "num_nodes": 3,
+        "num_tokens": 64,
+        "nodes": [
+            {"parent": -1, "num_tokens": 40, "num_children": 2, "num_leases": 1},
+            {"parent": 0, "num_tokens": 8, "num_children": 0, "num_leases": 1},
+        ],
+    }
+    for query in ("max_nodes=0", "max_nodes=2001", "max_depth=65", "depth=2"):
+        assert client.get(f"/cache_tree?{query}").status_code == 400
+
+
 def test_the_latest_requests_are_listed(client: httpx.Client):
     assert client.get("/v1/requests").json() == {"object": "list", "data": [{"rid": "known"}, {"rid": "other"}]}
     assert len(client.get("/v1/requests?limit=1").json()["data"]) == 1

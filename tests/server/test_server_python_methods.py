@@ -48,6 +48,7 @@ METHODS = {
     "/freeze_gc": ("freeze_gc",),
     "/set_internal_state": ("set_internal_state",),
     "/internal_state": ("internal_state",),
+    "/cache_tree": ("cache_trees",),
     "/metrics": ("metrics",),
     "/pause_generation": ("pause_generation",),
     "/continue_generation": ("continue_generation",),
@@ -144,6 +145,7 @@ def test_a_runtime_asks_and_steers_its_server(runtime: Runtime, fake_server: Run
     assert runtime.set_internal_state(max_queued_requests=5)["max_queued_requests"] == 5
     assert frontend.changes == [LimitChanges(max_queued_requests=5)]
     assert runtime.dump_requests() == "requests-1.json"
+    assert [node.num_tokens for node in runtime.cache_trees(max_nodes=2)[0].nodes] == [40, 8]
     assert runtime.latest_requests(1) == [{"rid": "known"}]
     assert runtime.explain_request("known")[0]["rid"] == "known"
     with pytest.raises(NotFoundError):

@@ -400,6 +400,9 @@ def test_the_dashboard_shows_what_the_key_may_see(page: Any):
             for name in visible:
                 expect(page.locator(f"#{name}")).to_be_visible()
         expect(page.locator("#needs-key")).to_be_hidden()
+        page.get_by_role("button", name="Look").click()
+        expect(page.locator("#tree")).to_contain_text("40 tokens · in use by 1 · 2 branches")
+        expect(page.locator("#tree li")).to_have_count(3)
     assert all("401" in error or "net::ERR" in error or "503" in error for error in page.errors)
     page.errors.clear()
 
@@ -452,6 +455,8 @@ def test_axe_finds_nothing_serious_in_the_dashboard(page: Any, server: Running, 
     page.goto(f"{server.url}/ui/#dashboard/one")
     expect(page.locator("#request-body tbody tr")).to_have_count(6)
     expect(page.locator("#requests tr")).to_have_count(2)
+    page.get_by_role("button", name="Look").click()
+    expect(page.locator("#tree li")).to_have_count(3)
     serious(axe.run(page))
     page.set_viewport_size({"width": 360, "height": 640})
     assert page.evaluate("document.scrollingElement.scrollWidth") == 360

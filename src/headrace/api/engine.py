@@ -31,6 +31,7 @@ from headrace.frontend.server_info import describe_load, describe_server
 from headrace.frontend.tenants import Caller
 from headrace.frontend.weight_control import TensorFile
 from headrace.launch import RunningEngine, launch_engine
+from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import InternalState
 from headrace.messages.field_errors import field_error
 from headrace.messages.neutral import without_neutral
@@ -254,6 +255,10 @@ class Engine(WeightOperations):
     def internal_state(self) -> InternalState:
         """Counters and pool accounting of the scheduler."""
         return self._wait(self._submit(self._manager.control.internal_state()))
+
+    def cache_trees(self, max_depth: int = 8, max_nodes: int = 200) -> list[CacheTree]:
+        """The outline of each replica's prefix cache: how its tree branches, without any text."""
+        return self._wait(self._submit(self._manager.control.cache_trees(max_depth, max_nodes)))
 
     def get_loads(self) -> list[dict[str, Any]]:
         """Load of each replica: requests, tokens, throughput."""

@@ -27,6 +27,7 @@ from headrace.errors import (
 )
 from headrace.frontend.runtime_settings import LogLevel
 from headrace.frontend.weight_checks import TRUNCATE_SIZE
+from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import InternalState
 from headrace.messages.weights import (
     CancelUpdate,
@@ -184,6 +185,11 @@ class Runtime(WeightOperations):
     def internal_state(self) -> InternalState:
         """Counters and pool accounting of all schedulers together."""
         return msgspec.convert(self._http.get("/internal_state"), InternalState)
+
+    def cache_trees(self, max_depth: int = 8, max_nodes: int = 200) -> list[CacheTree]:
+        """Like `Engine.cache_trees`. Raises RequestError."""
+        found = self._http.get(f"/cache_tree?max_depth={max_depth}&max_nodes={max_nodes}")["data"]
+        return msgspec.convert(found, list[CacheTree])
 
     def get_loads(self) -> list[dict[str, Any]]:
         """Load of each replica: requests, tokens, throughput."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace.messages.cache_tree import CacheNode
+
 
 class Lease:
     """A pin on a cached prefix: while it is held, its pages are not evicted. Issued and released by the cache."""
@@ -65,3 +67,10 @@ class PrefixCache(Protocol):
 
     def flush(self) -> list[int]:
         """Evict everything; no lease may be held. Returns the freed pages."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the tree."""
+
+    def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
+        """The tree from the top, level by level, and in a level those first that were added last. Takes time for what is listed only."""

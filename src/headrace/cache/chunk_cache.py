@@ -1,6 +1,7 @@
 """A cache that shares nothing (--disable-radix-cache): every request owns and frees its own pages."""
 
 from headrace.cache.base import Insertion, Lease, PrefixMatch
+from headrace.messages.cache_tree import CacheNode
 
 
 class ChunkCache:
@@ -9,6 +10,7 @@ class ChunkCache:
     shares = False
     num_evictable_pages = 0
     num_leased_pages = 0
+    num_nodes = 0
 
     def peek(self, tokens: bytes, namespace: str, limit: int) -> int:
         """Always 0."""
@@ -31,4 +33,8 @@ class ChunkCache:
 
     def flush(self) -> list[int]:
         """Nothing to forget."""
+        return []
+
+    def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
+        """There is no tree."""
         return []

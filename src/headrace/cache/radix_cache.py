@@ -6,10 +6,11 @@ Every namespace (adapter, cache salt, extra key) has its own root, so nothing is
 """
 
 import heapq
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple
 
 from headrace.cache.base import Insertion, Lease, PrefixMatch
+from headrace.messages.cache_tree import CacheNode
 
 TOKEN_BYTES = 4
 
@@ -204,6 +205,25 @@ class RadixCache:
         self._num_nodes = 0
         self._evictable = 0
         return freed
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes below the roots."""
+        return self._num_nodes
+
+    def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
+        """The tree from the top, level by level, and in a level those first that were added last. Takes time for what is listed only."""
+        found: list[CacheNode] = []
+        level: list[tuple[int, _Node]] = [(-1, root) for root in islice(reversed(self._roots.values()), max_nodes)]
+        for _ in range(max_depth):
+            below: list[tuple[int, _Node]] = []
+            for parent, node in level:
+                for child in islice(reversed(node.children.values()), max_nodes - len(found)):
+                    below.append((len(found), child))
+                    num_tokens = len(child.key) // TOKEN_BYTES
+                    found.append(CacheNode(parent, num_tokens, len(child.children), child.leases))
+            level = below
+        return found
 
     # -- inside
 

@@ -15,6 +15,7 @@ from headrace.frontend.engine_loop import EngineLoop
 from headrace.frontend.flush import flush_when_idle
 from headrace.frontend.inputs import check_text
 from headrace.frontend.replica import Replica
+from headrace.messages.cache_tree import CacheTree, CacheTreeReply, CacheTreeReq
 from headrace.messages.channel import Sender
 from headrace.messages.control import (
     FaultReq,
@@ -46,10 +47,12 @@ class Control:
         self._faults_allowed = faults_allowed
         self._flushes = Communicator[FlushCacheReply]("flush_cache")
         self._states = Communicator[InternalStateReply]("internal_state")
+        self._trees = Communicator[CacheTreeReply]("cache_tree")
         self._healths = Communicator[HealthCheckReply]("health")
         self._profiles = Communicator[ProfileReply]("profile")
         engine_loop.handlers.register(FlushCacheReply, self._flushes.handle)
         engine_loop.handlers.register(InternalStateReply, self._states.handle)
+        engine_loop.handlers.register(CacheTreeReply, self._trees.handle)
         engine_loop.handlers.register(HealthCheckReply, self._healths.handle)
         engine_loop.handlers.register(ProfileReply, self._profiles.handle)
 
@@ -69,6 +72,14 @@ class Control:
     async def internal_state(self) -> InternalState:
         """The sum of `internal_states`."""
         return sum_of_states(await self.internal_states())
+
+    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
+        """The outline of each live replica's prefix cache. Raises CapacityError, ExecutionError."""
+        self._engine_loop.check_serving()
+        replies = await self._trees.call(
+            self._link.replicas_up(), lambda i: CacheTreeReq(i, max_depth, max_nodes), CONTROL_TIMEOUT_S
+        )
+        return sorted((reply.tree for reply in replies.values()), key=lambda tree: tree.replica)
 
     async def start_profile(
         self, output_name: str = "", num_steps: int = 0, activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU",)
@@ -102,12 +113,12 @@ class Control:
 
     def lost(self, replica: Replica) -> None:
         """A replica has died: do not wait for its replies."""
-        for communicator in (self._flushes, self._states, self._healths, self._profiles):
+        for communicator in (self._flushes, self._states, self._trees, self._healths, self._profiles):
             communicator.lost(replica)
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every waiting operation with `error`, and every later one."""
-        for communicator in (self._flushes, self._states, self._healths, self._profiles):
+        for communicator in (self._flushes, self._states, self._trees, self._healths, self._profiles):
             communicator.fail_all(error)
 
     async def _flush_now(self) -> FlushCacheReply:

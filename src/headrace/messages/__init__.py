@@ -3,7 +3,7 @@
 Read first: requests.py (front end -> scheduler), step.py (scheduler <-> worker, and the `Worker` protocol), outputs.py
 (back to the front end).
 
-- Operations: control.py, lora.py, weights.py, experts.py; grammar.py (what compiles grammars, and what follows them)
+- Operations: control.py, cache_tree.py, lora.py, weights.py, experts.py; grammar.py (what compiles grammars, and what follows them)
 - HTTP workers: front.py
 - Transport: channel.py (every message that a channel carries; queues within a process), sockets.py (between processes),
   fan_out.py, dispatch.py, packing.py, safetensors_bytes.py

@@ -22,6 +22,7 @@ from typing import Literal, Protocol, Self
 import msgspec
 
 from headrace.errors import ConfigError, RequestError
+from headrace.messages.cache_tree import CacheTreeReply, CacheTreeReq
 from headrace.messages.control import (
     AbortReq,
     ConfigureLoggingReq,
@@ -59,6 +60,8 @@ Message = (
     | FlushCacheReply
     | InternalStateReq
     | InternalStateReply
+    | CacheTreeReq
+    | CacheTreeReply
     | HealthCheckReq
     | HealthCheckReply
     | LoadLoraReq

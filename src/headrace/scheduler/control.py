@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.errors import HeadraceError
+from headrace.messages.cache_tree import CacheTree, CacheTreeReply, CacheTreeReq
 from headrace.messages.control import (
     AbortReq,
     FlushCacheReply,
@@ -60,6 +61,14 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
         return FlushCacheReply(request.id, False, f"the cache cannot be flushed now ({busy})")
     state.kv.flush()
     return FlushCacheReply(request.id, True, "the cache has been flushed")
+
+
+def cache_tree(state: SchedulerState, request: CacheTreeReq) -> CacheTreeReply:
+    """The outline of the prefix cache."""
+    cache = state.kv.cache
+    num_tokens = (cache.num_evictable_pages + cache.num_leased_pages) * state.kv.page_size
+    nodes = cache.outline(request.max_depth, request.max_nodes)
+    return CacheTreeReply(request.id, CacheTree(state.config.replica, cache.num_nodes, num_tokens, nodes))
 
 
 def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:

@@ -12,6 +12,7 @@ from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import freeze
 from headrace.log import get_logger, set_level
+from headrace.messages.cache_tree import CacheTreeReq
 from headrace.messages.channel import Receiver, Sender
 from headrace.messages.control import (
     AbortReq,
@@ -202,6 +203,8 @@ class Scheduler:
                 self._to_tokenizer.send(control.flush_cache(state, message))
             case InternalStateReq():
                 self._to_tokenizer.send(InternalStateReply(message.id, self.internal_state()))
+            case CacheTreeReq():
+                self._to_tokenizer.send(control.cache_tree(state, message))
             case WeightOpReq():
                 self._send(self._weights.handle(message))
             case HealthCheckReq():

@@ -29,7 +29,7 @@ from headrace.server.body import Bodies
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
-from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome
+from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome, TreeQuery
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery, StartProfileBody
 from headrace.server.error_forms import ApiError, form_of
 from headrace.server.experts import ExpertsAPI
@@ -129,6 +129,7 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
             "/set_internal_state", post, "admin", settings.set_internal_state, "Change limits", SetInternalStateBody
         ),
         RouteSpec("/internal_state", get, "admin", control.internal_state, "Scheduler counters and pool accounting"),
+        RouteSpec("/cache_tree", get, "admin", control.cache_tree, "The tree of cached prefixes", query=TreeQuery),
         *_ollama_routes(context),
         *WeightsAPI(context).routes(),
         *ExpertsAPI(context).routes(),

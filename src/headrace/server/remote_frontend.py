@@ -13,6 +13,7 @@ from headrace.frontend.remote_methods import WireCaller
 from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import NOBODY, Caller
+from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
@@ -137,6 +138,11 @@ class RemoteControl:
         """Raises CapacityError, ExecutionError."""
         states: list[InternalState] = await self._calls.call("control.internal_states")
         return states
+
+    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
+        """Raises CapacityError, ExecutionError."""
+        trees: list[CacheTree] = await self._calls.call("control.cache_trees", max_depth=max_depth, max_nodes=max_nodes)
+        return trees
 
     async def start_profile(
         self, output_name: str, num_steps: int, activities: tuple[Literal["CPU", "GPU"], ...]

@@ -10,6 +10,7 @@ from headrace.frontend.remote_methods import remote_methods
 from headrace.frontend.runtime_settings import LimitChanges, Limits, LogLevel
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller
+from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import FaultReq, FlushCacheReply, InternalState
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import WeightOperation, WeightOpReply
@@ -54,6 +55,10 @@ class ControlFrontend(Protocol):
 
     async def internal_states(self) -> list[InternalState]:
         """Counters and pool accounting of each live scheduler."""
+        ...
+
+    async def cache_trees(self, max_depth: int, max_nodes: int) -> list[CacheTree]:
+        """The outline of each live replica's prefix cache."""
         ...
 
     async def start_profile(

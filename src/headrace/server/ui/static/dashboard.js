@@ -1,7 +1,7 @@
 // The dashboard: what the server does now, once a second while it is on view.
 
 import { ApiError, getJson, key, newKey, request } from './api.js';
-import { byId, h, say, seconds, short } from './dom.js';
+import { byId, h, say, seconds, short, svg } from './dom.js';
 import { growth, mean, parseMetrics, quantiles, total } from './metrics.js';
 import { phaseBar, Tile } from './plots.js';
 
@@ -42,6 +42,11 @@ byId('more-key').addEventListener('click', async () => {
   key.set(given);
   look();
 });
+byId('tree-look').addEventListener('click', async () => {
+  const trees = await read('cache_tree?max_depth=12&max_nodes=300');
+  if (trees) byId('tree').replaceChildren(...trees.data.map(treeView));
+  say('The tree of cached prefixes is shown');
+});
 document.addEventListener('visibilitychange', () => isOpen && !document.hidden && look());
 
 /** Begin to look; rid: of the request to show. */
@@ -70,6 +75,7 @@ async function look() {
   byId('replicas-box').hidden = !loads;
   byId('requests-box').hidden = !requests;
   byId('state-box').hidden = !state;
+  byId('tree-box').hidden = !state;
   byId('needs-key').hidden = refused.size === 0;
   clearTimeout(timer);
   if (isOpen) timer = setTimeout(look, PERIOD_MS);
@@ -202,6 +208,33 @@ function showRequests(list) {
     rows.delete(rid);
   }
   byId('no-requests').hidden = list.length > 0;
+}
+
+/** A replica's tree as nested lists, closed below the first branches. Each bar is as long as its prefix: dark what it adds. */
+function treeView(tree) {
+  const below = new Map();
+  const nodes = tree.nodes.map((node) => ({ ...node, start: node.parent < 0 ? 0 : null }));
+  nodes.forEach((node, index) => {
+    if (node.parent >= 0) node.start = nodes[node.parent].start + nodes[node.parent].num_tokens;
+    below.set(node.parent, [...(below.get(node.parent) ?? []), index]);
+  });
+  const longest = Math.max(1, ...nodes.map((node) => node.start + node.num_tokens));
+  const list = (parent, depth) => h('ul', { class: 'tree' }, (below.get(parent) ?? []).map((index) => item(index, depth)));
+  function item(index, depth) {
+    const node = nodes[index];
+    const bar = svg('svg', { viewBox: '0 0 1000 10', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
+      svg('rect', { class: 'before', width: (1000 * node.start) / longest, height: 10 }),
+      svg('rect', { class: node.num_leases ? 'pinned' : 'own', x: (1000 * node.start) / longest, width: Math.max(3, (1000 * node.num_tokens) / longest), height: 10 }));
+    const shown = below.get(index)?.length ?? 0;
+    const notes = [`${short(node.num_tokens)} tokens`];
+    if (node.num_leases) notes.push(`in use by ${node.num_leases}`);
+    if (node.num_children) notes.push(`${node.num_children} ${node.num_children > 1 ? 'branches' : 'branch'}${shown < node.num_children ? `, ${shown} shown` : ''}`);
+    const label = h('span', {}, notes.join(' · '));
+    if (!shown) return h('li', {}, h('div', { class: 'node' }, bar, label));
+    return h('li', {}, h('details', { open: depth < 1 }, h('summary', { class: 'node' }, bar, label), list(index, depth + 1)));
+  }
+  const about = `Replica ${tree.dp_rank}: ${short(tree.num_nodes)} nodes with ${short(tree.num_tokens)} tokens` + (nodes.length < tree.num_nodes ? `; ${nodes.length} shown` : '');
+  return h('section', { 'aria-label': `Replica ${tree.dp_rank}` }, h('p', { class: 'faint' }, about), list(-1, 0));
 }
 
 async function showRequest(rid) {
