@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 import openai
 import pytest
@@ -11,12 +11,10 @@ from fake_frontend import Running, running_server, served_model
 from headrace.api.chat_reply import ChatDelta, ChatReply, ChatUsage, ToolCall, chat_fields
 from headrace.api.engine_chat import EngineChat
 from headrace.api.native_client import NativeClient
-from headrace.api.options import ChatOptions
 from headrace.api.runtime import Runtime
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, RequestError
 from headrace.server.context import ServerStatus, ServingContext
-from headrace.server.openai.protocol import ChatCompletionRequest
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -183,11 +181,3 @@ def test_a_failure_of_the_engine_is_raised(server: Running, chats: Any) -> None:
     server.frontend.script.error, server.frontend.script.fail_at = ExecutionError("it broke"), 3
     with pytest.raises(ExecutionError, match="it broke"):
         chats.stream(asked())
-
-
-def test_the_options_are_those_of_a_chat_completion() -> None:
-    theirs = get_type_hints(ChatCompletionRequest)
-    same = {"response_format", "session_params"}  # objects here, structs there
-    for name, kind in get_type_hints(ChatOptions).items():
-        assert name in same or theirs[name] == kind, name
-        assert name in theirs

@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from contextlib import aclosing, closing
 from dataclasses import fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields
-from headrace.api.options import ChatOptions, Messages, Tools
+from headrace.api.generate_request import TokenIds, generate_request
+from headrace.api.options import ChatOptions, GenerateOptions, Messages, Sampling, ServerOptions, Tools
 from headrace.api.weight_operations import WeightOperations
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, RequestError
@@ -34,8 +35,6 @@ from headrace.launch import RunningEngine, launch_engine
 from headrace.messages.cache_tree import CacheTree
 from headrace.messages.control import InternalState
 from headrace.messages.field_errors import field_error
-from headrace.messages.neutral import without_neutral
-from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.export import render
 from headrace.processes.loading_bar import loading_bar
@@ -47,24 +46,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@runtime_checkable
-class Array(Protocol):
-    """The common interface of NumPy's arrays and torch's tensors."""
-
-    def tolist(self) -> Any:
-        """The values as nested lists."""
-
-
-TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
-
-
 class Engine(WeightOperations):
     """A loaded model. A context manager; `shutdown` is also called at exit. Weights, pausing and memory: `WeightOperations`.
 
     server_args: fields of `ServerArgs`. Raises ConfigError or ModelError if the engine cannot start.
     """
 
-    def __init__(self, **server_args: Any) -> None:
+    def __init__(self, **server_args: Unpack[ServerOptions]) -> None:
         unknown = sorted(set(server_args) - {option.name for option in fields(ServerArgs)})
         if unknown:
             raise ConfigError(f"unknown option: {', '.join(unknown)}")
@@ -93,13 +81,34 @@ class Engine(WeightOperations):
 
     # -- generation
 
+    @overload
     def generate(
         self,
         prompt: str | list[str] | None = None,
-        sampling_params: object = None,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        input_ids: TokenIds | None = None,
+        *,
+        stream: Literal[True],
+        **others: Unpack[GenerateOptions],
+    ) -> Generator[NativeAnswer, None, None]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
         input_ids: TokenIds | None = None,
         stream: bool = False,
-        **others: Any,
+        **others: Unpack[GenerateOptions],
+    ) -> Any: ...
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        input_ids: TokenIds | None = None,
+        stream: bool = False,
+        **others: Unpack[GenerateOptions],
     ) -> Any:
         """Continue one prompt (returns a dict) or several (a list of dicts, also for n > 1); with `stream` an iterator of dicts.
 
@@ -107,20 +116,41 @@ class Engine(WeightOperations):
         others: the other fields of `GenerateReqInput`.
         Closing the iterator early aborts the rest. Raises RequestError, CapacityError, ExecutionError.
         """
-        request = _request(prompt, sampling_params, input_ids, stream, others)
+        request = generate_request(prompt, sampling_params, input_ids, stream, {**others})
         updates = self._manager.generate_request(request)
         return self._iterate(updates) if stream else whole_answer(self._wait(self._submit(_all(updates))))
+
+    @overload
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        input_ids: TokenIds | None = None,
+        *,
+        stream: Literal[True],
+        **others: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[NativeAnswer, None]: ...
+
+    @overload
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        input_ids: TokenIds | None = None,
+        stream: bool = False,
+        **others: Unpack[GenerateOptions],
+    ) -> Any: ...
 
     async def async_generate(
         self,
         prompt: str | list[str] | None = None,
-        sampling_params: object = None,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
         input_ids: TokenIds | None = None,
         stream: bool = False,
-        **others: Any,
+        **others: Unpack[GenerateOptions],
     ) -> Any:
         """Like `generate`, awaited in any event loop; with `stream` the result is an async iterator."""
-        request = _request(prompt, sampling_params, input_ids, stream, others)
+        request = generate_request(prompt, sampling_params, input_ids, stream, {**others})
         updates = self._manager.generate_request(request)
         if stream:
             return self._aiterate(updates)
@@ -514,37 +544,3 @@ async def _all(updates: AsyncGenerator[SampleUpdate, None]) -> list[SampleUpdate
 
 async def _close(items: AsyncGenerator[Any, None]) -> None:
     await items.aclose()
-
-
-def _request(
-    prompt: object, sampling_params: object, input_ids: object, stream: bool, others: dict[str, Any]
-) -> GenerateReqInput:
-    """The request, with checked types. Raises RequestError that names the field."""
-    if "text" in others:
-        prompt = others.pop("text") if prompt is None else prompt
-    if input_ids is not None:
-        input_ids = _plain_ids(input_ids)
-    given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
-    given = {name: value for name, value in given.items() if value is not None}
-    try:
-        return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
-    except msgspec.ValidationError as error:
-        raise field_error(str(error), GenerateReqInput) from None
-
-
-def _plain_ids(ids: object) -> list[object]:
-    """Token ids, or lists of them, as lists; whether they are integers is checked with the rest. Raises RequestError."""
-    if isinstance(ids, Array):
-        ids = ids.tolist()
-    if not isinstance(ids, list | tuple):
-        raise RequestError(
-            f"input_ids must be a list of token ids, of lists of them, or an array, got {type(ids).__name__}",
-            "input_ids",
-        )
-    return [item if isinstance(item, int) else _plain_item(item) for item in ids]
-
-
-def _plain_item(item: object) -> object:
-    if isinstance(item, Array):
-        item = item.tolist()
-    return list(item) if isinstance(item, tuple) else item

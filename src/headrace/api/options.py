@@ -6,6 +6,8 @@ Owns no defaults and no checks: those are of the structs that the arguments beco
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from headrace.sampling.params import SamplingParams
+
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat completion: `{"role": ..., "content": ...}`."""
 
@@ -65,3 +67,174 @@ class ChatOptions(TypedDict, total=False):
     rid: str | None
     priority: int | None
     cache_salt: str | None
+
+
+class ServerOptions(TypedDict, total=False):
+    """Options of an engine: the fields of `ServerArgs`, see docs/cli.md."""
+
+    model_path: str
+    tokenizer_path: str | None
+    skip_tokenizer_init: bool
+    served_model_name: str | None
+    chat_template: str | None
+    tool_call_parser: str
+    reasoning_parser: str
+    load_format: Literal["auto", "safetensors", "sharded_state", "gguf", "dummy"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    disable_weight_cache: bool
+    device: Literal["auto", "cpu", "cuda"]
+    model_impl: Literal["auto", "headrace", "transformers"]
+    context_length: int | None
+    sampling_defaults: Literal["model", "openai"]
+    random_seed: int
+    json_model_override_args: str
+    lora_paths: str
+    max_loras: int
+    max_lora_rank: int
+    host: str
+    port: int
+    api_key: str | None
+    admin_api_key: str | None
+    api_key_file: str | None
+    allow_origins: str
+    allowed_hosts: str | None
+    warmups: str
+    skip_server_warmup: bool
+    single_process: bool
+    detokenize_in: Literal["process", "main"]
+    tokenizer_worker_num: int
+    dp_size: int
+    load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
+    disable_recovery: bool
+    max_restarts: int
+    max_n: int
+    max_batch_prompts: int
+    max_body_bytes: int
+    stream_interval: int
+    incremental_streaming_output: bool
+    drain_timeout_s: float
+    request_timeout_s: float
+    queue_timeout_s: float
+    max_stream_buffer_bytes: int
+    max_sessions: int
+    max_session_tokens: int
+    session_timeout_s: float
+    max_stored_responses: int
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
+    keep_alive_timeout_s: int
+    custom_logit_processors: str
+    grammar_backend: Literal["llguidance", "none"]
+    child_env: str
+    disable_openapi: bool
+    disable_ui: bool
+    mem_fraction_static: float | None
+    max_total_tokens: int | None
+    max_running_requests: int
+    max_queued_requests: int
+    chunked_prefill_size: int | None
+    max_prefill_tokens: int
+    max_step_ms: int | None
+    schedule_policy: Literal["fcfs", "lpm", "priority"]
+    schedule_conservativeness: float
+    clip_max_new_tokens_estimate: int
+    priority_ageing_s: float
+    enable_priority_preemption: bool
+    priority_scheduling_preemption_threshold: int
+    page_size: int | None
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"]
+    disable_radix_cache: bool
+    disable_overlap_schedule: bool
+    enable_cache_report: bool
+    attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"]
+    enable_deterministic_inference: bool
+    num_threads: int | None
+    activations: Literal["auto", "float32", "bfloat16"]
+    quantization: Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
+    disable_cuda_graph: bool
+    cuda_graph_bs: str
+    cuda_graph_max_bs: int | None
+    enable_torch_compile: bool
+    disable_native_kernels: bool
+    log_level: Literal["debug", "info", "warning", "error"]
+    log_format: Literal["text", "json"]
+    log_requests: bool
+    log_requests_level: Literal[0, 1, 2, 3]
+    decode_log_interval: int
+    disable_metrics: bool
+    metrics_compat: Literal["none", "vllm", "sglang", "underscore"]
+    timeline_requests: int
+    profile_dir: str | None
+    crash_dump_dir: str | None
+    dump_requests_dir: str | None
+    crash_dump_prompts: bool
+    otlp_traces_endpoint: str | None
+    save_dir: str | None
+    weight_update_timeout_s: float
+    watchdog_timeout_s: float
+    soft_watchdog_timeout_s: float
+    enable_fault_injection: bool
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How the output is sampled: the fields of `SamplingParams`, see docs/python.md. None = not set."""
+
+    json_schema: str | dict[str, object] | bool | None
+    regex: str | None
+    ebnf: str | None
+    lark: str | None
+    choice: list[str] | None
+    structural_tag: str | dict[str, object] | None
+    grammar_after: str | None
+    max_new_tokens: int | None
+    min_new_tokens: int
+    stop: str | list[str] | None
+    stop_token_ids: list[int] | None
+    stop_regex: str | list[str] | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float | None
+    n: int
+    ignore_eos: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    no_stop_trim: bool
+    logit_bias: dict[str, float] | None
+    bad_words: list[str] | None
+    allowed_token_ids: list[int] | None
+    thinking_budget: dict[str, Any] | None
+    seed: int | None
+    sampling_seed: int | None
+    stream_interval: int | None
+
+
+JsonSampling = SamplingOptions | Mapping[str, Any]
+"""Sampling parameters of a prompt, also for a server."""
+
+Sampling = JsonSampling | SamplingParams
+"""Sampling parameters of a prompt."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The other fields of `/generate`, see docs/http-api.md; a list has one value for each prompt."""
+
+    text: str | list[str] | None
+    input_embeds: bytes | list[bytes | list[float | list[float]]] | None
+    rid: str | list[str] | None
+    return_logprob: bool | list[bool]
+    logprob_start_len: int | list[int]
+    top_logprobs_num: int | list[int]
+    token_ids_logprob: list[int | list[int]] | None
+    return_text_in_logprobs: bool
+    return_hidden_states: bool | list[bool]
+    custom_logit_processor: str | list[str | None] | None
+    priority: int | None
+    extra_key: str | list[str | None] | None
+    cache_salt: str | list[str | None] | None
+    lora_path: str | list[str | None] | None
+    session_params: dict[str, Any] | list[dict[str, Any]] | None
+    routed_dp_rank: int | None

@@ -6,7 +6,7 @@ Its methods may be called from any thread.
 
 import json
 import urllib.parse
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.api.chat_reply import ChatDelta, ChatReply, chat_fields, read_chunk, read_reply
 from headrace.api.native_client import NativeClient
-from headrace.api.options import ChatOptions, Messages, Tools
+from headrace.api.options import ChatOptions, GenerateOptions, JsonSampling, Messages, ServerOptions, Tools
 from headrace.api.server_process import ServerProcess
 from headrace.api.weight_operations import WeightOperations
 from headrace.errors import (
@@ -70,8 +70,8 @@ class Runtime(WeightOperations):
     Raises ConfigError for unknown options, ExecutionError if the server does not become ready.
     """
 
-    def __init__(self, start_timeout_s: float = 600.0, **server_args: Any) -> None:
-        self._server = ServerProcess(server_args)
+    def __init__(self, start_timeout_s: float = 600.0, **server_args: Unpack[ServerOptions]) -> None:
+        self._server = ServerProcess({**server_args})
         self.url = self._server.url
         self._http = NativeClient(self.url, self._server.key)
         try:
@@ -85,18 +85,30 @@ class Runtime(WeightOperations):
         """Process id of the server."""
         return self._server.pid
 
-    def generate(self, prompt: str | list[str] | None = None, sampling_params: Any = None, **others: Any) -> Any:
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: JsonSampling | Sequence[JsonSampling] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **others: Unpack[GenerateOptions],
+    ) -> Any:
         """Like `Engine.generate`: a dict, or a list of dicts; with `stream=True` an iterator of dicts."""
-        body = _body(prompt, sampling_params, others)
-        if others.get("stream"):
+        body = _body(prompt, sampling_params, {"input_ids": input_ids, "stream": stream, **others})
+        if stream:
             return self._http.stream("/generate", body)
         return self._http.fetch("/generate", body)
 
     def async_generate(
-        self, prompt: str | list[str] | None = None, sampling_params: Any = None, **others: Any
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: JsonSampling | Sequence[JsonSampling] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: Literal[True] = True,
+        **others: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Any, None]:
         """Stream the reply: an async iterator of dicts."""
-        body = _body(prompt, sampling_params, {**others, "stream": True})
+        body = _body(prompt, sampling_params, {"input_ids": input_ids, "stream": stream, **others})
         return self._http.astream("/generate", body)
 
     @overload

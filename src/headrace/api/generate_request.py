@@ -1,0 +1,56 @@
+"""The request that the arguments of `Engine.generate` make. Pure functions; any thread."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.messages.field_errors import field_error
+from headrace.messages.neutral import without_neutral
+from headrace.messages.requests import GenerateReqInput
+
+
+@runtime_checkable
+class Array(Protocol):
+    """The common interface of NumPy's arrays and torch's tensors."""
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+
+
+TokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Array] | Array
+
+
+def generate_request(
+    prompt: object, sampling_params: object, input_ids: object, stream: bool, others: dict[str, Any]
+) -> GenerateReqInput:
+    """The request, with checked types. Raises RequestError that names the field."""
+    if "text" in others:
+        prompt = others.pop("text") if prompt is None else prompt
+    if input_ids is not None:
+        input_ids = _plain_ids(input_ids)
+    given = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **others}
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        return msgspec.convert(without_neutral(given, GenerateReqInput), GenerateReqInput)
+    except msgspec.ValidationError as error:
+        raise field_error(str(error), GenerateReqInput) from None
+
+
+def _plain_ids(ids: object) -> list[object]:
+    """Token ids, or lists of them, as lists; whether they are integers is checked with the rest. Raises RequestError."""
+    if isinstance(ids, Array):
+        ids = ids.tolist()
+    if not isinstance(ids, list | tuple):
+        raise RequestError(
+            f"input_ids must be a list of token ids, of lists of them, or an array, got {type(ids).__name__}",
+            "input_ids",
+        )
+    return [item if isinstance(item, int) else _plain_item(item) for item in ids]
+
+
+def _plain_item(item: object) -> object:
+    if isinstance(item, Array):
+        item = item.tolist()
+    return list(item) if isinstance(item, tuple) else item
