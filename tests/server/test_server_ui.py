@@ -80,8 +80,6 @@ def test_they_can_be_switched_off():
 def test_a_page_loads_little():
     loaded = {name: file for name, file in read_files().items() if not name.endswith((".LICENSE", "SOURCES.json"))}
     assert sum(len(file.compressed) for file in loaded.values()) < MAX_BYTES / 2, "what is sent, for both pages"
-    for_the_dashboard = {"dashboard.js", "metrics.js", "plots.js"}
-    assert sum(len(file.body) for name, file in loaded.items() if name not in for_the_dashboard) < MAX_BYTES
 
 
 def test_the_pages_name_no_other_host():
