@@ -217,10 +217,12 @@ def test_replies_are_counted_by_route_and_status():
 
 def test_the_use_of_processes_is_what_prometheus_own_collector_says():
     metrics = Metrics("tiny")
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    program = [sys.executable, "-c", "print('up', flush=True); input()"]
+    child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     metrics.processes.watch(lambda: [("child", child.pid)])
     sources = {"main": os.getpid(), "child": child.pid}
     try:
+        assert child.stdout.readline() == b"up\n"  # from here on it takes no more memory
         got = values(metrics)
         for process, pid in sources.items():
             theirs = prometheus_client.ProcessCollector(pid=lambda pid=pid: pid, registry=None)
