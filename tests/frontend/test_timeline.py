@@ -103,6 +103,8 @@ async def test_the_list_begins_with_live_requests_and_holds_no_text(make_fronten
     assert [each["completion_tokens"] for each in told] == [0, 1, 3, 3]
     assert [each["state"] for each in told] == ["running", "running", "finished", "finished"]
     assert [(each["key"], each["dp_rank"]) for each in told] == [(None, 0)] * 4
+    assert 0 <= told[0]["age_s"] <= told[1]["age_s"]
+    assert [each["age_s"] for each in told[2:]] == [each["e2e_s"] for each in told[2:]]
     assert all("events" not in each for each in told)
     assert "secret" not in json.dumps(told)
     assert [each["rid"] for each in frontend.manager.records.latest(3)] == ["later", "live", "third"]

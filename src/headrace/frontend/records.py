@@ -77,12 +77,13 @@ class Records:
         return [timeline.describe() for timeline in found]
 
     def latest(self, limit: int, caller: Caller = NOBODY) -> list[dict[str, Any]]:
-        """The last `limit` samples without their events, see `Timelines.latest`. caller: as for `timelines`."""
+        """The last `limit` samples without their events and with their age, see `Timelines.latest`. caller: as for `timelines`."""
+        now_s = self._clock()
         found = self._timelines.latest(limit, None if caller.is_admin else caller.scope)
         for timeline in found:
             if (sample := self._table.samples.get(timeline.rid)) is not None:
                 sample.write_timeline()
-        return [timeline.summary() for timeline in found]
+        return [timeline.summary() | {"age_s": timeline.age_s(now_s)} for timeline in found]
 
     async def dump(self) -> tuple[str, int]:
         """Write the last requests to a file in --dump-requests-dir. Returns its name and their number. Raises RequestError, ExecutionError."""

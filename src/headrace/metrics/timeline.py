@@ -53,6 +53,11 @@ class Timeline:
         """The rid as the client knows it."""
         return self.rid.removeprefix(self.scope)
 
+    def age_s(self, now_s: float) -> float:
+        """Seconds from the arrival to the end, or until `now_s` while it lives; 0 if it was refused."""
+        end_s = self.finished_s or (self.created_s if self.ended else now_s)
+        return end_s - self.created_s
+
     def note(self, kind: Note, at_s: float) -> None:
         """Record an external event; at most MAX_NOTES are kept."""
         if len(self._notes) < MAX_NOTES:
