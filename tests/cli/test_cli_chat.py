@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headrace.cli.app import main
 from headrace.cli.chat import run_chat
-from headrace.cli.chat_sources import ChatSampling, Piece, ServerChat, ToolUse, new_updates
+from headrace.cli.chat_sources import ChatSampling, Piece, ServerChat, ToolUse, new_texts
 from headrace.cli.tools import read_tools
 from headrace.errors import ConfigError, RequestError
 
@@ -173,19 +173,9 @@ def test_replies_are_printed_as_they_are_without_markup(monkeypatch):
     assert talk(monkeypatch, Script(["[bold]", ":smile: [/x]"]), "hi") == "[bold]:smile: [/x]\n"
 
 
-def test_updates_of_a_cumulative_stream_join_to_its_text():
+def test_the_texts_of_a_cumulative_stream_join_to_its_text():
     texts = ["", "He", "He", "Hello"]
-    items = [
-        {"text": text, "output_ids": list(range(n)), "meta_info": {"completion_tokens": n, "finish_reason": end}}
-        for n, (text, end) in enumerate(zip(texts, [None, None, None, {"type": "stop", "matched": 2}], strict=True))
-    ]
-
-    updates = list(new_updates(items))
-
-    assert "".join(update.text for update in updates) == "Hello"
-    assert [token_id for update in updates for token_id in update.ids] == [0, 1, 2]
-    assert [update.finish is not None for update in updates] == [False, False, False, True]
-    assert updates[-1].usage.completion_tokens == 3
+    assert list(new_texts({"text": text} for text in texts)) == ["", "He", "", "llo"]
 
 
 CALL = ToolUse("a", "get_weather", '{"city": "[Rome]"}')

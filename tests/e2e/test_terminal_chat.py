@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from headrace.api.chat_reply import ChatDelta, ChatUsage, ToolCallDelta
 from headrace.cli.chat_sources import ChatSampling, EngineChat, Piece, ToolUse
 from headrace.config.server_args import ServerArgs
+from headrace.errors import RequestError
 
 USER = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL: dict[str, Any] = {
@@ -42,16 +44,20 @@ def test_an_engine_answers_and_is_shown_tools_and_calls(chat: EngineChat) -> Non
 def test_what_the_model_writes_becomes_reasoning_text_and_calls(
     chat: EngineChat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = chat._context.model.tokenizer
-    ids = tokenizer.encode('<think>so 🙂</think>I look.<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>')
+    deltas = [
+        ChatDelta(reasoning="so "),
+        ChatDelta(reasoning="🙂"),
+        ChatDelta("I look."),
+        ChatDelta(tool_call=ToolCallDelta(0, "", "call_1", "f")),
+        ChatDelta(tool_call=ToolCallDelta(0, '{"x":')),
+        ChatDelta(tool_call=ToolCallDelta(0, " 1}"), finish_reason="tool_calls"),
+        ChatDelta(usage=ChatUsage(5, 30)),
+    ]
 
-    def play(**_: Any) -> Iterator[dict[str, Any]]:
-        for count in range(1, len(ids) + 1):
-            text, ended = tokenizer.decode(ids[:count]), count == len(ids)
-            about = {"completion_tokens": count, "finish_reason": {"type": "stop", "matched": 2} if ended else None}
-            yield {"text": text if ended else text.rstrip("\ufffd"), "output_ids": ids[:count], "meta_info": about}
+    def play(*_: Any, **__: Any) -> Iterator[ChatDelta]:
+        yield from deltas
 
-    monkeypatch.setattr(chat._engine, "generate", play)
+    monkeypatch.setattr(chat._engine, "chat", play)
     *pieces, call = chat.reply(list(USER), None, [TOOL])
     shown = [piece for piece in pieces if isinstance(piece, Piece)]
     assert len(shown) == len(pieces)
@@ -59,4 +65,18 @@ def test_what_the_model_writes_becomes_reasoning_text_and_calls(
     assert "".join(piece.text for piece in shown if not piece.is_reasoning) == "I look."
     assert isinstance(call, ToolUse)
     assert (call.name, call.arguments) == ("f", '{"x": 1}')
-    assert shown[-1].num_tokens == len(ids)
+    assert shown[-1].num_tokens == 30
+
+
+def test_settings_reach_the_engine_and_a_full_context_is_said(chat: EngineChat) -> None:
+    before = chat.sampling
+    try:
+        for name, value in (("max_tokens", 3), ("top_k", 5), ("frequency_penalty", 0.5), ("seed", 1), ("min_p", 0.1)):
+            chat.sampling = chat.sampling.with_value(name, value)
+        *_, last = chat.reply(list(USER), None, [])
+        assert isinstance(last, Piece)
+        assert last.num_tokens == 3
+        with pytest.raises(RequestError, match=r"maximum context length is .*/clear starts again"):
+            list(chat.reply([{"role": "user", "content": "a b " * 5000}], None, []))
+    finally:
+        chat.sampling = before

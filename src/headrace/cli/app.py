@@ -154,7 +154,7 @@ def generate(
 ) -> None:
     """Continue a text once, without a server, and print it as it comes."""
     from headrace.api.engine import Engine
-    from headrace.cli.chat_sources import new_updates
+    from headrace.cli.chat_sources import new_texts
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     given |= _grammar(json_schema, regex, choice)
@@ -164,8 +164,8 @@ def generate(
         if as_json:
             print(json.dumps(engine.generate(prompt=text, sampling_params=sampling_params), ensure_ascii=False))
             return
-        for update in new_updates(engine.generate(prompt=text, sampling_params=sampling_params, stream=True)):
-            sys.stdout.write(update.text)
+        for piece in new_texts(engine.generate(prompt=text, sampling_params=sampling_params, stream=True)):
+            sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
 

@@ -3,7 +3,6 @@
 Messages and tools are those of OpenAI's chat completions, for both. Runs in the main thread.
 """
 
-import asyncio
 import dataclasses
 import http.client
 import json
@@ -12,18 +11,14 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from headrace.benchmark.sse import DONE, EventParser
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, RequestError
-
-if TYPE_CHECKING:
-    from headrace.frontend.sample_update import SampleUpdate
-    from headrace.server.chat.calls import ChatCall
+from headrace.errors import ConfigError, ContextLengthError, RequestError
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]]
@@ -104,66 +99,42 @@ class EngineChat:
     def __init__(self, server_args: ServerArgs, sampling: ChatSampling) -> None:
         """Load the tokenizer and its template first: a model that cannot chat is refused before its weights are read."""
         from headrace.api.engine import Engine
-        from headrace.launch import launch_engine
-        from headrace.processes.model_files import open_chat_template, open_tokenizer, served_model
-        from headrace.server.context import ServerStatus, ServingContext
+        from headrace.processes.model_files import open_chat_template, open_tokenizer
 
         self.name = server_args.served_name
         if open_chat_template(server_args, open_tokenizer(server_args)) is None:
             raise ConfigError(f"{self.name} has no chat template; give one with --chat-template")
         self.sampling = sampling
-        running = launch_engine(server_args)
-        self._engine = Engine.over(running)
-        model = served_model(server_args, running.ready, running.tokenizer, running.chat_template, running.model)
-        self._context = ServingContext(running.tokenizer_manager, model, server_args, ServerStatus(started=True))
+        self._engine = Engine(**dataclasses.asdict(server_args))
 
     def __enter__(self) -> "EngineChat":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._context.text_threads.shutdown(wait=False)
         self._engine.shutdown()
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
-        """See ChatSource. Without a limit of the user's the reply may fill the rest of the context."""
-        from headrace.parsers.base import Arguments, Reasoning, Text, ToolCall
-
-        chat = self._chat_call(messages, json_schema, tools)
-        sampling, context_length = chat.sampling, self._context.model.context_length
-        room = context_length - len(chat.prompt.ids)
-        if room < 1:
-            raise RequestError(f"the conversation fills the context of {context_length} tokens; /clear starts again")
-        if sampling.max_new_tokens is None:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
-        choice, calls = chat.choice(), _Calls()
-        with closing(self._engine.generate(input_ids=chat.prompt.ids, sampling_params=sampling, stream=True)) as items:
-            for update in new_updates(items):
-                num_tokens = update.usage.completion_tokens
-                shown = False
-                for event in choice.push(update):
-                    match event:
-                        case Text(text) | Reasoning(text):
-                            shown = True
-                            yield Piece(text, num_tokens, isinstance(event, Reasoning))
-                        case ToolCall(index, call_id, name):
-                            calls.begin(index, call_id, name)
-                        case Arguments(index, text):
-                            calls.add(index, text)
-                if not shown:
-                    yield Piece("", num_tokens)
+        """See ChatSource. Tokens are counted by the deltas until the usage at the end says."""
+        options = _as_options(self.sampling)
+        num_tokens, calls = 0, _Calls()
+        stream = self._engine.chat(messages, tools=tools or None, stream=True, json_schema=json_schema, **options)
+        try:
+            with closing(stream) as deltas:
+                for delta in deltas:
+                    for text, is_reasoning in ((delta.reasoning, True), (delta.text, False)):
+                        if text:
+                            num_tokens += 1
+                            yield Piece(text, num_tokens, is_reasoning)
+                    call = delta.tool_call
+                    if call is not None:
+                        if call.id is not None:
+                            calls.begin(call.index, call.id, call.name or "")
+                        calls.add(call.index, call.arguments)
+                    if delta.usage is not None:
+                        yield Piece("", delta.usage.completion_tokens)
+        except ContextLengthError as error:
+            raise RequestError(f"{error.message} /clear starts again.") from None
         yield from calls.complete
-
-    def _chat_call(self, messages: list[Message], json_schema: str | None, tools: Tools) -> "ChatCall":
-        """The conversation as a server would take it. Raises RequestError."""
-        from headrace.sampling.params import SamplingParams
-        from headrace.server.chat.calls import chat_call
-        from headrace.server.openai.chat_request import conversation_of
-        from headrace.server.openai.protocol import ChatCompletionRequest
-
-        request = msgspec.convert({"messages": messages, "tools": list(tools)}, ChatCompletionRequest)
-        conversation = conversation_of(request, self._context.model.context_length)
-        sampling = SamplingParams(json_schema=json_schema, **dataclasses.asdict(self.sampling))
-        return asyncio.run(chat_call(self._context, conversation, sampling))
 
 
 class ServerChat:
@@ -186,16 +157,14 @@ class ServerChat:
 
     def reply(self, messages: list[Message], json_schema: str | None, tools: Tools) -> Iterator[Piece | ToolUse]:
         """See ChatSource. Tokens are counted by the chunks until the usage at the end says."""
-        settings = self.sampling.given()
         body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_tokens": settings.pop("max_new_tokens", None),
             "tools": list(tools) or None,
             "response_format": None if json_schema is None else _response_format(json_schema),
-            **settings,
+            **_as_options(self.sampling),
         }
         payload = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         num_tokens, calls = 0, _Calls()
@@ -233,6 +202,12 @@ class ServerChat:
             raise ConfigError(f"no server answers at {self._url}: {reason}") from error
 
 
+def _as_options(sampling: ChatSampling) -> dict[str, Any]:
+    """The settings under the names of OpenAI's API."""
+    given = sampling.given()
+    return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
+
+
 def _response_format(json_schema: str) -> dict[str, Any]:
     """The schema as OpenAI's API takes it."""
     return {"type": "json_schema", "json_schema": {"name": "schema", "schema": json.loads(json_schema)}}
@@ -267,28 +242,13 @@ class _Calls:
         self.add(index, function.get("arguments") or "")
 
 
-def new_updates(items: Iterable[dict[str, Any]]) -> Iterator["SampleUpdate"]:
+def new_texts(items: Iterable[dict[str, Any]]) -> Iterator[str]:
     """What each output of an Engine's cumulative stream adds to the one before."""
-    from headrace.frontend.sample_update import SampleTimes, SampleUpdate, SampleUsage
-    from headrace.messages.outputs import FinishReason
-
-    num_chars = num_ids = 0
+    seen = 0
     for item in items:
-        text, ids, about = item["text"], item["output_ids"], item["meta_info"]
-        ended = FinishReason(about["finish_reason"]["type"]) if about["finish_reason"] else None
-        yield SampleUpdate(
-            rid="",
-            index=0,
-            is_listed=False,
-            text=text[num_chars:],
-            ids=ids[num_ids:],
-            finish=ended,
-            usage=SampleUsage(0, about["completion_tokens"], 0),
-            times=SampleTimes(0.0),
-            weight_version="",
-            num_retractions=0,
-        )
-        num_chars, num_ids = max(num_chars, len(text)), max(num_ids, len(ids))
+        text = item["text"]
+        yield text[seen:]
+        seen = max(seen, len(text))
 
 
 def _chunks(response: Any) -> Iterator[dict[str, Any]]:
