@@ -23,7 +23,9 @@ export function bodyFor(nodes, settings) {
   if (tools !== undefined) {
     if (!Array.isArray(tools)) throw new ApiError('The tools are not a JSON list.');
     body.tools = tools;
-    if (settings.tool_choice && settings.tool_choice !== 'auto') body.tool_choice = settings.tool_choice;
+    // "Always" is meant for what the user says: after a result the model may answer.
+    const isAnswered = settings.tool_choice === 'required' && nodes.at(-1)?.role === 'tool';
+    if (settings.tool_choice && settings.tool_choice !== 'auto' && !isAnswered) body.tool_choice = settings.tool_choice;
   }
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP });
   return body;

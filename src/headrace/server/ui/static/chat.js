@@ -53,7 +53,7 @@ const actions = {
   answerCalls(node, results) {
     let parent = node;
     node.tool_calls.forEach((call, index) => {
-      parent = current.add(parent, { role: 'tool', tool_call_id: call.id, content: results[index] });
+      parent = current.add(parent, { role: 'tool', tool_call_id: call.id, tool_name: call.function.name, content: results[index] });
     });
     reply(current, parent);
   },

@@ -55,7 +55,8 @@ export function openDashboard(rid) {
   shown = rid;
   byId('request').hidden = !rid;
   byId('request-body').replaceChildren();
-  look().then(() => rid && byId('request-title').focus());
+  const shows = isPaused && rid ? showRequest(rid) : look();
+  shows.then(() => rid && byId('request-title').focus());
 }
 
 export function closeDashboard() {

@@ -71,7 +71,13 @@ for (const button of document.querySelectorAll('[data-drawer]')) {
 let dashboard = null;
 
 async function route() {
-  const [page, rest = ''] = location.hash.slice(1).split(/\/(.*)/);
+  const [page, part = ''] = location.hash.slice(1).split(/\/(.*)/);
+  let rest = '';
+  try {
+    rest = decodeURIComponent(part);
+  } catch {
+    // an address that this page did not write
+  }
   const isDashboard = page === 'dashboard';
   byId('chat-page').hidden = isDashboard;
   byId('dashboard-page').hidden = !isDashboard;
@@ -82,7 +88,7 @@ async function route() {
   dashboard?.closeDashboard();
   if (!isDashboard) return openChat(rest);
   dashboard ??= await import('./dashboard.js');
-  if (location.hash.startsWith('#dashboard')) dashboard.openDashboard(decodeURIComponent(rest));
+  if (location.hash.startsWith('#dashboard')) dashboard.openDashboard(rest);
 }
 
 // Not a link: the address names the page.

@@ -20,8 +20,9 @@ export class MessageView {
     this.reasoning = null;
     this.body = h('div', { class: 'body' });
     this.foot = h('div', { class: 'foot' });
-    const name = h('h2', {}, NAMES[node.role]);
-    this.element = h('article', { class: `message ${node.role}`, 'aria-label': NAMES[node.role] }, h('div', { class: 'head' }, name, this.branches()), this.body, this.foot);
+    const title = node.tool_name ? `Result of ${node.tool_name}` : NAMES[node.role];
+    const name = h('h2', {}, title);
+    this.element = h('article', { class: `message ${node.role}`, 'aria-label': title }, h('div', { class: 'head' }, name, this.branches()), this.body, this.foot);
     this.element.dataset.node = node.id;
     this.update();
   }
