@@ -254,3 +254,39 @@ def test_whatever_the_grammar_allows_is_parsed_as_valid_calls(name):
             assert parsed.calls
             for called, arguments in parsed.calls:
                 validators[called].validate(json.loads(arguments))
+
+
+def test_arguments_are_an_object_also_where_the_schema_does_not_say_so():
+    """A function without parameters has no arguments."""
+    want = {"type": "object", "properties": {}, "additionalProperties": False}
+    shown = {"x": {"type": "integer"}}
+
+    def arguments(tool):
+        bound = call_grammar(make_format("hermes"), [{"name": "f", **tool}], "required")
+        return json.loads(bound.structural_tag)["format"]["elements"][-1]["tags"][0]["content"]["json_schema"]
+
+    assert arguments({}) == want
+    assert arguments({"parameters": None}) == want
+    assert arguments({"parameters": {}}) == want
+    assert arguments({"parameters": {"properties": shown}}) == {"type": "object", "properties": shown}
+    assert arguments({"parameters": {"type": "object", "properties": shown}}) == {"type": "object", "properties": shown}
+
+
+TREE = {f"child{i}": {"$ref": "#/$defs/node"} for i in range(12)}
+WIDE = {f"p{i}": {"type": "string"} for i in range(10_000)}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma", "pythonic", "lfm2"])
+@pytest.mark.parametrize(
+    "properties",
+    [WIDE, {"root": {"$ref": "#/$defs/node"}} | {f"p{i}": {"$ref": "#/$defs/node"} for i in range(500)}],
+    ids=["wide", "tree"],
+)
+def test_a_notation_that_repeats_its_parts_is_not_written_out_without_bounds(name, properties):
+    """Ordered pairs between commas take a part for every first one, in each object within another: far more than any memory."""
+    schema = {"type": "object", "properties": properties, "$defs": {"node": {"type": "object", "properties": TREE}}}
+
+    with pytest.raises(RequestError, match="grammar of more than") as caught:
+        call_grammar(make_format(name), [{"name": "f", "parameters": schema}], "required")
+
+    assert caught.value.param == "tools"

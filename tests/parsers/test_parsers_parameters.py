@@ -98,3 +98,13 @@ def test_what_cannot_be_encoded_is_escaped():
 
     assert text.encode()
     assert json.loads(text) == {"a": "x\ud800"}
+
+
+def test_references_to_one_schema_from_many_places_are_followed_once():
+    """Each of the paths through these would take longer than any test."""
+    circle = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}] * 50 + [{"type": "integer"}]}}}
+    chain = {"$defs": {f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}] * 100} for i in range(7)}}
+    chain["$defs"]["n7"] = {"type": ["string", "null"]}
+
+    assert schema_types({"$ref": "#/$defs/n"}, circle) == ("integer",)
+    assert schema_types({"$ref": "#/$defs/n0"}, chain) == ("string", "null")

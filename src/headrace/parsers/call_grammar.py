@@ -14,12 +14,14 @@ from headrace.parsers.parameters import schema_types, to_json
 from headrace.parsers.registry import OutputFormat
 from headrace.parsers.table import Writing
 from headrace.parsers.value_grammar import (
+    MAX_CHARS,
     Node,
     any_text,
     const,
     free_gemma_object,
     gemma_object,
     json_schema,
+    num_chars,
     one_of,
     pairs,
     python_value,
@@ -28,6 +30,7 @@ from headrace.parsers.value_grammar import (
     sequence,
     tag,
     text_value,
+    too_large,
 )
 
 Tool = Mapping[str, object]
@@ -64,7 +67,7 @@ def call_grammar(
     in `strict_names`. parallel: whether there may be more than one call. opens_reasoning: the output may begin with reasoning; False where
     the grammar begins after it, or reasoning is switched off. content: what an output without calls must match, a format of a structural
     tag. in_reasoning: the output begins within reasoning, which the prompt has opened, and the grammar has its end. Raises RequestError if
-    the format has no calls, or the named function is not there.
+    the format has no calls, the named function is not there, or the functions' schemas make too large a grammar.
     """
     if content is not None and (choice == "none" or not tools):
         return _bound(format, _answer(format, content), opens_reasoning, in_reasoning)
@@ -81,7 +84,7 @@ def call_grammar(
         if not tools:
             raise RequestError(f"tool_choice names the function {choice.name!r}, which is not in tools", "tool_choice")
     if choice == "auto":
-        calls = [_call(writing, tool, tool.get("name") in strict_names) for tool in tools]
+        calls = _each_call(writing, tools, strict_names)
         if content is None:
             body = _optional_calls(format, writing, calls, parallel)
         else:
@@ -89,9 +92,8 @@ def call_grammar(
     else:
         if not tools:
             raise RequestError("tool_choice requires a call, and there are no tools", "tool_choice")
-        body = _calls(
-            writing, [_call(writing, tool, True) for tool in tools], parallel and not isinstance(choice, Named)
-        )
+        calls = _each_call(writing, tools, {tool.get("name") for tool in tools})
+        body = _calls(writing, calls, parallel and not isinstance(choice, Named))
         if not writing.bare and not is_harmony:
             body = sequence(regex("[\n]{0,2}"), body)
     return _bound(format, body, opens_reasoning, in_reasoning)
@@ -146,19 +148,31 @@ def _reasoning(format: OutputFormat) -> Node:
     return one_of(sequence(block, regex("[\n]{0,2}")), const(""))
 
 
+def _each_call(writing: Writing, tools: Sequence[Tool], strict_names: Collection[object]) -> list[Node]:
+    """One call of each function, as tags. Raises RequestError if they are too large."""
+    calls = [_call(writing, tool, tool.get("name") in strict_names) for tool in tools]
+    if num_chars(calls) > MAX_CHARS:
+        raise too_large()
+    return calls
+
+
 def _call(writing: Writing, tool: Tool, is_strict: bool) -> Node:
     """One call of one function, as a tag."""
     name = str(tool.get("name"))
     begin = writing.begin.replace("{name}", to_json(name)[1:-1] if writing.escapes else name)
-    parameters = tool.get("parameters")
-    schema: Mapping[str, object] = (
-        parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
-    )
+    schema = _arguments_schema(tool.get("parameters"))
     content = _arguments(writing, schema, is_strict)
     begin, number, rest = begin.partition("{number}")
     if number:
         content = sequence(regex("[0-9]{1,6}"), const(rest), content)
     return tag(begin, content, writing.end)
+
+
+def _arguments_schema(parameters: object) -> Mapping[str, object]:
+    """The schema of a function's arguments, which are an object. A function without parameters has none, as OpenAI says."""
+    if not isinstance(parameters, Mapping) or not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return parameters if "type" in parameters else {"type": "object", **parameters}
 
 
 def _arguments(writing: Writing, schema: Mapping[str, object], is_strict: bool) -> Node:

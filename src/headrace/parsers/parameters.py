@@ -28,10 +28,18 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def schema_types(schema: object, root: Schema, depth: int = 0) -> tuple[str, ...]:
+def schema_types(schema: object, root: Schema) -> tuple[str, ...]:
     """The JSON types that a schema allows, in its order; empty if it does not say. root: where its references lead to."""
+    return _types(schema, root, 0, {})
+
+
+def _types(schema: object, root: Schema, depth: int, known: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
+    """See `schema_types`. known: of the schemas that were met, by their Python ids; so each is read once, however many references lead to it."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return ()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = ()  # what a circle adds to itself
     types: list[str] = []
     declared = schema.get("type")
     if isinstance(declared, str):
@@ -40,18 +48,19 @@ def schema_types(schema: object, root: Schema, depth: int = 0) -> tuple[str, ...
         types += [name for name in declared if isinstance(name, str)]
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        types += schema_types(referenced(reference, root), root, depth + 1)
+        types += _types(referenced(reference, root), root, depth + 1, known)
     for union in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
-            types += schema_types(choice, root, depth + 1)
+            types += _types(choice, root, depth + 1, known)
     if not types:
         values = schema.get("enum")
         for value in values if isinstance(values, list) else [schema["const"]] if "const" in schema else ():
             types.append(_type_of(value))
     if schema.get("nullable") is True:
         types.append("null")
-    return tuple(dict.fromkeys(types))
+    known[id(schema)] = tuple(dict.fromkeys(types))
+    return known[id(schema)]
 
 
 def referenced(reference: str, root: Schema) -> object:

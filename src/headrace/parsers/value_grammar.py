@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.errors import RequestError
 from headrace.parsers.parameters import referenced, schema_types, to_json
 
 Node = dict[str, Any]
@@ -13,6 +14,10 @@ _MAX_DEPTH = 6
 _MAX_FREE_DEPTH = 3
 """Deeper values of functions without a bound schema are not allowed in Gemma's notation."""
 _MAX_LENGTH = 1 << 16
+MAX_CHARS = 1 << 20
+"""Largest grammar of calls, in characters of its JSON. Notations whose parts must be written once for each combination would exceed any memory."""
+_MAX_PAIRS = MAX_CHARS // 32
+"""Most pieces in a list of pairs, which cannot be shorter."""
 _BOUNDS = {"pattern", "minLength", "maxLength", "format"}
 
 
@@ -55,10 +60,47 @@ def json_schema(schema: object, root: Mapping[str, object] | None = None) -> Nod
     return {"type": "json_schema", "json_schema": schema}
 
 
+def too_large() -> RequestError:
+    """The error for a grammar that exceeds MAX_CHARS."""
+    return RequestError(
+        f"tools: the parameters make a grammar of more than {MAX_CHARS} characters in this model's format of calls; "
+        "offer fewer or simpler tools, or leave calls to the model (tool_choice auto without strict)",
+        "tools",
+    )
+
+
+def num_chars(value: object) -> int:
+    """At least how many characters the JSON of a value has, found without writing it: parts that are shared are read once, at any depth."""
+    known: dict[int, int] = {}  # of lists and objects, by their Python ids
+    todo = [value]
+    while todo:
+        inner = _inner(todo[-1])
+        if unknown := [one for one in inner if _inner(one) and id(one) not in known]:
+            todo += unknown
+            continue
+        known[id(todo.pop())] = 2 + sum(
+            len(one) + 2 if isinstance(one, str) else known.get(id(one), 1) for one in inner
+        )
+    return known[id(value)]
+
+
+def _inner(value: object) -> Sequence[object]:
+    match value:
+        case dict():
+            return [*value.keys(), *value.values()]
+        case list() | tuple():
+            return value
+        case _:
+            return ()
+
+
 def pairs(items: Sequence[tuple[Node, bool]], separator: str) -> Node:
-    """Items in their order, with a text between those that are there. Each with whether it must be there."""
+    """Items in their order, with a text between those that are there. Each with whether it must be there. Raises RequestError for too many."""
     if not separator:
         return sequence(*(item if is_required else one_of(item, const("")) for item, is_required in items))
+    num_firsts = next((i + 1 for i, (_, is_required) in enumerate(items) if is_required), len(items))
+    if num_firsts * (2 * len(items) - num_firsts) > 2 * _MAX_PAIRS:
+        raise too_large()
     firsts: list[Node] = []
     for i, (item, is_required) in enumerate(items):
         rest = [
@@ -134,12 +176,23 @@ def _text(schema: object) -> Node:
     return any_text()
 
 
-def gemma_object(schema: Mapping[str, object], root: Mapping[str, object], delimiter: str, depth: int = 0) -> Node:
-    """An object in Gemma's notation."""
+def gemma_object(schema: Mapping[str, object], root: Mapping[str, object], delimiter: str) -> Node:
+    """An object in Gemma's notation. Raises RequestError for a schema whose grammar would be too large."""
+    return _gemma_object(schema, root, delimiter, 0, {})
+
+
+def _gemma_object(
+    schema: Mapping[str, object],
+    root: Mapping[str, object],
+    delimiter: str,
+    depth: int,
+    known: dict[tuple[int, int], Node],
+) -> Node:
+    """known: the nodes of values, by the Python ids of their schemas and their depths: each is made once, however many references lead to it."""
     properties, required = schema.get("properties"), schema.get("required")
     items = [
         (
-            sequence(const(f"{key}:"), _gemma_value(value, root, delimiter, depth + 1)),
+            sequence(const(f"{key}:"), _gemma_value(value, root, delimiter, depth + 1, known)),
             isinstance(required, list) and key in required,
         )
         for key, value in (properties.items() if isinstance(properties, Mapping) else ())
@@ -147,11 +200,26 @@ def gemma_object(schema: Mapping[str, object], root: Mapping[str, object], delim
     return tag("{", pairs(items, ",") if items else const(""), "}")
 
 
-def _gemma_value(schema: object, root: Mapping[str, object], delimiter: str, depth: int) -> Node:
+def _gemma_value(
+    schema: object, root: Mapping[str, object], delimiter: str, depth: int, known: dict[tuple[int, int], Node]
+) -> Node:
     if isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
         schema = referenced(reference, root)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return json_schema(schema, root)
+    key = (id(schema), depth)
+    if key not in known:
+        known[key] = _new_gemma_value(schema, root, delimiter, depth, known)
+    return known[key]
+
+
+def _new_gemma_value(
+    schema: Mapping[str, object],
+    root: Mapping[str, object],
+    delimiter: str,
+    depth: int,
+    known: dict[tuple[int, int], Node],
+) -> Node:
     values = fixed_values(schema)
     if values and all(value is None or isinstance(value, str | int | float) for value in values):
         return one_of(
@@ -161,11 +229,11 @@ def _gemma_value(schema: object, root: Mapping[str, object], delimiter: str, dep
         case "string":
             return tag(delimiter, _text(schema), delimiter)
         case "object" if isinstance(schema.get("properties"), Mapping):
-            return gemma_object(schema, root, delimiter, depth)
+            return _gemma_object(schema, root, delimiter, depth, known)
         case "array" if isinstance(schema.get("items"), Mapping):
             separated = {
                 "type": "tags_with_separator",
-                "tags": [tag("", _gemma_value(schema["items"], root, delimiter, depth + 1), "")],
+                "tags": [tag("", _gemma_value(schema["items"], root, delimiter, depth + 1, known), "")],
                 "separator": ",",
                 "at_least_one": bool(schema.get("minItems")),
             }
