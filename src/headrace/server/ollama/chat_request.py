@@ -3,6 +3,7 @@
 Owns their checks, and which tool call a result answers: calls have no ids in most clients. Pure functions, run in the event loop that serves HTTP.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from headrace.errors import ContextLengthError, RequestError
@@ -11,7 +12,6 @@ from headrace.server.chat.conversation import (
     Conversation,
     Message,
     Tool,
-    calls_of,
     check_history,
     check_tools,
     function_call,
@@ -30,9 +30,8 @@ def conversation_of(
     """The conversation of a request; messages is not empty. Raises RequestError that names the field."""
     if len(messages) > context_length:
         raise ContextLengthError("messages", context_length, f"there are {len(messages)} messages")
-    shown: list[Message] = []
-    for number, message in enumerate(messages):
-        shown.append(_template_message(f"messages[{number}]", message, shown))
+    history = _History()
+    shown = [_template_message(f"messages[{number}]", message, history) for number, message in enumerate(messages)]
     check_history("messages", [_NO_RESULT if _is_open(message) else message for message in shown])
     return Conversation(
         messages=shown,
@@ -58,7 +57,38 @@ def checked_think(think: bool | str | None, reasons: bool) -> bool | str | None:
     return think
 
 
-def _template_message(where: str, message: OllamaMessage, before: Sequence[Message]) -> Message:
+class _History:
+    """The tool calls of the messages so far. num_calls: all of them."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        # The calls of the last message with calls, in their order: under "" all ids, under each name those of its calls.
+        self._waiting: dict[str, deque[str]] = {}
+        self._answered: set[str] = set()
+
+    def add(self, calls: Sequence[Message]) -> None:
+        """A message has these calls."""
+        self.num_calls += len(calls)
+        self._waiting, self._answered = {"": deque()}, set()
+        for call in calls:
+            function = call["function"]
+            assert isinstance(function, dict), "made by `function_call`"
+            for name in ("", str(function["name"])):
+                self._waiting.setdefault(name, deque()).append(str(call["id"]))
+
+    def answer(self, call_id: str) -> None:
+        """A message is the result of this call."""
+        self._answered.add(call_id)
+
+    def next_call(self, name: str) -> str | None:
+        """The first call of this name ("" = of any) that has no result yet; None = there is none."""
+        waiting = self._waiting.get(name, deque())
+        while waiting and waiting[0] in self._answered:
+            waiting.popleft()
+        return waiting[0] if waiting else None
+
+
+def _template_message(where: str, message: OllamaMessage, history: _History) -> Message:
     role = message.role
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role[:50]!r}", f"{where}.role")
@@ -80,17 +110,20 @@ def _template_message(where: str, message: OllamaMessage, before: Sequence[Messa
     if message.thinking:
         shown["reasoning_content"] = message.thinking
     if message.tool_calls:
-        number = sum(len(calls_of(earlier)) for earlier in before)
-        shown["tool_calls"] = [
-            function_call(call.id or f"call_{number + place}", call.function.name, call.function.arguments or {})
+        first = history.num_calls
+        calls = [
+            function_call(call.id or f"call_{first + place}", call.function.name, call.function.arguments or {})
             for place, call in enumerate(message.tool_calls)
         ]
+        shown["tool_calls"] = calls
+        history.add(calls)
         if not all(call.function.name for call in message.tool_calls):
             raise RequestError(f"{where}.tool_calls: a function has no name", f"{where}.tool_calls")
     if role == "tool":
-        call_id = message.tool_call_id or _answered(where, message.tool_name or message.name, before)
+        call_id = message.tool_call_id or _answered(where, message.tool_name or message.name or "", history)
         if call_id:
             shown["tool_call_id"] = call_id
+            history.answer(call_id)
     elif message.name:
         shown["name"] = message.name
     return shown
@@ -100,25 +133,15 @@ def _is_open(message: Message) -> bool:
     return message["role"] == "tool" and "tool_call_id" not in message
 
 
-def _answered(where: str, name: str | None, before: Sequence[Message]) -> str | None:
+def _answered(where: str, name: str, history: _History) -> str | None:
     """The id of the call that a result without one answers: the first of that name in the last message with calls that has no result yet.
 
     None for a result that names no tool in a conversation without calls: some clients leave the calls out. Raises RequestError for any other
     result that nothing waits for.
     """
-    answered: set[object] = set()
-    for message in reversed(before):
-        if message["role"] == "tool":
-            answered.add(message.get("tool_call_id"))
-        for call in calls_of(message):
-            function = call["function"]
-            assert isinstance(function, dict), "made by `function_call`"
-            if call["id"] not in answered and name in (None, "", function["name"]):
-                return str(call["id"])
-        if calls_of(message):
-            break
-    if not name and not any(map(calls_of, before)):
-        return None
+    call_id = history.next_call(name)
+    if call_id is not None or (not name and not history.num_calls):
+        return call_id
     called = f" of {name[:100]!r}" if name else ""
     raise RequestError(f"{where} is the result of a tool call, but no call{called} before it waits for one", where)
 

@@ -30,16 +30,37 @@ def messages_of(items: Sequence[Item], field: str, instructions: str | None) -> 
         reader.read(f"{field}[{number}]", item)
     if not reader.messages:
         raise RequestError(f"{field} is empty", field)
+    reader.close()
     return reader.messages
 
 
 class _Messages:
-    """Collects messages, item by item."""
+    """Collects messages, item by item. The texts of the last one are joined when the next one begins: an input may be many items of one turn."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         # The tool of each call, by its id.
         self.asked: dict[str, str] = {}
+        # Of the last message: its content, its reasoning, and the ids of its calls.
+        self._contents: list[str] = []
+        self._thoughts: list[str] = []
+        self._call_ids: set[str] = set()
+
+    def close(self) -> None:
+        """The last message is complete."""
+        if not self.messages:
+            return
+        last = self.messages[-1]
+        if self._contents:
+            last["content"] = ("\n\n" if last["role"] == "system" else "\n").join(self._contents)
+        if self._thoughts:
+            last["reasoning_content"] = "\n".join(self._thoughts)
+
+    def _open(self, message: Message) -> None:
+        """Begin the next message."""
+        self.close()
+        self.messages.append(message)
+        self._contents, self._thoughts, self._call_ids = [], [], set()
 
     def read(self, where: str, item: Item) -> None:
         """The next item."""
@@ -63,17 +84,16 @@ class _Messages:
         """A message, which joins the one before it within a turn of the assistant, and within the system messages at the beginning."""
         last = self._last()
         joins = last is not None and last["role"] == role
-        if role == "assistant" and last is not None and joins:
-            joins = not last["content"] or bool(calls_of(last))
+        if role == "assistant":
+            joins = joins and (not self._contents or bool(self._call_ids))
         elif role == "system":
             joins = joins and len(self.messages) == 1
         else:
             joins = False
-        if last is not None and joins:
-            between = "\n\n" if role == "system" else "\n"
-            last["content"] = f"{last['content']}{between}{content}" if last["content"] else content
-        else:
-            self.messages.append({"role": role, "content": content})
+        if not joins:
+            self._open({"role": role, "content": ""})
+        if content or self._contents:
+            self._contents.append(content)
 
     def _last(self) -> Message | None:
         return self.messages[-1] if self.messages else None
@@ -83,7 +103,7 @@ class _Messages:
         last = self._last()
         if last is None or last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
-            self.messages.append(last)
+            self._open(last)
         return last
 
     def _message(self, where: str, item: Item) -> None:
@@ -100,11 +120,9 @@ class _Messages:
         if not thought:
             return  # Encrypted by somebody else: nobody here can read it.
         last = self._last()
-        if last is None or last["role"] != "assistant" or (last["content"] and not calls_of(last)):
-            last = {"role": "assistant", "content": ""}
-            self.messages.append(last)
-        before = last.get("reasoning_content")
-        last["reasoning_content"] = f"{before}\n{thought}" if before else thought
+        if last is None or last["role"] != "assistant" or (self._contents and not self._call_ids):
+            self._open({"role": "assistant", "content": ""})
+        self._thoughts.append(thought)
 
     def _call(self, where: str, item: Item) -> None:
         call_id, name, namespace = _text(where, item, "call_id"), _text(where, item, "name"), item.get("namespace")
@@ -117,13 +135,14 @@ class _Messages:
             field = f"{where}.{'input' if is_custom else 'arguments'}"
             raise RequestError(f"{field} must be a string", field)
         turn = self._turn()
-        calls = calls_of(turn)
-        if any(call["id"] == call_id for call in calls):
+        if call_id in self._call_ids:
             raise RequestError(
                 f"{where}.call_id: there are two calls with the id {call_id[:100]!r}", f"{where}.call_id"
             )
         call = custom_call(call_id, name, given or "") if is_custom else function_call(call_id, name, given or "")
-        turn["tool_calls"] = [*calls, call]
+        turn["tool_calls"] = calls = calls_of(turn)
+        calls.append(call)
+        self._call_ids.add(call_id)
         self.asked[call_id] = name
 
     def _result(self, where: str, item: Item) -> None:
@@ -134,7 +153,7 @@ class _Messages:
                 f"{where}.call_id",
             )
         output = content_text(f"{where}.output", item.get("output"), may_be_empty=True)
-        self.messages.append({"role": "tool", "content": output, "tool_call_id": call_id, "name": self.asked[call_id]})
+        self._open({"role": "tool", "content": output, "tool_call_id": call_id, "name": self.asked[call_id]})
 
 
 def content_text(where: str, content: object, may_be_empty: bool = False) -> str:
