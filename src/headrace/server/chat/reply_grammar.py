@@ -1,6 +1,6 @@
 """What a reply must match: the model's own way to write calls, joined with the grammar that the request asks for, around its reasoning.
 
-Pure functions, run in the event loop that serves HTTP.
+Pure functions, run in the thread that renders prompts.
 """
 
 from dataclasses import dataclass

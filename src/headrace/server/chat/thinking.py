@@ -1,4 +1,4 @@
-"""A limit of reasoning tokens as sampling parameters. Pure functions, run in the event loop that serves HTTP."""
+"""A limit of reasoning tokens as sampling parameters. Pure functions, run in the thread that renders prompts."""
 
 import msgspec
 
