@@ -9,6 +9,8 @@ import httpx
 import pytest
 from fake_frontend import Running, events, running_server
 
+from headrace.messages.outputs import FinishReason
+
 CHAT = "/v1/chat/completions"
 WEATHER = {
     "type": "function",
@@ -130,11 +132,22 @@ def test_reasoning_is_counted_and_shown_as_asked(client: httpx.Client, server: R
     assert [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")] == ["abcd"]
 
 
-def test_a_stop_string_cuts_what_the_parser_sees(client: httpx.Client, server: Running):
-    server.frontend.script.text = f"one STOP {CALL}"
-    reply = client.post(CHAT, json=ASKED | {"max_tokens": 400, "tool_choice": "none"}).json()
-    assert reply["choices"][0]["message"]["content"] == f"one STOP {CALL}"
-    assert reply["choices"][0]["finish_reason"] == "stop"
+@pytest.mark.parametrize(("matched", "reason"), [("ZZ", "stop"), (2, "tool_calls")])
+def test_a_call_that_a_stop_string_has_cut_is_not_to_be_run(
+    client: httpx.Client, server: Running, matched: str | int, reason: str
+):
+    server.frontend.script.text = CALL[: CALL.index("rich")]
+    server.frontend.script.ends = {0: FinishReason("stop", matched=matched)}
+    choice = client.post(CHAT, json=ASKED | {"max_tokens": 400}).json()["choices"][0]
+    assert choice["finish_reason"] == reason
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Zü'
+
+
+@pytest.mark.parametrize("size", [1, 5, len("</tool_call>") - 1])
+def test_a_mark_that_is_cut_off_is_not_shown(client: httpx.Client, server: Running, size: int):
+    server.frontend.script.text = CALL.removesuffix("</tool_call>") + "</tool_call>"[:size]
+    message = client.post(CHAT, json=ASKED | {"max_tokens": 400}).json()["choices"][0]["message"]
+    assert (message["content"], len(message["tool_calls"])) == (None, 1)
 
 
 def test_without_tools_a_call_is_text(client: httpx.Client, server: Running):

@@ -98,6 +98,7 @@ def test_a_regular_expression_binds_the_whole_input():
         ({"type": "grammar", "syntax": "lark", "definition": "start: /a/"}, "t.format"),
         ({"type": "grammar", "syntax": "peg", "definition": "x"}, "t.format.syntax"),
         ({"type": "grammar", "syntax": "regex"}, "t.format.definition"),
+        ({"type": "grammar", "syntax": "regex", "definition": "a)|(?:b"}, "t.format.definition"),
         ({"type": "other"}, "t.format.type"),
         ("text", "t.format.type"),
     ):

@@ -65,6 +65,10 @@ class OutputParser(Protocol):
     def has_calls(self) -> bool:
         """Whether a call has begun."""
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun that is not whole yet."""
+
     def push(self, pieces: Iterable[Piece]) -> list[Event]:
         """The next pieces; returns what is certain by now. Adjacent events of the same kind are joined."""
 

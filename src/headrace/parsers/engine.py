@@ -101,6 +101,11 @@ class Machine:
         """Whether a call has begun."""
         return self._num_calls > 0
 
+    @property
+    def in_call(self) -> bool:
+        """See `OutputParser.in_call`."""
+        return self.has_begun
+
     def push(self, pieces: Iterable[Piece]) -> list[Event]:
         """See `OutputParser.push`."""
         waiting: list[str] = []
@@ -133,6 +138,7 @@ class Machine:
 
     def finish(self) -> list[Event]:
         """See `OutputParser.finish`."""
+        self._drop_cut_mark()
         self._run([], is_end=True)
         if self._reader is not None:
             self._reader.finish()
@@ -147,6 +153,14 @@ class Machine:
         if self._state.kind is Kind.REASONING:
             self._count(self._end + 1, self._reads_reasoning)
         return self._take()
+
+    def _drop_cut_mark(self) -> None:
+        """What is left of a mark in which the output was cut off, behind a call or between its parameters, is no content."""
+        rest = self._buffer[self._at :].lstrip(BLANK)
+        is_behind_call = not "".join(self._raw).strip(BLANK)
+        if self._state.kind is Kind.SPACE and is_behind_call and rest in self._state.beginnings:
+            self._advance(len(self._buffer))
+            self._raw.clear()
 
     # What readers of calls write to (`CallSink`).
 

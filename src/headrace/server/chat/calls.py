@@ -74,9 +74,13 @@ class ChatCall:
             raise
 
     def reason(self, finish: FinishReason, choice: ChoiceStream) -> str:
-        """Why a choice ended: stop, length, tool_calls or abort. A call that was asked for by name is no surprise: stop, as OpenAI says."""
+        """Why a choice ended: stop, length, tool_calls or abort.
+
+        A call that was asked for by name is no surprise: stop, as OpenAI says. One that a stop string has cut is not to be run: stop, too.
+        """
         calls = finish.type == "stop" and choice.has_calls and self.conversation.choice.name is None
-        return "tool_calls" if calls else finish.type
+        is_cut = isinstance(finish.matched, str) and choice.in_call
+        return "tool_calls" if calls and not is_cut else finish.type
 
 
 async def chat_call(

@@ -93,6 +93,11 @@ class ChoiceStream:
         """Whether a tool call has begun."""
         return self._parser is not None and self._parser.has_calls
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the last tool call is not whole."""
+        return self._parser is not None and self._parser.in_call
+
 
 @dataclass(slots=True)
 class FoldedCall:

@@ -54,7 +54,23 @@ def _pattern(where: str, form: object) -> str | None:
         raise RequestError(f'{where}.syntax must be "regex" or "lark"', f"{where}.syntax")
     if not isinstance(definition, str) or not definition:
         raise RequestError(f"{where}.definition is missing", f"{where}.definition")
+    if _closes_what_it_has_not_opened(definition):
+        raise RequestError(f"{where}.definition: a parenthesis is closed that is not open", f"{where}.definition")
     return f"^(?:{definition})$"
+
+
+_PARENTHESIS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
+"""Escaped characters, classes of characters, and parentheses that group."""
+
+
+def _closes_what_it_has_not_opened(pattern: str) -> bool:
+    """Whether the pattern would end a group around it."""
+    depth = 0
+    for found in _PARENTHESIS.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth < 0:
+            return True
+    return False
 
 
 def custom_call(call_id: str, name: str, text: str) -> Message:
