@@ -21,7 +21,11 @@ UP, ENTER, CTRL_C, CTRL_D = "\x1b[A", "\r", "\x03", "\x04"
 PASTE = "\x1b[200~{}\x1b[201~"
 
 # A leader of a session gets the terminal that it opens as its own, and so its Ctrl-C.
-CHAT = "import os; os.close(os.open(os.ttyname(0), os.O_RDWR)); from headrace.cli import main; main()"
+# Tests may run in the background, where Ctrl-C is ignored.
+CHAT = (
+    "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "os.close(os.open(os.ttyname(0), os.O_RDWR)); from headrace.cli import main; main()"
+)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -97,6 +101,17 @@ class Person:
             assert self.read(deadline), f"waited for {text!r}, got {self.seen!r}"
         before, _, self.seen = self.seen.partition(text)
         return before
+
+    def stops_the_reply(self):
+        """Press Ctrl-C, and again as a person does when nothing happens for a while."""
+        deadline = time.monotonic() + LIMIT_S
+        while "stopped" not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            self.types(CTRL_C)
+            again = time.monotonic() + 5
+            while "stopped" not in self.seen and self.read(again):
+                pass
+        self.until("stopped")
 
     def read(self, deadline):
         ready, _, _ = select.select([self.fd], [], [], max(0, deadline - time.monotonic()))
@@ -184,8 +199,7 @@ def test_ctrl_c_stops_the_reply_only_and_empties_a_line(server, person):
     someone = person()
     someone.types("one" + ENTER)
     someone.until("partial")
-    someone.types(CTRL_C)
-    someone.until("stopped")
+    someone.stops_the_reply()
     someone.until_prompt()
     someone.types("never sent")
     someone.until("never sent")

@@ -7,6 +7,7 @@ reply only.
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,7 +16,7 @@ from headrace.cli.chat_commands import Commands
 from headrace.cli.chat_sources import ChatSource, Message, Piece, Tools, ToolUse
 from headrace.cli.conversation import Conversation
 from headrace.cli.reply_writer import ReplyWriter
-from headrace.cli.typed_input import History, PipedInput, TypedInput, keys_unseen
+from headrace.cli.typed_input import History, PipedInput, TypedInput, interrupts_heard, keys_unseen
 from headrace.errors import HeadraceError
 
 
@@ -85,7 +86,7 @@ def _answer(source: ChatSource, conversation: Conversation, console: Console, in
     stopped = False
     pieces = source.reply(conversation.messages, conversation.json_schema, conversation.tools)
     try:
-        with keys_unseen():
+        with keys_unseen(), interrupts_heard() if interactive else nullcontext():
             for piece in pieces:
                 reply.add(piece)
     except KeyboardInterrupt:

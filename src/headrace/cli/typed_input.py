@@ -6,6 +6,7 @@ Owns the history file and the state of the terminal while a reply is written. Us
 import contextlib
 import json
 import os
+import signal
 import sys
 import termios
 from collections.abc import Iterator
@@ -183,6 +184,27 @@ class PipedInput:
         """The result of a call of the tool `name`: the next line."""
         del name
         return self.read()
+
+
+_WAKE_S = 0.2
+
+
+@contextlib.contextmanager
+def interrupts_heard() -> Iterator[None]:
+    """Ctrl-C is noticed although it came just before a system call that waits.
+
+    Python handles a signal between two instructions, and such a call is one of them; a timer interrupts it now and then. In the main thread.
+    """
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    # A parent that runs in the background may have left it ignored.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, _WAKE_S, _WAKE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGINT, ignored)
 
 
 @contextlib.contextmanager
