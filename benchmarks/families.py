@@ -24,6 +24,7 @@ import transformers
 
 from headrace.attention.base import StepRows
 from headrace.attention.select import make_backend
+from headrace.checkpoint.families import check_family
 from headrace.checkpoint.source import open_checkpoint
 from headrace.errors import HeadraceError
 from headrace.execution.load_weights import load_model
@@ -174,6 +175,10 @@ def our_logits(folder: Path, tokens: list[int], chunks: tuple[int, ...]) -> torc
 def attempt(model_type: str, folder: Path) -> Result:
     """Make, open and compare one type."""
     try:
+        check_family(model_type, "config.json")
+    except HeadraceError as error:
+        return Result(model_type, "refused", error.message)
+    try:
         config = tiny_config(model_type)
         reference = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.float32
@@ -227,7 +232,9 @@ def markdown(results: list[Result]) -> str:
             reason = "**runs**"
         elif result.outcome == "refused":
             detail = re.sub(
-                rf"^config\.json: |^model: |model.type {result.model_type}\S* (cannot be served: )?", "", detail
+                rf"^config\.json: |^model: |model.type '?{result.model_type}\S* (cannot be served: |is not supported: )?|\. Supported are .*",
+                "",
+                detail,
             )
             reason = re.sub(r"\d+", "N", detail)
         else:

@@ -1,16 +1,18 @@
 """Grammars that take all that they can get, each beside 8 plain streams: how it ends, and what the streams notice.
 
-    .venv/bin/python benchmarks/hostile_grammars.py [MODEL] [--serve "OPTIONS"] [--output FILE]
+    .venv/bin/python benchmarks/hostile_grammars.py [MODEL] [--serve "OPTIONS"] [--repeat 5] [--output FILE]
 
-Starts `headrace serve` and, for each grammar of tests/reliability/hostile_grammars.py, first lets 8 streams run alone, then beside a request
-with that grammar. Reports the request's answer and how long it took, the worst gap between two chunks of a stream (alone and beside it), and by
-how much the memory of all processes has grown when everything is over. Prints JSON; times in seconds.
+In each round, starts `headrace serve` and, for each grammar of tests/reliability/hostile_grammars.py, first lets 8 streams run alone, then
+beside a request with that grammar. Reports the request's answer and how long it took, the worst gap between two chunks of a stream (alone and
+beside it), and by how much the memory of all processes has grown when everything is over. Prints JSON: the median of the worst gaps over the
+rounds and each of them, the longest time to an answer and the largest growth; times in seconds.
 """
 
 import argparse
 import asyncio
 import json
 import shlex
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -79,8 +81,8 @@ async def beside_streams(session: aiohttp.ClientSession, params: dict[str, Any] 
     return {"worst_gap_s": round(max(gaps), 4), **found}
 
 
-async def measure(url: str, server: psutil.Process) -> list[dict[str, Any]]:
-    """Every grammar in turn."""
+async def measure(url: str, server: psutil.Process, number: int) -> list[dict[str, Any]]:
+    """Every grammar in turn, each new to the server; a dictionary for each."""
     results = []
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
@@ -94,24 +96,45 @@ async def measure(url: str, server: psutil.Process) -> list[dict[str, Any]]:
                 "grammar": name,
                 "alone_worst_gap_s": alone["worst_gap_s"],
                 **beside,
-                "gap_ratio": round(beside["worst_gap_s"] / alone["worst_gap_s"], 2),
                 "grown_mib": round(memory_mib(server) - before_mib, 1),
             }
-            print(json.dumps(found), file=sys.stderr)
+            print(f"round {number}:", json.dumps(found), file=sys.stderr)
             results.append(found)
-        results.append({"grammar": "all of them, memory since the first", "rss_mib": round(memory_mib(server), 1)})
     return results
+
+
+def summary(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For each grammar: the last answer, the longest wait, the largest growth, and the medians of the worst gaps."""
+    summed = []
+    for values in zip(*rounds, strict=True):
+        alone = [value["alone_worst_gap_s"] for value in values]
+        beside = [value["worst_gap_s"] for value in values]
+        summed.append(
+            values[-1]
+            | {
+                "seconds": max(value["seconds"] for value in values),
+                "grown_mib": max(value["grown_mib"] for value in values),
+                "alone_worst_gap_s": statistics.median(alone),
+                "worst_gap_s": statistics.median(beside),
+                "gap_ratio": round(statistics.median(beside) / statistics.median(alone), 2),
+                "gaps_s": {"alone": alone, "beside": beside},
+            }
+        )
+    return summed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--serve", default="--quantization int8", help="options of the server")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds, each with a server of its own (default 5)")
     add_output(parser)
     options = parser.parse_args()
-    with own_server(options.model, shlex.split(options.serve)) as server:
-        results = asyncio.run(measure(server.url, server.process))
-    write_report({"results": results}, Path(__file__), options.output)
+    rounds = []
+    for number in range(1, options.repeat + 1):
+        with own_server(options.model, shlex.split(options.serve)) as server:
+            rounds.append(asyncio.run(measure(server.url, server.process, number)))
+    write_report({"results": summary(rounds)}, Path(__file__), options.output)
 
 
 if __name__ == "__main__":

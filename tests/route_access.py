@@ -1,6 +1,6 @@
 """Who may call which route; any other route is for users. Written down apart from the route table, which it checks."""
 
-PUBLIC = {"/ui", "/ui/{path:path}", "/", "/health", "/ready", "/ping", "/health_generate", "/metrics"}
+PUBLIC = {"/ui", "/ui/{path:path}", "/docs", "/", "/health", "/ready", "/ping", "/health_generate", "/metrics"}
 ADMIN_ONLY = {
     "/flush_cache",
     "/internal_state",

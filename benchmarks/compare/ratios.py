@@ -199,12 +199,10 @@ def _exactness(agreement: Agreement | None) -> tuple[str, str]:
 def draw(path: Path, measured: Sequence[Measured], found: Sequence[Ratio], note: str) -> None:
     """Bars of every server's rates by preset, one picture a class; above our bar its ratio. The format follows the file's ending.
 
-    note: the machine and commit, under the title. Raises ConfigError when it cannot be drawn or written.
+    note: the machine and commit, under the title. Needs matplotlib. Raises ConfigError when it cannot be drawn or written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'headrace[bench]'") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     # Text as text: the file stays small and can be searched.
     matplotlib.rcParams["svg.fonttype"] = "none"

@@ -11,6 +11,7 @@
 #include "attention_plan.h"
 #include "dispatch.h"
 #include "quantized_call.h"
+#include "rank_group.h"
 #include "threads.h"
 
 namespace headrace {
@@ -204,6 +205,11 @@ void Decoder::forward(const DecoderStep& step) {
   const int64_t heads_grain = 8192 / qkv_size > 1 ? 8192 / qkv_size : 1;
   const float* added = nullptr;
   LapClock clock(phase_seconds_);
+  auto reduce = [&] {
+    if (group_ == nullptr) return;
+    group_->all_reduce(b.added, rows * s.hidden_size);
+    clock.lap(Phase::kReduce);
+  };
   for (const DecoderLayer& layer : layers_) {
     if (added == nullptr) {
       norm(step.hidden, nullptr, layer.attention_norm, b.normed);
@@ -229,6 +235,7 @@ void Decoder::forward(const DecoderStep& step) {
     expect(layer.gate_up);
     linear(layer.out, b.attended, b.added, rows);
     clock.lap(Phase::kOut);
+    reduce();
     if (layer.after_attention != nullptr) norm(b.added, nullptr, layer.after_attention, b.added);
     norm(b.added, step.hidden, layer.mlp_norm, b.normed);
     clock.lap(Phase::kNorm);
@@ -244,6 +251,7 @@ void Decoder::forward(const DecoderStep& step) {
       linear(layer.down, b.activated, b.added + begin * s.hidden_size, count);
       clock.lap(Phase::kDown);
     }
+    reduce();
     if (layer.after_mlp != nullptr) norm(b.added, nullptr, layer.after_mlp, b.added);
     added = b.added;
   }

@@ -11,6 +11,8 @@
 
 namespace headrace {
 
+class RankGroup;
+
 // A packed weight as in LinearArgs.
 struct DecoderLinear {
   const void* weight;
@@ -47,9 +49,9 @@ struct DecoderShape {
   int64_t num_pages;
 };
 
-// Parts of a step, for `Decoder::phase_seconds`.
-enum class Phase : int { kNorm, kQkv, kHeads, kAttention, kOut, kGateUp, kActivation, kDown };
-constexpr int kNumPhases = 8;
+// Parts of a step, for `Decoder::phase_seconds`. kReduce: sums over the ranks of a group.
+enum class Phase : int { kNorm, kQkv, kHeads, kAttention, kOut, kGateUp, kActivation, kDown, kReduce };
+constexpr int kNumPhases = 9;
 
 // hidden [tokens, hidden_size]: what the first layer takes; overwritten with the residual stream. read_starts[num_seqs + 1]: of
 // sequence i the last read_starts[i + 1] - read_starts[i] rows are read, from 0 to all of them; the others end with their keys and
@@ -75,6 +77,9 @@ class Decoder {
  public:
   Decoder(const DecoderShape& shape, const float* final_norm) : shape_(shape), final_norm_(final_norm) {}
   void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
+  // The layers are one rank's parts of those of a model: from now on what `out` and `down` give is summed over the ranks of `group`, which
+  // must outlive the decoder and run the same steps in each. Null: they are whole. Then forward throws what the group does, too.
+  void set_group(RankGroup* group) { group_ = group; }
 
   // Throws std::invalid_argument, and then nothing is written, when a position, a slot, a length, a start or a page does not fit.
   // One call at a time; a second one waits.
@@ -93,6 +98,7 @@ class Decoder {
   DecoderShape shape_;
   const float* final_norm_;
   std::vector<DecoderLayer> layers_;
+  RankGroup* group_ = nullptr;
   std::mutex mutex_;
   struct Free {
     void operator()(float* memory) const;

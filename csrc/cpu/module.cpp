@@ -16,6 +16,7 @@
 #include "dispatch.h"
 #include "ops.h"
 #include "quantized_call.h"
+#include "rank_group.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -185,6 +186,28 @@ std::vector<double> decoder_phase_seconds(Decoder& decoder) {
   return {seconds.begin(), seconds.end()};
 }
 
+void group_gather(RankGroup& group, Address x, int64_t x_stride, int64_t rows, const std::vector<int64_t>& columns, Address out,
+                  int64_t out_stride) {
+  if (columns.size() != static_cast<size_t>(group.size())) throw std::invalid_argument("gather: columns of " + std::to_string(columns.size()) + " ranks");
+  group.gather(at<float>(x), x_stride, rows, columns.data(), at<float>(out), out_stride);
+}
+
+void group_send(RankGroup& group, const nb::bytes& message) {
+  const char* const data = message.c_str();
+  const auto size = static_cast<int64_t>(message.size());
+  const nb::gil_scoped_release unlocked;
+  group.send(data, size);
+}
+
+nb::bytes group_receive(RankGroup& group) {
+  std::string message;
+  {
+    const nb::gil_scoped_release unlocked;
+    group.receive(message);
+  }
+  return nb::bytes(message.data(), message.size());
+}
+
 float probe_read(Address memory, int64_t bytes) { return kernels().probe_read(at<void>(memory), bytes); }
 
 double probe_fma(int64_t rounds) { return kernels().probe_fma(rounds); }
@@ -214,8 +237,18 @@ NB_MODULE(_native, m) {
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &make_decoder)
       .def("add_layer", &decoder_add_layer)
+      .def("set_group", [](Decoder& decoder, Address group) { decoder.set_group(at<RankGroup>(group)); })
       .def("forward", &decoder_forward, unlocked)
       .def("phase_seconds", &decoder_phase_seconds);
+  nb::class_<RankGroup>(m, "RankGroup")
+      .def_static("bytes", &RankGroup::bytes)
+      .def(nb::init<int, int, int, double>())
+      .def("address", [](const RankGroup& group) { return reinterpret_cast<Address>(&group); })
+      .def("all_reduce", [](RankGroup& group, Address x, int64_t n) { group.all_reduce(at<float>(x), n); }, unlocked)
+      .def("gather", &group_gather, unlocked)
+      .def("send", &group_send)
+      .def("receive", &group_receive)
+      .def("break_up", &RankGroup::break_up);
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
   m.def("probe_dot", &probe_dot, unlocked);

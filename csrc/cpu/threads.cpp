@@ -13,42 +13,16 @@
 #include <vector>
 
 #include "seat.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace headrace {
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(50);
 // How long a caller that sleeps waits for a worker before it lends it its core: others want a core for less than this, or for a whole slice.
 constexpr auto kPatience = std::chrono::microseconds(500);
 
 // True on a thread that runs a body: what it starts there it computes alone.
 thread_local bool t_in_body = false;
-
-void cpu_relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Spins until ready() or until kSpin has passed, with idle() between the looks; returns what ready() last said.
-template <class Ready, class Idle>
-bool spin_until(Ready ready, Idle idle) {
-  const auto limit = std::chrono::steady_clock::now() + kSpin;
-  do {
-    for (int i = 0; i < 16; ++i) {
-      if (ready()) return true;
-      idle();
-      cpu_relax();
-    }
-  } while (std::chrono::steady_clock::now() < limit);
-  return ready();
-}
 
 class Pool {
  public:

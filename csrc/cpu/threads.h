@@ -1,8 +1,9 @@
 // The thread pool of the kernels: what it owns is who runs which block, never how a block is computed.
 //
-// Each thread has a contiguous share of the blocks and claims it in parts, from the front; who is done takes from the back of the
-// others' shares, so a thread that the machine takes away costs one part, not a barrier; a caller that waits for that part lends it its core (seat.h). Workers spin briefly for the next job, then sleep. The calling thread always takes part, and a caller that finds
-// the pool busy runs its job alone, as does a job started inside a job. The pool is created at first use and again after a fork.
+// Each thread has a contiguous share of the blocks and claims it in parts, from the front. A thread that has done its share takes from the
+// back of the others' shares: when the system takes a thread off its core, one part is late, not the whole job. A caller that waits for such a
+// part lends it its core (seat.h). Workers spin briefly for the next job, then sleep. The calling thread always takes part. A caller that
+// finds the pool busy runs its job alone, as does a job started inside a job. The pool is made at first use, and again after a fork.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.config.devices import cuda_is_there, host_memory_bytes
+from headrace.config.kv_events import check_pyzmq, read_kv_events
 from headrace.config.open_files import check_open_files
 from headrace.config.resolve import refuse_early, sampling_defaults
 from headrace.config.server_args import ServerArgs
@@ -78,6 +79,7 @@ def launch_engine(
     meanwhile: called once while the children load.
     """
     check_open_files(args)
+    _check_kv_events(args)
     spans = _open_spans(args)
     with contextlib.ExitStack() as resources:
         if spans is not None:
@@ -104,6 +106,16 @@ def launch_engine(
         manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, engine.died)
         return engine
+
+
+def _check_kv_events(args: ServerArgs) -> None:
+    """Raises ConfigError when what publishes KV events is not installed."""
+    config = read_kv_events(args.kv_events_config, args.dp_size)
+    if config is None:
+        return
+    check_pyzmq()
+    if not config.is_local:
+        logger.warning("KV events hold the tokens of all prompts: whoever reaches %s can read them", config.endpoint)
 
 
 def _check_not_stopped(should_stop: Callable[[], bool]) -> None:

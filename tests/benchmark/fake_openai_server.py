@@ -35,7 +35,7 @@ class FakeServer:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if isinstance(body["prompt"], list) and not self.ids_accepted:
+        if isinstance(body.get("prompt"), list) and not self.ids_accepted:
             return web.json_response({"error": {"message": "prompt must be a string"}}, status=400)
         index = len(self.bodies)
         self.bodies.append(body)
@@ -58,14 +58,18 @@ class FakeServer:
         while left:
             count = min(left, self.tokens_per_chunk)
             left -= count
-            await response.write(_event({"choices": [{"index": 0, "text": self.word * count, "finish_reason": None}]}))
+            text = self.word * count
+            choice = (
+                {"text": text} if "prompt" in body else {"delta": {"reasoning_content": text[:1], "content": text[1:]}}
+            )
+            await response.write(_event({"choices": [{"index": 0, **choice, "finish_reason": None}]}))
             await asyncio.sleep(0)
             if index in self.cut:
                 return response
         await response.write(_event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}))
         if self.sends_usage:
             usage = {
-                "prompt_tokens": len(body["prompt"]),
+                "prompt_tokens": len(body.get("prompt", "")),
                 "completion_tokens": body["max_tokens"],
                 "prompt_tokens_details": {"cached_tokens": 2},
             }
@@ -106,6 +110,7 @@ async def serving(server: FakeServer) -> AsyncIterator[FakeServer]:
     """Run the server on a free loopback port; sets its `url`."""
     app = web.Application()
     app.router.add_post("/v1/completions", server.completions)
+    app.router.add_post("/v1/chat/completions", server.completions)
     app.router.add_post("/generate", server.generate)
     app.router.add_post("/completion", server.llama_cpp)
     app.router.add_get("/v1/models", server.models)

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -80,6 +81,15 @@ async def test_a_server_that_takes_no_ids_gets_text():
 
     assert record.error is None
     assert server.bodies[-1]["prompt"] == "7 8 9"
+
+
+async def test_chats_count_content_and_reasoning():
+    server = FakeServer(tokens_per_chunk=2)
+    record = await complete_one(server, prompt_form="chat")
+
+    assert record.error is None
+    assert (record.text, len(record.chunk_s)) == ("wwww", 2)
+    assert server.bodies[-1]["messages"] == [{"role": "user", "content": "7 8 9"}]
 
 
 async def test_requests_are_greedy_of_exact_length_and_take_extra_fields():
@@ -337,3 +347,11 @@ def test_no_rate_is_wider_than_six_characters(value, text):
 def test_senseless_options_are_refused(options):
     with pytest.raises(ConfigError):
         LoadOptions(**options)
+
+
+def test_without_matplotlib_only_a_plot_is_refused_and_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    LoadOptions(output=tmp_path / "out.json")
+    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install matplotlib"):
+        LoadOptions(plot=tmp_path / "out.svg")

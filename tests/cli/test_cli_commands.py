@@ -21,7 +21,7 @@ def run(*argv):
 def test_help_lists_the_commands(capsys):
     assert run("--help") == 0
     text = capsys.readouterr().out
-    for command in ("serve", "generate", "chat", "models", "pull", "doctor", "bench", "version"):
+    for command in ("serve", "generate", "chat", "top", "models", "pull", "doctor", "bench", "version"):
         assert command in text
 
 
@@ -206,7 +206,7 @@ def test_the_model_argument_and_option_must_not_contradict_each_other():
 
 
 def test_a_server_starts_as_sglang_s_does():
-    argv = [sys.executable, "-m", "headrace.launch_server", "--tp", "2"]
+    argv = [sys.executable, "-m", "headrace.launch_server", "--pp", "2"]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("headrace: --tp 2 is not possible here")
+    assert done.stderr.startswith("headrace: --pp 2 is not possible here")

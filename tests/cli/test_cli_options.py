@@ -21,7 +21,11 @@ NEEDED_WITH = {
     "enable_priority_preemption": ["--schedule-policy", "priority"],
 }
 """Options without which another is refused."""
-TEXTS = {"allow_origins": "http://a.example", "allowed_hosts": "a.example"}
+TEXTS = {
+    "allow_origins": "http://a.example",
+    "allowed_hosts": "a.example",
+    "kv_events_config": '{"publisher": "null"}',
+}
 """Of options that take no other text than such."""
 
 

@@ -74,8 +74,8 @@ def changed(argv):
         ),
         ("--generation-config vllm --model-impl vllm", {"sampling_defaults": "openai", "model_impl": "headrace"}),
         (
-            "--model-path m --tp 1 --dp 2 --mem-fraction-static 0.7 --enable-metrics --host 0.0.0.0",
-            {"model_path": "m", "dp_size": 2, "mem_fraction_static": 0.7, "host": "0.0.0.0"},
+            "--model-path m --tp 2 --dp 2 --mem-fraction-static 0.7 --enable-metrics --host 0.0.0.0",
+            {"model_path": "m", "tp_size": 2, "dp_size": 2, "mem_fraction_static": 0.7, "host": "0.0.0.0"},
         ),
         ("--lora-paths a=x b=y --enable-priority-scheduling", {"lora_paths": "a=x,b=y", "schedule_policy": "priority"}),
         ("--crash-dump-folder d --watchdog-timeout 9", {"crash_dump_dir": "d", "watchdog_timeout_s": 9.0}),
@@ -89,8 +89,8 @@ def test_command_lines_of_other_servers_are_understood(argv, fields_set):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--tp 2", "--tp 2 .*--dp-size"),
-        ("-tp 8", "tensor"),
+        ("--pp 2", "--pp 2 .*--tp-size"),
+        ("--ep 8", "expert"),
         ("--speculative-algorithm EAGLE", "speculative decoding"),
         ("--speculative-config {}", "speculative decoding"),
         ("--ssl-ca-certs c", "proxy"),
@@ -127,17 +127,17 @@ def test_words_after_two_dashes_are_not_options(capsys):
 
 
 def test_what_is_already_so_is_logged_once(capsys):
-    parse(["--enable-metrics", "--tp", "1"])
+    parse(["--enable-metrics", "--nnodes", "1"])
     lines = [line.partition("headrace.config.cli: ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["--enable-metrics: metrics are always served", "--tp 1: a model runs on one device"]
+    assert lines == ["--enable-metrics: metrics are always served", "--nnodes 1: all processes run on one machine"]
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "--tp", "2"])
+        main(["serve", "--pp", "2"])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("headrace: --tp 2 is not possible here: a model runs on one device")
+    assert line.startswith("headrace: --pp 2 is not possible here: pipeline and expert parallelism are not supported")
 
 
 def test_the_table_names_each_option_once():

@@ -1,36 +1,18 @@
 """`headrace chat` in a pseudo-terminal, as a person uses it, with a scripted server."""
 
-import fcntl
+import contextlib
 import json
-import os
-import pty
 import re
-import select
-import struct
 import subprocess
-import sys
-import termios
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from pseudo_terminal import LIMIT_S, PseudoTerminal
 
-# They wait for a prompt by what the terminal shows, and a key that comes between two modes of the terminal can be lost: run them by hand.
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("HEADRACE_TERMINAL_TESTS"), reason="set HEADRACE_TERMINAL_TESTS=1 to type into a pseudo-terminal"
-)
-
-LIMIT_S = 60
 UP, ENTER, CTRL_C, CTRL_D = "\x1b[A", "\r", "\x03", "\x04"
 PASTE = "\x1b[200~{}\x1b[201~"
-
-# A leader of a session gets the terminal that it opens as its own, and so its Ctrl-C.
-# Tests may run in the background, where Ctrl-C is ignored.
-CHAT = (
-    "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "os.close(os.open(os.ttyname(0), os.O_RDWR)); from headrace.cli import main; main()"
-)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -72,24 +54,13 @@ def server():
         thread.join()
 
 
-class Person:
-    """Someone at a terminal of 40 columns."""
+class Person(PseudoTerminal):
+    """Someone who chats at a terminal of 40 columns."""
 
     def __init__(self, url, folder):
         self.folder = folder
-        self.fd, theirs = pty.openpty()
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
-        keep = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        env = {**keep, "TERM": "xterm", "INPUTRC": "/dev/null", "XDG_STATE_HOME": str(folder / "state")}
-        argv = [sys.executable, "-c", CHAT, "chat", "--url", url]
-        self.chat = subprocess.Popen(
-            argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=folder, start_new_session=True
-        )
-        os.close(theirs)
-        self.seen = ""
-
-    def types(self, text):
-        os.write(self.fd, text.encode())
+        env = {"INPUTRC": "/dev/null", "XDG_STATE_HOME": str(folder / "state")}
+        super().__init__("chat", "--url", url, columns=40, env=env, cwd=folder)
 
     def enters(self, text):
         """Type a line when asked for one, and wait for the next prompt."""
@@ -98,14 +69,6 @@ class Person:
 
     def until_prompt(self):
         return self.until("\x1b[?2004h")  # readline has begun to read
-
-    def until(self, text):
-        """What is shown up to this text, which must come."""
-        deadline = time.monotonic() + LIMIT_S
-        while text not in self.seen:
-            assert self.read(deadline), f"waited for {text!r}, got {self.seen!r}"
-        before, _, self.seen = self.seen.partition(text)
-        return before
 
     def stops_the_reply(self):
         """Press Ctrl-C, and again as a person does when nothing happens for a while."""
@@ -118,23 +81,19 @@ class Person:
                 pass
         self.until("stopped")
 
-    def read(self, deadline):
-        ready, _, _ = select.select([self.fd], [], [], max(0, deadline - time.monotonic()))
-        if not ready:
-            return False
-        try:
-            more = os.read(self.fd, 65536)
-        except OSError:
-            return False  # its last user has closed it
-        self.seen += more.decode(errors="replace")
-        return bool(more)
-
     def leaves(self):
-        self.types(CTRL_D)
+        """Press Ctrl-D until the chat ends: between two modes of the terminal, one is taken for the end of an empty line."""
         deadline = time.monotonic() + LIMIT_S
-        while self.read(deadline):
-            pass
-        assert self.chat.wait(LIMIT_S) == 0
+        while self.command.poll() is None:
+            assert time.monotonic() < deadline, self.seen
+            with contextlib.suppress(OSError):  # it has just closed the terminal
+                self.types(CTRL_D)
+            again = time.monotonic() + 2
+            while self.read(again):
+                pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.command.wait(max(0.1, again - time.monotonic()))
+        assert self.command.returncode == 0
 
 
 @pytest.fixture
@@ -150,10 +109,7 @@ def person(server, tmp_path):
     server.url = f"http://127.0.0.1:{server.server_port}"
     yield come
     for someone in people:
-        if someone.chat.poll() is None:
-            someone.chat.kill()
-            someone.chat.wait()
-        os.close(someone.fd)
+        someone.close()
 
 
 def contents(asked):

@@ -62,11 +62,15 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(model: str, *options: str) -> Iterator[ServerProcess]:
-    """`headrace serve model --port 0 options`, until the block ends; then it must leave with code 0."""
+def serving(model: str, *options: str, headrace: Path | None = None) -> Iterator[ServerProcess]:
+    """`headrace serve model --port 0 options`, until the block ends; then it must leave with code 0.
+
+    headrace: the command of another environment, which sees nothing of this checkout.
+    """
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", *options]
-    paths = [str(here), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    program = [sys.executable, "-m", "headrace.cli"] if headrace is None else [str(headrace)]
+    command = [*program, "serve", model, "--port", "0", *options]
+    paths = [str(here), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")] if headrace is None else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,18 @@ WORLD = "Ünïcödé 漢字かな交じり 한국어 😀👩‍👩‍👧‍�
 LONG = {"temperature": 0.0, "max_new_tokens": 900, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two ranks"])
+def ranks(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of an engine on so many ranks."""
+    return {"tp_size": request.param, "single_process": request.param == 1}
+
+
 @pytest.fixture(scope="module")
-def engine(tiny_model: str) -> Iterator[Engine]:
-    with running_engine(tiny_model, **SCRIPTED) as engine:
-        yield engine
+def engine(tiny_model: str, ranks: dict[str, Any]) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parent))  # where processes find the script's code
+        with running_engine(tiny_model, **ranks, **SCRIPTED) as engine:
+            yield engine
 
 
 @pytest.fixture(scope="module")
@@ -407,12 +416,14 @@ def test_no_output_tokens_means_prefill_only(engine: Engine) -> None:
 # -- no tokenizer
 
 
-def test_an_engine_without_a_tokenizer_gives_the_same_ids(tiny_model: str, engine: Engine) -> None:
+def test_an_engine_without_a_tokenizer_gives_the_same_ids(
+    tiny_model: str, engine: Engine, ranks: dict[str, Any]
+) -> None:
     ids = random_ids(12, seed=3)
     wanted: dict[str, Any] = {"input_ids": ids, "sampling_params": GREEDY, "return_logprob": True}
     want = engine.generate(**wanted)
 
-    with running_engine(tiny_model, skip_tokenizer_init=True) as without:
+    with running_engine(tiny_model, skip_tokenizer_init=True, **ranks) as without:
         got = without.generate(**wanted)
         streamed = list(without.generate(**wanted, stream=True))[-1]
         for refused in (lambda: without.generate("text"), lambda: without.detokenize([1])):

@@ -147,6 +147,38 @@ def test_the_text_of_a_custom_tool_matches_its_regular_expression(client: openai
     assert re.fullmatch(TIME["format"]["definition"], made.custom.input), made.custom.input
 
 
+def test_the_text_of_a_custom_tool_matches_its_lark_definition(client: openai.OpenAI) -> None:
+    definition = """start: "*** Begin" LF change{1,3} "*** End" LF
+        change: ("+" | "-") /[^\\n]{1,16}/ LF | "@@ " QUOTED LF
+        QUOTED: "\\"" /[a-z]{1,8}/ "\\""
+        %import common.LF"""
+    text = re.compile(r'\*\*\* Begin\n(?:[+-][^\n]{1,16}\n|@@ "[a-z]{1,8}"\n){1,3}\*\*\* End\n')
+    form: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": definition}
+    tool: dict[str, Any] = {"type": "custom", "name": "patch", "format": form}
+    for choice in ("required", {"type": "custom", "name": "patch"}):
+        for seed in range(2):
+            fields: dict[str, Any] = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+            fields |= {"temperature": 1.0, "extra_body": {"seed": seed}}
+            (call,) = client.responses.create(**CALLED | fields).output
+            assert isinstance(call, ResponseCustomToolCall)
+            assert text.fullmatch(call.input), call.input
+            with client.responses.stream(**CALLED | fields) as stream:
+                deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+            assert "".join(deltas) == call.input
+    chat: Any = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Write a patch."}],
+        tools=[{"type": "custom", "custom": {"name": "patch", "format": form}}],  # type: ignore[list-item, misc]
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=1.0,
+        seed=3,
+        max_tokens=200,
+    )
+    (made,) = chat.choices[0].message.tool_calls
+    assert text.fullmatch(made.custom.input), made.custom.input
+
+
 def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
     response = client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=2)
     part: Any = response.output[0].content[0]  # type: ignore[union-attr, index]

@@ -24,7 +24,7 @@ def plan(step: int) -> ModelWorkerBatch:
 
 def client_of(run: Any) -> TpModelWorkerClient:
     return TpModelWorkerClient(
-        TpModelWorker(cast(ModelRunner, SimpleNamespace(run=run, loras=None)), cast(WeightExecutor, None))
+        TpModelWorker(cast(ModelRunner, SimpleNamespace(run=run, adapters=None)), cast(WeightExecutor, None))
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from fake_backend import FakeBackend
 
@@ -307,12 +308,72 @@ def test_as_long_as_there_may_be_a_gpu_only_what_holds_on_every_device_is_refuse
     refused = [
         options
         for options in OPTIONS
-        if refusal(lambda: refuse_early(ServerArgs(**options), MODEL, has_cuda=None, memory_bytes=0))  # noqa: B023
+        if refusal(lambda: refuse_early(ServerArgs(**options), MODEL, has_cuda=None, memory_bytes=2**40))  # noqa: B023
     ]
     assert refused == [{"context_length": 10**6}]
     assert "float16" in refusal(
         lambda: refuse_early(ServerArgs(device="cpu", dtype="float16"), MODEL, has_cuda=None, memory_bytes=0)
     )
+
+
+SMALL = parse_hf_config(
+    {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "vocab_size": 32768, "max_position_embeddings": 4096,
+    }
+)  # fmt: skip
+SMALL_WEIGHTS = 2 * (1024 * 32768 + 10 * (2 * 1024 * (16 + 4) * 64 + 3 * 1024 * 4096))
+"""Bytes, at least: in 16 bits."""
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"mem_fraction_static": 0.01}, "use a smaller model or --quantization"),
+        ({"mem_fraction_static": 0.0125, "quantization": "int4"}, "lower --context-length"),
+        ({"mem_fraction_static": 0.35, "dp_size": 10}, "lower --context-length"),
+        ({"mem_fraction_static": 0.04, "dtype": "float32"}, "use a smaller model or --quantization"),
+    ],
+    ids=str,
+)
+def test_a_share_of_memory_without_room_for_a_sequence_is_refused_before_the_model_is_loaded(options, advice):
+    args = ServerArgs(**{"context_length": 4096, **options})
+
+    message = refusal(lambda: refuse_early(args, SMALL, has_cuda=False, memory_bytes=10 * 2**30))
+
+    assert message.startswith("--mem-fraction-static ")
+    assert message.endswith(f"raise --mem-fraction-static, or {advice}")
+    enough = ServerArgs(**{"context_length": 4096, **options, "mem_fraction_static": 0.5, "dp_size": 1})
+    assert refusal(lambda: refuse_early(enough, SMALL, has_cuda=False, memory_bytes=10 * 2**30)) == ""
+
+
+def test_the_share_of_memory_that_is_just_enough_is_accepted():
+    """Weights that are mapped from a file are counted as free memory; the logits of each request need some, too."""
+    a_token = 2 * 10 * 4 * 64
+    memory = 4 * SMALL_WEIGHTS
+    needed = SMALL_WEIGHTS + 4 * 8 * 32768 + 100 * a_token
+    args = ServerArgs(
+        mem_fraction_static=(needed + 1) / (memory + SMALL_WEIGHTS), max_running_requests=8, context_length=100
+    )
+
+    refuse_early(args, SMALL, has_cuda=False, memory_bytes=memory)
+    assert "99 KV tokens" in refusal(lambda: refuse_early(args, SMALL, has_cuda=False, memory_bytes=memory - 4096))
+
+
+def test_without_an_own_implementation_the_weights_are_not_guessed():
+    gpt2 = msgspec.structs.replace(SMALL, model_type="gpt2")
+    args = ServerArgs(mem_fraction_static=0.01)
+
+    assert "beside" in refusal(lambda: refuse_early(args, SMALL, has_cuda=False, memory_bytes=10 * 2**30))
+    refuse_early(args, gpt2, has_cuda=False, memory_bytes=10 * 2**30)
+
+
+def test_a_model_without_an_implementation_is_refused_early_when_one_is_asked_for():
+    gpt2 = msgspec.structs.replace(SMALL, model_type="gpt2")
+
+    with pytest.raises(ConfigError, match="--model-impl headrace: model type gpt2"):
+        refuse_early(ServerArgs(model_impl="headrace"), gpt2, has_cuda=None, memory_bytes=2**40)
+    refuse_early(ServerArgs(model_impl="headrace"), SMALL, has_cuda=None, memory_bytes=2**40)
 
 
 def test_a_kv_cache_that_no_format_fits_into_the_machine_is_refused_by_its_option():

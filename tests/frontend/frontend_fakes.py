@@ -22,7 +22,14 @@ from headrace.messages.control import (
     PoolState,
     ReadyInfo,
 )
-from headrace.messages.outputs import BatchTokenIDOut, DecodeOptions, FinishReason, SampleStats, TokenIDOut
+from headrace.messages.outputs import (
+    BatchTokenIDOut,
+    DecodeOptions,
+    FinishReason,
+    SamplesMoved,
+    SampleStats,
+    TokenIDOut,
+)
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, GenerateReqInput, TokenizedGenerateReqInput
 from headrace.text.detokenizer_manager import DetokenizerManager
@@ -172,6 +179,8 @@ class FakeEngine:
         self.send(self.row(rid, text, finish, ids, **more))
 
     def send(self, *rows):
+        if begun := tuple(row.rid for row in rows if row.options is not None):
+            self.outbox.send(SamplesMoved(begun, (), self.source))
         out = self.detokenizer.handle(BatchTokenIDOut(rows, self.source))
         self.outbox.send(out)
 

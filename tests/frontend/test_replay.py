@@ -177,13 +177,16 @@ async def test_the_story_tells_of_the_death_and_a_dump_is_left(make_frontend, tm
     call = lives.frontend.start("p", rid="a", stream=True, sampling_params=GREEDY)
     await lives.has("a")
     await lives.say("a", "wx")
+    states = [lives.manager.records.latest(1)[0]["state"]]
     lives.die()
+    states.append(lives.manager.records.latest(1)[0]["state"])
     lives.rise()
     await lives.has("a")
     lives.manager.abort_request("a")
     await lives.settle()
     await call
 
+    assert states == ["running", "waiting"]
     [told] = lives.manager.records.timelines("a")
     events = [(event["event"], event.get("completion_tokens")) for event in told["events"]]
     assert [e for e in events if e[0] in ("lost", "replayed")] == [("lost", 2), ("replayed", 2)]

@@ -150,7 +150,7 @@ async def test_requests_are_dumped_when_asked_with_prompts_only_if_told(make_fro
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = path.read_text()
     requests = json.loads(text)["requests"]
-    assert [(r["rid"], r["state"]) for r in requests] == [("done", "finished"), ("live", "running")]
+    assert [(r["rid"], r["state"]) for r in requests] == [("done", "finished"), ("live", "waiting")]
     assert ("secret" in text) == prompts
     frontend.manager.abort_request("live")
     frontend.engine.pump()

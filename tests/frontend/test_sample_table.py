@@ -3,6 +3,7 @@
 import pytest
 
 from headrace.errors import CapacityError, ExecutionError, RequestError
+from headrace.frontend.adapters import Adapter
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_queue import SampleQueue
 from headrace.frontend.sample_table import SampleTable
@@ -117,3 +118,15 @@ async def test_a_failure_reaches_those_who_wait_only():
     with pytest.raises(ExecutionError, match="gone"):
         await waited.next_news(None)
     assert left.error is None
+
+
+def test_adapters_in_use_are_those_of_samples_that_run_and_of_those_that_wait():
+    table = make_table()
+    call = make_call("a", "b", "c", "d")
+    table.enter(call, "call", 0.0)
+    poet, cook = Adapter("poet", "p"), Adapter("cook", "c")
+    for sample, adapter in zip(call.samples, (poet, poet, cook, None), strict=True):
+        sample.adapter = adapter
+    call.samples[0].runs = call.samples[3].runs = True
+
+    assert table.adapters_in_use() == ({"poet"}, {"poet", "cook"})

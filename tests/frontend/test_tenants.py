@@ -8,7 +8,7 @@ from frontend_fakes import answers_of, request, turns
 
 from headrace.errors import CapacityError, NotFoundError, RequestError
 from headrace.frontend.sessions import Sessions
-from headrace.frontend.tenants import NOBODY, Caller, Tenant, TenantLimits
+from headrace.frontend.tenants import NOBODY, SERVER, Caller, Tenant, TenantLimits
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import SessionParams
 
@@ -159,6 +159,36 @@ async def test_a_timeline_is_told_to_its_key_and_to_an_admin(make_frontend):
             for rid in ("only-a", "only-a/0", *rids):
                 with pytest.raises(NotFoundError):
                     frontend.manager.records.timelines(rid, who)
+
+
+async def test_what_the_admin_and_the_server_ask_is_not_the_users(make_frontend):
+    frontend = make_frontend()
+    users = caller("a"), NOBODY
+    tasks = [
+        start(frontend, who, rid)
+        for rid, who in zip(("own", "plain", "boss", "probe"), (*users, ADMIN, SERVER), strict=True)
+    ]
+    for ended in (False, True):
+        rids = await sent(frontend, 4)
+        if ended:
+            for rid in rids:
+                frontend.engine.emit(rid, "x", STOP)
+            await asyncio.gather(*tasks)
+        records = frontend.manager.records
+        listed = [[each["rid"] for each in records.latest(9, who)] for who in users]
+        assert listed == [["own"], ["plain"]]
+        assert {each["rid"] for each in records.latest(9, ADMIN)} == {"own", "plain", "boss", "probe"}
+        for who in users:
+            for rid in ("boss", "probe"):
+                with pytest.raises(NotFoundError):
+                    records.timelines(rid, who)
+        assert [each["rid"] for each in records.timelines("boss", ADMIN)] == ["boss"]
+        if not ended:
+            for who in users:
+                frontend.manager.abort_request("boss", caller=who)
+            await turns()
+            frontend.engine.pump()
+            assert not frontend.engine.aborts
 
 
 async def test_prompts_of_a_key_are_found_in_the_cache_by_nobody_else(make_frontend):

@@ -8,7 +8,7 @@ from frontend_fakes import turns
 
 from headrace.errors import ConfigError, ExecutionError, NotFoundError, RequestError
 from headrace.frontend.tenants import Caller, Tenant, TenantLimits
-from headrace.messages.outputs import FinishReason, SampleEvent, SampleStats
+from headrace.messages.outputs import FinishReason, SampleEvent, SamplesMoved, SampleStats
 from headrace.metrics import spans
 from headrace.metrics.spans import OpenTelemetrySpans, Spans, build_span, parse_traceparent
 from headrace.metrics.timeline import Timeline
@@ -75,7 +75,7 @@ async def test_live_requests_and_all_samples_of_a_call_are_found_and_old_ones_fo
     await turns()
 
     told = frontend.manager.records.timelines("many")
-    assert [(each["rid"], each["state"]) for each in told] == [("many/0", "running"), ("many/1", "running")]
+    assert [(each["rid"], each["state"]) for each in told] == [("many/0", "running"), ("many/1", "waiting")]
     assert [event["event"] for event in told[0]["events"]] == ["received", "tokenized", "first_token"]
 
     for j in range(2):
@@ -101,7 +101,7 @@ async def test_the_list_begins_with_live_requests_and_holds_no_text(make_fronten
     told = frontend.manager.records.latest(10)
     assert [each["rid"] for each in told] == ["later", "live", "third", "second"]
     assert [each["completion_tokens"] for each in told] == [0, 1, 3, 3]
-    assert [each["state"] for each in told] == ["running", "running", "finished", "finished"]
+    assert [each["state"] for each in told] == ["waiting", "running", "finished", "finished"]
     assert [(each["key"], each["dp_rank"]) for each in told] == [(None, 0)] * 4
     assert 0 <= told[0]["age_s"] <= told[1]["age_s"]
     assert [each["age_s"] for each in told[2:]] == [each["e2e_s"] for each in told[2:]]
@@ -113,6 +113,26 @@ async def test_the_list_begins_with_live_requests_and_holds_no_text(make_fronten
         frontend.engine.emit(rid, "y", STOP)
     for task in tasks:
         await task
+
+
+async def test_a_request_waits_until_its_scheduler_runs_it_and_again_when_it_is_retracted(make_frontend):
+    frontend = make_frontend()
+    task = frontend.start("p", rid="r")
+    await frontend.engine.until(lambda: "r" in frontend.engine.requests)
+
+    async def state_after(message):
+        frontend.engine.outbox.send(message)
+        await turns()
+        [told] = frontend.manager.records.latest(1)
+        return told["state"]
+
+    assert await state_after(SamplesMoved(("another",))) == "waiting"
+    assert await state_after(SamplesMoved(("another", "r"))) == "running"
+    assert await state_after(SamplesMoved((), ("r",))) == "waiting"
+    frontend.engine.emit("r", "x", STOP)
+    await task
+    [told] = frontend.manager.records.latest(1)
+    assert told["state"] == "finished"
 
 
 @pytest.mark.parametrize("prompts", [False, True])
@@ -131,7 +151,7 @@ async def test_a_death_leaves_a_dump_with_prompts_only_if_told_and_a_stop_leaves
     text = path.read_text()
     dump = json.loads(text)
     assert dump["message"] == "the scheduler died"
-    assert [(r["rid"], r["state"]) for r in dump["requests"]] == [("done", "finished"), ("live", "running")]
+    assert [(r["rid"], r["state"]) for r in dump["requests"]] == [("done", "finished"), ("live", "waiting")]
     assert ("secret" in text) == prompts
 
     other = make_frontend(crash_dump_dir=str(tmp_path / "none"))
@@ -230,7 +250,7 @@ def test_open_telemetry_gets_the_span_as_it_was():
 
 def test_without_the_extra_the_option_is_refused(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace.export", None)
-    with pytest.raises(ConfigError, match=r"headrace\[otel\]"):
+    with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
         spans.otlp_exporter("http://127.0.0.1:4318/v1/traces")
     with pytest.raises(ConfigError, match="http"):
         spans.otlp_exporter("127.0.0.1:4317")

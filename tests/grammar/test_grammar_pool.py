@@ -1,13 +1,14 @@
 """Children try grammars: what costs too much ends a child, never the server, and no child outlives the pool."""
 
+import contextlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,16 @@ from headrace.text.tokenizers import load_tokenizer
 BYTES = Vocabulary([bytes([byte]) for byte in range(255)] + [b"", b"<end>"], [256], [256])
 
 STUB = """
-import os, signal, time
+import os, signal, threading
 from headrace.grammar import compile_child as child
 real, kept = child.try_grammar, []
 
 def try_grammar(tokens, spec):
     what, _, value = spec.text.partition(":")
-    if what == "sleep":
-        time.sleep(1000)
+    if what == "hang":
+        if value:
+            open(value, "w").close()  # a pipe with a name: it says that the child is here
+        threading.Event().wait()
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "keep":
@@ -133,7 +136,7 @@ def test_a_grammar_that_takes_too_long_ends_its_child(stub):
         assert isinstance(pool.try_spec(spec("a")), Passed)
     (pid,) = pool.pids
 
-    verdict = pool.try_spec(spec("sleep"))
+    verdict = pool.try_spec(spec("hang"))
 
     assert isinstance(verdict, Refused)
     assert "longer than 0.5 s" in verdict.message
@@ -198,20 +201,21 @@ def test_a_child_that_has_grown_is_replaced_after_its_answer(stub, monkeypatch):
     assert pool.num_killed == 0
 
 
-def test_one_grammar_that_hangs_does_not_hold_up_another(stub):
+def test_one_grammar_that_hangs_does_not_hold_up_another(stub, tmp_path):
     pool = stub(num_children=2, limit_s=200)
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
     failed = []
 
     def hang() -> None:
         try:
-            pool.try_spec(spec("sleep"))
+            pool.try_spec(spec(f"hang:{begun}"))
         except ExecutionError as error:
             failed.append(error.message)
 
     thread = threading.Thread(target=hang)
     thread.start()
-    while not pool.pids:
-        time.sleep(0.01)
+    begun.read_bytes()  # returns when the child has opened and closed its end
     for _ in range(5):
         assert isinstance(pool.try_spec(spec("a")), Passed)
     assert thread.is_alive()
@@ -269,8 +273,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     parent = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     pid = int(parent.stdout)
 
-    while not is_gone(pid) and "(zombie)" not in Path(f"/proc/{pid}/status").read_text():
-        time.sleep(0.02)  # until the test's own time limit
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        process = os.pidfd_open(pid)
+        ended, _, _ = select.select([process], [], [], 60)
+        os.close(process)
+        assert ended == [process]
 
 
 RNG = random.Random(3)

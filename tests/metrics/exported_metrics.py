@@ -14,6 +14,8 @@ STATE = InternalState(
 def busy_metrics():
     metrics = Metrics("tiny")
     metrics.set_scheduler_state(STATE)
+    metrics.set_cache_config(16, 62, 1)
+    metrics.lora_requests.watch(8, lambda: ({"b", "a"}, {"c"}))
     metrics.count_end("stop")
     metrics.count_rejected("queue_full")
     metrics.count_restart("scheduler")

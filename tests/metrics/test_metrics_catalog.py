@@ -265,3 +265,19 @@ def test_the_documents_name_every_metric_and_no_more_are_promised():
     }
 
     assert names == documented - {"model_name", "headrace"}
+
+
+def test_the_value_of_adapters_in_use_is_when_they_were_first_seen():
+    metrics, running = Metrics("tiny"), {"poet"}
+    metrics.lora_requests.watch(4, lambda: (running, ()))
+
+    def seen():
+        return {key: value for key, value in values(metrics).items() if key[0] == "lora_requests_info"}
+
+    (before,) = seen().items()
+    assert before[0] == ("lora_requests_info", "4", "poet", "")
+    assert seen() == dict([before])
+    running.add("cook")
+    (after,) = seen().items()
+    assert after[0] == ("lora_requests_info", "4", "cook,poet", "")
+    assert after[1] >= before[1] > 0

@@ -37,6 +37,10 @@ def test_well_known_names_are_spelled_as_their_dashboards_do():
     assert vllm["vllm:request_success_total"] == [({"model_name": "tiny", "finished_reason": "stop"}, 1.0)]
     assert vllm["vllm:num_preemptions_total"][0][1] == 4
     assert vllm["vllm:time_to_first_token_seconds_count"][0][1] == 1
+    cache = {"model_name": "tiny", "engine": "0", "block_size": "16", "num_gpu_blocks": "62"}
+    assert vllm["vllm:cache_config_info"] == [(cache, 1.0)]
+    adapters = {"max_lora": "8", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert vllm["vllm:lora_requests_info"][0][0] == {"model_name": "tiny"} | adapters
     assert sglang["sglang:num_queue_reqs"][0][1] == 3
     assert sglang["sglang:prompt_tokens_total"][0][1] == 5
     assert sglang["sglang:inter_token_latency_seconds_count"][0][1] == 3
@@ -67,6 +71,7 @@ def test_underscored_names_replace_ours_with_the_same_samples():
     del ours["process_cpu_seconds_total"], underscored["process_cpu_seconds_total"]  # it moves
     for memory in (ours, underscored):
         del memory["process_resident_memory_bytes"]
+    del ours["headrace:lora_requests_info"], underscored["headrace_lora_requests_info"]  # the time
     assert {name.replace("headrace:", "headrace_"): found for name, found in ours.items()} == underscored
     assert not [name for name in underscored if not re.fullmatch(r"(headrace|process)(_[a-z0-9]+)+", name)]
 

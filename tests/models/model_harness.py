@@ -12,6 +12,7 @@ import transformers
 from headrace.attention.base import AttentionBackend, KvPool, ReadTokens, StepRows
 from headrace.attention.select import make_backend
 from headrace.checkpoint.source import open_checkpoint
+from headrace.distributed.base import WHOLE, Shard
 from headrace.execution.load_weights import load_model
 from headrace.kernels.cpu import why_not
 from headrace.layers.weight import Placement
@@ -175,15 +176,18 @@ def open_runner(
     quantization: Any = "none",
     kv_dtype: torch.dtype | None = None,
     page_size: int = 16,
+    shard: Shard = WHOLE,
 ) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
     model = load_model(
-        checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS, quantization)
+        checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS, quantization, shard)
     )
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
-    pool = attention.make_kv_pool(kv_shape(checkpoint.config, kv_dtype or dtype), 4 * MAX_POSITIONS, page_size, CPU)
+    pool = attention.make_kv_pool(
+        kv_shape(checkpoint.config, kv_dtype or dtype, shard), 4 * MAX_POSITIONS, page_size, CPU
+    )
     return Runner(model, attention, pool, pages_each)
 
 

@@ -75,7 +75,7 @@ def reference(model: Any, tokens: list[int]) -> torch.Tensor:
 def peft_logits() -> Iterator[Callable[..., torch.Tensor]]:
     """What peft says, in a process of its own: where transformers finds peft it imports it, which doubles its start."""
     peft = Path(sys.prefix) / "peft"
-    assert peft.is_dir(), "scripts/setup puts it there"
+    assert peft.is_dir(), "scripts/setup --dev puts it there"
     program = [sys.executable, Path(__file__).parent / "peft_logits.py"]
     environment = os.environ | {"PYTHONPATH": str(peft)}
     with subprocess.Popen(

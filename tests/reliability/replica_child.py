@@ -133,7 +133,7 @@ class DiskWorker(FakeWorker):
 
 
 def run_scheduler(
-    args: ServerArgs, channels: Channels, on_ready, on_progress, replica: int = 0, source: int = 0
+    args: ServerArgs, channels: Channels, on_ready, on_progress, replica: int = 0, source: int = 0, ports=None
 ) -> None:
     receiver = channels.receiver("to_scheduler", replica)
     to_tokenizer = channels.sender("to_tokenizer")

@@ -13,11 +13,12 @@ from concurrent.futures import Future
 import numpy as np
 
 from headrace.cache.allocator import PageAllocator
+from headrace.cache.base import CacheObserver
 from headrace.cache.chunk_cache import ChunkCache
 from headrace.cache.radix_cache import RadixCache
 from headrace.errors import ExecutionError, ModelError
 from headrace.messages.grammar import CompiledGrammar, GrammarSpec, GrammarStats
-from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock
+from headrace.messages.outputs import BatchTokenIDOut, LogprobBlock, SamplesMoved
 from headrace.messages.requests import LogprobSpec, PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
@@ -186,6 +187,7 @@ class FakeWorker:
         self.num_prefill_rows = 0
         self.closed = False
         self.rested: list[int] = []  # rows that were left when it was told to rest
+        self.num_rests = 0
         self.version = 0
         self.weights = FakeWeights(self)
 
@@ -195,6 +197,7 @@ class FakeWorker:
     def rest(self, left: tuple[int, ...]) -> None:
         assert not self.queue, "it rests with a step in flight"
         self.rested += left
+        self.num_rests += 1
 
     def close(self) -> None:
         self.closed = True
@@ -300,6 +303,20 @@ class Mailbox:
         return self.recv_nowait()
 
 
+class Told(Mailbox):
+    """What the scheduler tells the tokenizer manager. runs: which samples run, as it has told; these messages are not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: dict[str, bool] = {}
+
+    def send(self, message: object) -> None:
+        if isinstance(message, SamplesMoved):
+            self.runs |= dict.fromkeys(message.running, True) | dict.fromkeys(message.waiting, False)
+        else:
+            super().send(message)
+
+
 class Rig:
     """A scheduler on a fake worker with everything it says collected by rid."""
 
@@ -319,11 +336,12 @@ class Rig:
         preemption: int = 0,
         ids_a_row: int = 1,
         max_step_s: float = math.inf,
+        observer: CacheObserver | None = None,
     ) -> None:
-        self.inbox, self.out, self.back = Mailbox(), Mailbox(), Mailbox()
+        self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
         self.worker = FakeWorker(num_pages * page_size, max_running + 2, eos_every, ids_a_row)
-        cache = RadixCache(page_size) if radix else ChunkCache()
+        cache = RadixCache(page_size, observer) if radix else ChunkCache()
         self.kv = KVManager(PageAllocator(num_pages, page_size), cache, max_running + 2)
         config = SchedulerConfig(
             policy=policy,
@@ -397,6 +415,10 @@ class Rig:
                     self.num_logprobs[row.rid] = self.num_logprobs.get(row.rid, 0) + len(row.logprobs.values) // 4
                 if row.finish is not None:
                     self.finish[row.rid] = row.finish
+        live = self.state.by_rid
+        self.back.runs = {rid: runs for rid, runs in self.back.runs.items() if rid in live}
+        told = {rid for rid, runs in self.back.runs.items() if runs}
+        assert told == {req.rid for req in self.state.running if live.get(req.rid) is req}
 
     @property
     def busy(self) -> bool:

@@ -125,5 +125,18 @@ def test_what_constrained_rows_held_goes_when_nothing_has_come_for_a_while():
     rig.add("plain", PROMPT, 4)
     rig.drain()
     rig.turn()
-    assert rig.worker.rested == [row], "said once"
+    assert (rig.worker.rested, rig.worker.num_rests) == ([row], 1), "said once"
     assert all(batch.left == () for batch in seen)
+
+
+def test_memory_goes_back_too_when_a_step_of_others_has_said_which_rows_were_left():
+    rig = Rig()
+    rig.add("first", PROMPT, 2, grammar=A)
+    rig.add("plain", PROMPT, 8)
+    rig.turn()
+    rig.grammars.finish("a", Compiled())
+    rig.drain()
+    rig.turn()
+    rig.turn()
+
+    assert (rig.worker.rested, rig.worker.num_rests) == ([], 1)

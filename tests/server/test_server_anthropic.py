@@ -15,21 +15,9 @@ from headrace.messages.outputs import FinishReason
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def shared_server() -> Iterator[Running]:
     with running_server(fake_context_length=8192) as server:
         yield server
-
-
-@pytest.fixture
-def server(running: Running) -> Running:
-    running.frontend.reset()
-    return running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as found:
-        yield found
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from fake_frontend import Running, events, running_server
 
 from headrace.errors import RequestError
-from headrace.server.chat.custom_tools import InputReader, custom_tool, input_of
+from headrace.server.chat.custom_tools import InputReader, check_definitions, custom_tool, input_of
 
 CHAT = "/v1/chat/completions"
 PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Changes a file"}}
@@ -95,7 +95,7 @@ def test_a_regular_expression_binds_the_whole_input():
     for form in (None, {}, {"type": "text"}):
         assert not custom_tool("t", "f", None, form).strict
     for form, param in (
-        ({"type": "grammar", "syntax": "lark", "definition": "start: /a/"}, "t.format"),
+        ({"type": "grammar", "syntax": "lark"}, "t.format.definition"),
         ({"type": "grammar", "syntax": "peg", "definition": "x"}, "t.format.syntax"),
         ({"type": "grammar", "syntax": "regex"}, "t.format.definition"),
         ({"type": "grammar", "syntax": "regex", "definition": "a)|(?:b"}, "t.format.definition"),
@@ -107,22 +107,37 @@ def test_a_regular_expression_binds_the_whole_input():
         assert caught.value.param == param
 
 
+def test_a_lark_definition_binds_the_input_and_is_shown_to_the_model():
+    definition = 'start: "a" /[^"]+/'
+    tool = custom_tool("t", "f", None, {"type": "grammar", "syntax": "lark", "definition": definition})
+    assert tool.strict
+    assert tool.lark == definition
+    assert tool.parameters is not None
+    properties: Any = tool.parameters["properties"]
+    assert definition in properties["input"]["description"]
+    check_definitions("tools", [tool])
+
+
+@pytest.mark.parametrize(
+    ("definition", "reason", "param"),
+    [
+        ("start: missing", "'f': line 1: the rule `missing`", "tools[1]"),
+        ('start: "a"\n' + "#" * 20_000, "at most 32768 characters together", "tools"),
+    ],
+)
+def test_lark_definitions_are_checked_together(definition: str, reason: str, param: str):
+    form = {"type": "grammar", "syntax": "lark"}
+    good = custom_tool("t", "good", None, form | {"definition": 'start: "a"\n' + "#" * 20_000})
+    with pytest.raises(RequestError) as caught:
+        check_definitions("tools", [good, custom_tool("t", "f", None, form | {"definition": definition})])
+    assert reason in caught.value.message
+    assert caught.value.param == param
+
+
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def shared_server() -> Iterator[Running]:
     with running_server(fake_context_length=4096) as server:
         yield server
-
-
-@pytest.fixture
-def server(running: Running) -> Running:
-    running.frontend.reset()
-    return running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as found:
-        yield found
 
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 3, 1000])
@@ -157,6 +172,17 @@ def test_a_cut_call_gives_what_it_held(client: httpx.Client, server: Running):
         assert '{\\"inp' in reply.text, "given as it is, at the end"
 
 
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "custom", "custom": {"name": "patch"}}])
+def test_a_lark_definition_is_part_of_the_grammar(client: httpx.Client, server: Running, choice: Any):
+    grammar = {"syntax": "lark", "definition": 'start: "*** " /[a-z]+/ "\\n"'}
+    patch = {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": grammar}}}
+    reply = client.post(CHAT, json=ASKED | {"tools": [patch, WEATHER], "tool_choice": choice})
+    assert reply.status_code == 200, reply.text
+    bound = server.frontend.resolved[-1].grammar
+    assert bound is not None
+    assert json.dumps(grammar["definition"]) in bound.text
+
+
 def test_calls_and_choices_in_a_chat(client: httpx.Client, server: Running):
     messages = [
         {"role": "user", "content": "a"},
@@ -185,6 +211,24 @@ def test_calls_and_choices_in_a_chat(client: httpx.Client, server: Running):
     [
         ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
+        (
+            {
+                "tools": [
+                    WEATHER,
+                    {
+                        "type": "custom",
+                        "custom": {
+                            "name": "a",
+                            "format": {
+                                "type": "grammar",
+                                "grammar": {"syntax": "lark", "definition": "start: /(?=a)/"},
+                            },
+                        },
+                    },
+                ]
+            },
+            "tools[1]",
+        ),
         (
             {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "x"}}}]},
             "tools[0].custom.format.type",

@@ -121,6 +121,16 @@ def test_empty_fields_are_absent_at_every_depth(client: httpx.Client):
         assert client.post("/generate", json={"text": "a", "sampling_params": unknown}).status_code == 200
 
 
+def test_what_asks_the_vendor_to_keep_something_asks_for_nothing_here(client: httpx.Client):
+    """Requests are not stored for a vendor's dashboard, and the prefix cache needs no permission."""
+    for fields in ({"store": True, "metadata": {"a": "b"}}, {"prompt_cache_retention": "24h"}):
+        reply = client.post("/v1/chat/completions", json=GOOD["/v1/chat/completions"] | fields)
+        assert reply.status_code == 200, (fields, reply.text)
+    for value in ("yes", 1):
+        reply = client.post("/v1/chat/completions", json=GOOD["/v1/chat/completions"] | {"store": value})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "store")
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", ["", "default", None])
 def test_a_request_without_a_model_s_name_means_what_is_served(client: httpx.Client, route: str, name: str | None):

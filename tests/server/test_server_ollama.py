@@ -32,21 +32,9 @@ COUNTS = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_d
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def shared_server() -> Iterator[Running]:
     with running_server(fake_context_length=4096) as server:
         yield server
-
-
-@pytest.fixture
-def server(running: Running) -> Running:
-    running.frontend.reset()
-    return running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as found:
-        yield found
 
 
 def lines(reply: httpx.Response) -> list[dict[str, Any]]:
@@ -432,12 +420,14 @@ ACCEPTED: list[dict[str, Any]] = [
     {"mirostat_tau": 5.0, "mirostat_eta": 0.1}, {"penalize_newline": False}, {"penalize_newline": True, "repeat_penalty": 1.1},
     {"repeat_last_n": 64, "repeat_penalty": 1.1}, {"repeat_last_n": 33}, {"repeat_last_n": 33, "repeat_penalty": 1},
     {"vocab_only": False}, {"embedding_only": None}, {"stop": "x"}, {"stop": []}, {"nobody_knows_this": None}, {}, {"top_k": 0},
+    {"num_gqa": 8}, {"rope_frequency_base": 0}, {"rope_frequency_scale": 1.0},
 ]  # fmt: skip
 REFUSED: list[dict[str, Any]] = [
     {"num_ctx": 4097}, {"typical_p": 0.5}, {"tfs_z": 2.0}, {"mirostat": 1}, {"repeat_last_n": 33, "repeat_penalty": 1.1},
     {"penalize_newline": False, "presence_penalty": 1.0}, {"vocab_only": True}, {"embedding_only": True}, {"num_predict": -3},
     {"repeat_penalty": 3.0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"min_p": 2}, {"seed": -2}, {"stop": ["a"] * 99},
     {"temperature": "hot"}, {"num_predict": 1.5}, {"nobody_knows_this": 1}, {"presence_penalty": 3},
+    {"rope_frequency_base": 10000.0}, {"rope_frequency_scale": 0.5},
 ]  # fmt: skip
 
 

@@ -280,7 +280,6 @@ def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Runnin
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
-        ({"store": True}, "store"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"verbosity": "low"}, "verbosity"),
         ({"priority": 5}, "priority"),

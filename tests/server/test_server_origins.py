@@ -119,7 +119,7 @@ async def test_every_route_answers_clients_that_are_no_pages_and_pages_of_its_ow
 async def test_a_link_may_lead_here_but_a_form_may_not():
     visit = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
     async with client_of() as (client, _, _):
-        assert (await client.get("/docs", headers=visit)).status_code == 200
+        assert (await client.get("/docs", headers=visit)).status_code == 307
         assert (await client.post("/flush_cache", headers=visit)).status_code == 403
 
 

@@ -38,21 +38,9 @@ PATCHED_TEXT = 'a\n"b" 🙂 é'
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def shared_server() -> Iterator[Running]:
     with running_server(fake_context_length=4096, enable_cache_report=True) as server:
         yield server
-
-
-@pytest.fixture
-def server(running: Running) -> Running:
-    running.frontend.reset()
-    return running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as found:
-        yield found
 
 
 def prompt_of(server: Running) -> str:
@@ -409,6 +397,8 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client):
         assert response[name] == fields[name]
     for name, value in fields.items():
         accepted(client, **{name: value})
+    assert accepted(client, max_tool_calls=0)["max_tool_calls"] == 0
+    accepted(client, prompt_cache_retention="24h")
     assert accepted(client, store=True)["store"] is False, "the API's default, which routers spell out"
     stream = {"input": "a", "stream": True, "stream_options": {"include_obfuscation": True}, "max_output_tokens": 2}
     events(client.post(PATH, json=stream))
@@ -427,7 +417,7 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client):
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"max_tool_calls": -1}, "max_tool_calls"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"truncation": "half"}, "truncation"),
@@ -482,8 +472,21 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client):
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
         (
-            {"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark"}}]},
-            "tools[0].format",
+            {"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "peg"}}]},
+            "tools[0].format.syntax",
+        ),
+        (
+            {
+                "tools": [
+                    WEATHER,
+                    {
+                        "type": "custom",
+                        "name": "c",
+                        "format": {"type": "grammar", "syntax": "lark", "definition": "start: <think>"},
+                    },
+                ]
+            },
+            "tools[1]",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),

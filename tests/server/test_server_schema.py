@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,7 +10,7 @@ import jsonschema_rs
 import msgspec
 import pytest
 import schemathesis
-from fake_frontend import Running
+from fake_frontend import Running, running_server
 from hypothesis import HealthCheck, Phase, given, settings
 
 from headrace.messages.control import FlushCacheReply
@@ -113,6 +114,35 @@ def as_written(value: Any) -> Any:
             return [as_written(item) for item in value]
         case _:
             return value
+
+
+def examples(api: dict[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
+    """(path, method, title, body) of each."""
+    for path, methods in api["paths"].items():
+        for method, operation in methods.items():
+            if method != "get" and "requestBody" in operation:
+                content = operation["requestBody"]["content"]["application/json"]
+                assert content["examples"], f"{path} has no example"
+                for title, example in content["examples"].items():
+                    yield path, method, title, example["value"]
+
+
+def test_every_body_has_an_example_that_the_server_accepts(api):
+    weight = WeightOpReply(1, True, "done", "default", shape=(2, 1), values=bytes(8))
+    with (
+        running_server(fake_context_length=4096) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        seen = set()
+        for path, method, title, body in examples(api):
+            server.frontend.weights.reply = weight
+            reply = client.request(method, path, json=body)
+            assert reply.status_code == 200, (path, title, reply.text)
+            assert '"error":{' not in reply.text, (path, title)
+            schema = api["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
+            jsonschema_rs.validator_for({**schema, "components": api["components"]}).validate(body)
+            seen.add(path)
+    assert set(GENERATION + CONTROL) <= seen
 
 
 def failures_of(api: dict[str, Any], path: str, status: str) -> Any:

@@ -72,14 +72,40 @@ def test_the_files_are_public_and_the_data_is_not():
 
 def test_they_can_be_switched_off():
     with running_server(disable_ui=True) as server, httpx.Client(base_url=server.url) as client:
-        for path in ("/ui", "/ui/", "/ui/main.js"):
+        for path in ("/ui", "/ui/", "/ui/main.js", "/docs"):
             assert client.get(path).status_code == 404
         assert client.get("/", headers={"accept": "text/html"}).status_code == 200
 
 
-def test_a_page_loads_little():
-    loaded = {name: file for name, file in read_files().items() if not name.endswith((".LICENSE", "SOURCES.json"))}
-    assert sum(len(file.compressed) for file in loaded.values()) < MAX_BYTES / 2, "what is sent, for both pages"
+def loaded_with(*names: str) -> set[str]:
+    """Files that are loaded with these: what HTML names, what modules import at once, and so on."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        text = (STATIC / name).read_text()
+        if name.endswith(".html"):
+            waiting += re.findall(r'<(?:link|script)[^>]* (?:href|src)="([^"]+)"', text)
+        elif name.endswith(".js") and not name.startswith("vendor/"):
+            waiting += re.findall(r"^import (?:[^;]* from )?'\./([^']+)';", text, re.MULTILINE)
+    return found
+
+
+def test_the_chat_loads_little_and_the_other_pages_only_what_is_theirs():
+    files = read_files()
+    chat = loaded_with("index.html")
+    assert {"main.js", "app.css", "icon.svg", "store.js", "vendor/marked.esm.js", "vendor/purify.min.js"} <= chat
+    assert sum(len(files[name].body) for name in chat) < MAX_BYTES
+    assert sum(len(files[name].compressed) for name in chat) < MAX_BYTES / 2.5, "what is sent"
+    dashboard = loaded_with("dashboard.js", "dashboard.css") - chat
+    api = loaded_with("explorer.js", "explorer.css") - chat
+    assert dashboard == {"dashboard.js", "dashboard.css", "metrics.js", "plots.js"}
+    assert api == {"explorer.js", "explorer.css", "operation.js", "schema.js"}
+    rest = {name for name in files if not name.endswith((".LICENSE", "SOURCES.json"))} - chat - dashboard - api
+    assert rest == {"export.js"}, "loaded for an export"
 
 
 def test_the_pages_name_no_other_host():

@@ -103,6 +103,8 @@ class ServerOptions(TypedDict, total=False):
     single_process: bool
     detokenize_in: Literal["process", "main"]
     tokenizer_worker_num: int
+    tp_size: int
+    rank_timeout_s: float
     dp_size: int
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
     disable_recovery: bool
@@ -169,6 +171,7 @@ class ServerOptions(TypedDict, total=False):
     dump_requests_dir: str | None
     crash_dump_prompts: bool
     otlp_traces_endpoint: str | None
+    kv_events_config: str | None
     save_dir: str | None
     weight_update_timeout_s: float
     watchdog_timeout_s: float

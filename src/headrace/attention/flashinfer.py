@@ -1,4 +1,4 @@
-"""Attention by the FlashInfer library, an optional extra (`pip install headrace[flashinfer]`).
+"""Attention by the FlashInfer library, an optional package (`pip install flashinfer-python`).
 
 Written from FlashInfer's documentation (0.6) and never run. docs/gpu-worklist.md says how to verify it.
 
@@ -40,7 +40,7 @@ class FlashInferAttention(AttentionBackend):
         if needs.device != "cuda":
             reasons.append(f"it runs on CUDA only, not on {needs.device}")
         if find_spec("flashinfer") is None:
-            reasons.append("the package flashinfer-python is not installed (pip install headrace[flashinfer])")
+            reasons.append("the package flashinfer-python is not installed (pip install flashinfer-python)")
         if needs.head_dim not in _HEAD_DIMS:
             reasons.append(f"head_dim must be one of {_HEAD_DIMS}, not {needs.head_dim}")
         if needs.kv_cache_dtype not in ("bfloat16", "float16", "float8_e4m3fn"):

@@ -91,7 +91,7 @@ def agreement(reference: Greedy, got: Greedy) -> Agreement:
 
 
 def _common(want: TokenIds, have: TokenIds) -> int:
-    """Tokens before the first that differs."""
+    """The number of tokens before the first one that differs."""
     both = min(len(want), len(have))
     return next((index for index in range(both) if want[index] != have[index]), both)
 

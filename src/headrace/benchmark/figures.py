@@ -59,7 +59,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request must keep to count as good; None = anything."""
+    """The latencies that a request must not exceed to count as good; None = no limit."""
 
     ttft_s: float | None = None
     per_token_s: float | None = None
@@ -67,7 +67,7 @@ class Limits:
 
     @property
     def any(self) -> bool:
-        """Whether a limit is set at all."""
+        """Whether any limit is set."""
         return (self.ttft_s, self.per_token_s, self.e2e_s) != (None, None, None)
 
     def kept_by(self, record: RequestRecord) -> bool:

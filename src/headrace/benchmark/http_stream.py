@@ -17,7 +17,7 @@ CONNECT_S = 10.0
 
 @dataclass(slots=True)
 class StreamReply:
-    """What came: pieces of the body, each with the time (perf_counter) at which it was there. error: why it is not whole."""
+    """What was received: pieces of the body, each with its time of arrival (perf_counter). error: why the reply is not complete."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
@@ -44,11 +44,11 @@ class _Connection(asyncio.Protocol):
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
-        """It is connected."""
+        """The connection is open."""
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Something came."""
+        """Bytes were received."""
         self._now_s = time.perf_counter()
         try:
             self._parser.feed_data(data)
@@ -77,7 +77,7 @@ class _Connection(asyncio.Protocol):
         self._reply.pieces.append((self._now_s, piece))
 
     def on_message_complete(self) -> None:
-        """That was all; a status below 200 announces the reply proper."""
+        """The message is complete. A status below 200 only announces the real reply, which follows."""
         if not self.done.done() and self._reply.status >= 200:
             self.done.set_result(self._reply)
 

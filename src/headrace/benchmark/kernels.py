@@ -1,7 +1,7 @@
 """`headrace bench kernels`: every op of the kernels over the shapes of a model, in bytes and operations a second.
 
-Owns the shapes and what each op reads and computes at least. Does not own the ops. Weights and caches go round over more memory than
-the caches hold, as the layers of a model do; the shapes are visited in turns. Runs in the main process.
+Owns the shapes and what each op must read and compute at least. Does not own the ops. Weights and KV cycle through
+more memory than the processor caches hold, as the layers of a model do; the shapes are timed in turns. Runs in the main process.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A `headrace serve` of one's own, in another process, for as long as a measurement takes."""
+"""Starts a server for a measurement, in a process of its own, and stops it afterwards."""
 
 import contextlib
 import http.client

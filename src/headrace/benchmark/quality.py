@@ -1,6 +1,6 @@
 """`headrace bench quality`: how close an Engine with the given options comes to one that computes in float32.
 
-A figure of speed stands beside these. Owns what is generated and the report; the arithmetic is agreement.py's, the text held_out.py's.
+Figures of speed are published beside these. Owns what is generated and the report; the arithmetic is agreement.py's, the text held_out.py's.
 Runs in the main process, one Engine after the other.
 """
 
@@ -35,7 +35,7 @@ from headrace.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What one Engine said. text_logprobs: of the tokens of all windows, but the first of each. precision: in words."""
+    """The outputs of one Engine. text_logprobs: of the tokens of all windows, but the first of each. precision: in words."""
 
     precision: str
     greedy: Greedy

@@ -1,4 +1,4 @@
-"""What the programs in `benchmarks/` leave behind: JSON with the command, the commit and the machine."""
+"""The reports of the programs in `benchmarks/`: JSON with the command, the commit and the machine."""
 
 import argparse
 import json

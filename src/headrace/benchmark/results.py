@@ -1,4 +1,4 @@
-"""The document a benchmark leaves behind: JSON, a table, a plot.
+"""The results of a benchmark: a JSON document, a table, a plot.
 
 Owns the form of the results. Does not measure. The JSON holds all that is needed to repeat and to judge a figure: command,
 commit, machine, target, workload, every repetition, median and spread.
@@ -178,12 +178,10 @@ def print_agreements(console: Console, agreements: Sequence[Agreement]) -> None:
 def plot(path: Path, content: dict[str, Any]) -> None:
     """Draw the document's throughput and latencies per preset and target; the format follows the file's ending.
 
-    Raises ConfigError when matplotlib is not installed or the ending is none that it knows.
+    Needs matplotlib. Raises ConfigError when the ending is none that it knows.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'headrace[bench]'") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -5,6 +5,7 @@ servers are compared interleaved. Sending is targets.py, scheduling load.py, ari
 """
 
 import asyncio
+import importlib.util
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class LoadOptions:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for values that make no sense."""
+        """Raises ConfigError for values that make no sense, and for a plot that nothing here can draw: before measuring, not after."""
         preset_names(self.presets)
         for name in ("repeat", "concurrency", "num_requests", "rounds"):
             value = getattr(self, name)
@@ -80,6 +81,8 @@ class LoadOptions:
             raise ConfigError(f"--rate must be above 0, got {self.rate}")
         if self.rate is not None and self.concurrency is not None:
             raise ConfigError("--rate and --concurrency cannot be combined")
+        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
     def described(self) -> dict[str, Any]:
         """As the results record it."""

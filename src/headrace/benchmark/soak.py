@@ -81,7 +81,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Soak:
-    """What is counted while it runs. problems: what was not as it must be, at most MAX_PROBLEMS of them.
+    """What is counted during the run. problems: what was wrong, at most MAX_PROBLEMS entries.
 
     num_accepted: samples that the server took, whatever became of them.
     """
@@ -94,7 +94,7 @@ class Soak:
     num_kills: int = 0
 
     def check(self, holds: bool, problem: str) -> None:
-        """Remember what does not hold."""
+        """Note a problem unless the condition holds."""
         if not holds and len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
 
@@ -313,7 +313,7 @@ async def _health(session: aiohttp.ClientSession) -> int:
 
 
 async def _num_ended(session: aiohttp.ClientSession) -> int:
-    """Samples that have ended, whatever way, as /metrics counts them."""
+    """The number of samples that have ended for any reason, as /metrics counts them."""
     async with session.get("/metrics") as reply:
         lines = (await reply.text()).splitlines()
     return round(sum(float(line.split()[-1]) for line in lines if line.startswith("headrace:requests_total{")))

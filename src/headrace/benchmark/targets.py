@@ -18,7 +18,9 @@ from headrace.benchmark.sse import DONE, EventParser
 from headrace.benchmark.workloads import TokenIds
 from headrace.errors import ConfigError, HeadraceError
 
-PromptForm = Literal["auto", "ids", "text"]
+PromptForm = Literal["auto", "ids", "text", "chat"]
+"""Of completions: token ids or text; chat: the text is the user's message of a chat completion. auto: ids if the server takes them, else text."""
+
 _ERROR_CHARS = 200
 _ENDED_EARLY = "the stream ended early"
 # What of /server_info belongs beside a figure. A server's reply may hold more, and keys among it.
@@ -63,9 +65,20 @@ class Target(Protocol):
         ...
 
 
+class _Delta(msgspec.Struct, frozen=True, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
 class _Choice(msgspec.Struct, frozen=True, gc=False):
     text: str | None = None
+    delta: _Delta = _Delta()
     finish_reason: str | None = None
+
+    @property
+    def new_text(self) -> str:
+        """What the chunk adds to the output; of a chat, its reasoning too."""
+        return (self.text or "") + (self.delta.reasoning_content or "") + (self.delta.content or "")
 
 
 class _PromptDetails(msgspec.Struct, frozen=True, gc=False):
@@ -85,7 +98,7 @@ class _Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenAITarget:
-    """A server that answers `POST /v1/completions` with a stream of events.
+    """A server that answers `POST /v1/completions`, or `/v1/chat/completions`, with a stream of events.
 
     decode: token ids -> text, for servers that take only text. headers: sent with every request (a key).
     Use `connect` to make one: it asks for the model's name and finds out whether prompts may be token ids.
@@ -96,7 +109,7 @@ class OpenAITarget:
         session: aiohttp.ClientSession,
         url: str,
         model: str,
-        prompt_form: Literal["ids", "text"],
+        prompt_form: Literal["ids", "text", "chat"],
         decode: Callable[[TokenIds], str],
         extra_body: Mapping[str, Any],
     ) -> None:
@@ -122,7 +135,7 @@ class OpenAITarget:
         """Ask the server for its model and try one request. Raises ConfigError when it cannot be reached or measured."""
         url = url.rstrip("/").removesuffix("/v1")
         target = cls(session, url, model or await _first_model(session, url), "ids", decode, extra_body or {})
-        forms: tuple[Literal["ids", "text"], ...] = ("ids", "text") if prompt_form == "auto" else (prompt_form,)
+        forms: tuple[Literal["ids", "text", "chat"], ...] = ("ids", "text") if prompt_form == "auto" else (prompt_form,)
         problems = []
         for form in forms:
             target.prompt_form = form
@@ -130,7 +143,12 @@ class OpenAITarget:
             if record.error is None:
                 return target
             problems.append(f"prompt as {form}: {record.error}")
-        raise ConfigError(f"{url} does not answer /v1/completions: {'; '.join(problems)}")
+        raise ConfigError(f"{url} does not answer {target.path}: {'; '.join(problems)}")
+
+    @property
+    def path(self) -> str:
+        """Where requests go."""
+        return "/v1/chat/completions" if self.prompt_form == "chat" else "/v1/completions"
 
     async def complete(self, prompt: TokenIds, max_new_tokens: int) -> RequestRecord:
         """See Target."""
@@ -144,7 +162,11 @@ class OpenAITarget:
         """As `complete`, with the prompt as it goes over the wire. prompt_tokens: reported if the server does not say."""
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": prompt,
+            **(
+                {"messages": [{"role": "user", "content": prompt}]}
+                if self.prompt_form == "chat"
+                else {"prompt": prompt}
+            ),
             "max_tokens": max_new_tokens,
             "temperature": 0,
             "stream": True,
@@ -157,7 +179,7 @@ class OpenAITarget:
         record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=prompt_tokens)
         session = self._session
         try:
-            reply = await post(f"{self._url}/v1/completions", payload, session.headers, session.timeout.total)
+            reply = await post(f"{self._url}{self.path}", payload, session.headers, session.timeout.total)
         except TimeoutError:
             record.error = "timed out"
         except OSError as error:
@@ -197,8 +219,8 @@ class OpenAITarget:
                 usage = chunk.usage or usage
                 for choice in chunk.choices:
                     ended = ended or choice.finish_reason is not None
-                    if choice.text:
-                        texts.append(choice.text)
+                    if text := choice.new_text:
+                        texts.append(text)
                         record.chunk_s.append(now_s)
                         num_chunks += 1
         record.text = "".join(texts)

@@ -1,6 +1,6 @@
 """Short things timed often: statistics of repetitions, and the document that holds them.
 
-Owns the form of what `bench step` and `bench kernels` leave behind; `results.py` owns that of the client-side benchmarks. Does not
+Owns the form of the results of `bench step` and `bench kernels`; `results.py` owns that of the client-side benchmarks. Does not
 measure.
 """
 

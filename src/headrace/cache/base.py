@@ -36,6 +36,19 @@ class Insertion:
     lease: Lease | None = None
 
 
+class CacheObserver(Protocol):
+    """Told by a `RadixCache` what changes. A page is in the tree at most once."""
+
+    def stored(self, tokens: bytes, pages: list[int], after: int | None, namespace: str) -> None:
+        """The tree has new pages with these tokens, int32 bytes. after: the page before the first; None = they begin a prompt."""
+
+    def removed(self, pages: list[int]) -> None:
+        """The tree no longer has these pages."""
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+
+
 class PrefixCache(Protocol):
     """Cached prefixes and their pages. Tokens are int32 little-endian bytes, so that comparing is one memcmp."""
 

@@ -9,7 +9,7 @@ import heapq
 from itertools import count, islice
 from typing import NamedTuple
 
-from headrace.cache.base import Insertion, Lease, PrefixMatch
+from headrace.cache.base import CacheObserver, Insertion, Lease, PrefixMatch
 from headrace.messages.cache_tree import CacheNode
 
 TOKEN_BYTES = 4
@@ -91,12 +91,13 @@ def _is_current(candidate: _Candidate) -> bool:
 
 
 class RadixCache:
-    """A `PrefixCache`, which documents the methods. page_size: tokens per page (1, 16, ...)."""
+    """A `PrefixCache`, which documents the methods. page_size: tokens per page (1, 16, ...). observer: is told what changes."""
 
     shares = True
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, observer: CacheObserver | None = None) -> None:
         self.page_size = page_size
+        self._observer = observer
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, _Root] = {}
         self._eviction_order = _EvictionOrder()
@@ -159,6 +160,8 @@ class RadixCache:
             node.children[leaf.key[: self._page_bytes]] = leaf
             self._evictable += len(taken)
             self._num_nodes += 1
+            if self._observer is not None:
+                self._observer.stored(leaf.key, taken, node.pages[-1] if node.pages else None, namespace)
             node = leaf
         self._pin(node)
         return Insertion(pos // TOKEN_BYTES, end // TOKEN_BYTES, node)
@@ -194,6 +197,8 @@ class RadixCache:
                     del self._roots[parent.namespace]
             else:
                 self._offer(parent)
+        if self._observer is not None and freed:
+            self._observer.removed(freed)
         return freed
 
     def flush(self) -> list[int]:
@@ -204,6 +209,8 @@ class RadixCache:
         self._eviction_order.clear()
         self._num_nodes = 0
         self._evictable = 0
+        if self._observer is not None:
+            self._observer.cleared()
         return freed
 
     @property

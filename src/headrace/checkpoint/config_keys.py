@@ -7,6 +7,7 @@ import sys
 from typing import Any, TypeVar
 
 from headrace.checkpoint import foreign_config
+from headrace.checkpoint.families import check_family
 from headrace.errors import ModelError
 
 # Defaults of each architecture. Keys with the same default for all are in `_COMMON`.
@@ -134,6 +135,8 @@ class ConfigKeys:
         self.config = config
         self.origin = origin
         model_type = config["model_type"]
+        if model_type not in _DEFAULTS:
+            check_family(model_type, origin, brings_code=bool(config.get("auto_map")))
         self.is_foreign = model_type not in _DEFAULTS and foreign_config.is_known(model_type)
         known = foreign_config.common_fields(config, origin) if self.is_foreign else _DEFAULTS.get(model_type, {})
         self.defaults = _COMMON | known

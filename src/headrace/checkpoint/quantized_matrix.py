@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.checkpoint.rotation import unrotated_weights
 from headrace.checkpoint.weight_formats import KERNEL_GROUP, Scheme, codes_of
+from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,19 @@ class QuantizedMatrix:
         """Rows begin .. end - 1."""
         minimums = None if self.minimums is None else self.minimums[begin:end]
         return QuantizedMatrix(self.scheme, self.codes[begin:end], self.scales[begin:end], minimums, self.group_size)
+
+    def columns(self, begin: int, end: int) -> "QuantizedMatrix":
+        """Columns begin .. end - 1. Both are multiples of group_size, or the ends of the matrix. Raises ModelError if they are not."""
+        size, k = self.group_size, self.codes.shape[1]
+        if (begin, end) == (0, k):
+            return self
+        if size == k:
+            return QuantizedMatrix(self.scheme, self.codes[:, begin:end], self.scales, self.minimums, end - begin)
+        if begin % size or (end % size and end != k):
+            raise ModelError(f"weights in groups of {size} cannot be cut at columns {begin} and {end}")
+        groups = slice(begin // size, -(-end // size))
+        minimums = None if self.minimums is None else self.minimums[:, groups]
+        return QuantizedMatrix(self.scheme, self.codes[:, begin:end], self.scales[:, groups], minimums, size)
 
     def regrouped(self, group_size: int) -> "QuantizedMatrix":
         """The same weights with smaller groups; group_size divides the present one."""

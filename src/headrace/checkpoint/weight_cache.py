@@ -105,7 +105,7 @@ def identity(files: Iterable[Path], facts: Mapping[str, object]) -> str:
 def code_digest(root: Path) -> str:
     """A hash of the code below `root` that makes packed weights: other code, other files."""
     digest = hashlib.sha256()
-    for room in ("checkpoint", "kernels", "layers", "models"):
+    for room in ("checkpoint", "distributed", "kernels", "layers", "models"):
         for file in sorted((root / room).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

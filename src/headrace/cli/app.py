@@ -212,6 +212,26 @@ def chat(
         run_chat(engine, console, system, offered, history)
 
 
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:30000",
+    api_key: Annotated[
+        str | None, typer.Option(help="API key of the server; the admin key shows most.", envvar="HEADRACE_API_KEY")
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(help="Time between two readings, in seconds.", min=0.1, metavar="SECONDS")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one view and end, as when the output is no terminal.", metavar="")
+    ] = False,
+) -> None:
+    """Watch a running server in the terminal: its load, latencies and requests. q quits."""
+    from headrace.cli.top import run_top
+    from headrace.cli.top_reader import ServerReader
+
+    run_top(ServerReader(url, api_key), Console(highlight=False), interval, once=once)
+
+
 # --- models and the machine
 
 
@@ -377,8 +397,8 @@ def bench_serving(
     warm_up: _WarmUp = 2,
     seed: _WorkloadSeed = 1234,
     prompt_form: Annotated[
-        Literal["auto", "ids", "text"],
-        typer.Option(help="Send prompts as token ids or as text; auto: ids if the server takes them."),
+        Literal["auto", "ids", "text", "chat"],
+        typer.Option(help="Send prompts as token ids, as text or as chats; auto: ids if the server takes them."),
     ] = "auto",
     extra_body: Annotated[str, typer.Option(help="JSON object merged into every request.")] = "{}",
     api_key: Annotated[str | None, typer.Option(help="API key of the servers.", envvar="HEADRACE_API_KEY")] = None,

@@ -85,8 +85,10 @@ def _refused(servers: tuple[Server, ...], names: str, says: str, is_prefix: bool
     return Refused(servers, tuple(names.split()), says, is_prefix)
 
 
-_ONE_DEVICE = "a model runs on one device"
-_NO_SHARDS = f"{_ONE_DEVICE}: tensor, pipeline and expert parallelism are not supported; --dp-size starts replicas"
+_ONE_DEVICE = "every layer of a model is in one process, or shared by those of --tp-size"
+_NO_SHARDS = (
+    "pipeline and expert parallelism are not supported; --tp-size shares every layer, --dp-size starts replicas"
+)
 _ONE_MACHINE = "all processes run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
 _NO_IMAGES = "images and other media are not supported"
@@ -95,7 +97,7 @@ _NO_DRAFTS = "speculative decoding is not supported"
 _NO_TRANSFER = "prefill and decode on different servers are not supported"
 _NO_TIERS = "the prefix cache has one level; --max-total-tokens sets its size"
 _PROXY = "put a proxy in front of the server, see docs/proxies.md"
-_NO_ALL_REDUCE = f"there is no all-reduce, since {_ONE_DEVICE}"
+_NO_ALL_REDUCE = "ranks of --tp-size share memory on one machine"
 _EXPERTS = "kernels of experts cannot be chosen; `headrace doctor` shows what runs"
 
 TABLE: tuple[Entry, ...] = (
@@ -275,7 +277,7 @@ TABLE: tuple[Entry, ...] = (
     _already(SGLANG, "--disable-outlines-disk-cache", "outlines is not used"),
     _refused(BOTH, "--moe- --fp8-gemm-backend --fp4-gemm-backend --flashinfer-mxfp4-", _EXPERTS, is_prefix=True),
     # --- several devices and machines
-    _already(BOTH, "--tensor-parallel-size --tp-size --tp -tp", _ONE_DEVICE, "1", _NO_SHARDS),
+    _alias(BOTH, "--tensor-parallel-size --tp -tp", "tp_size"),
     _already(BOTH, "--pipeline-parallel-size --pp-size --pp -pp", _ONE_DEVICE, "1", _NO_SHARDS),
     _already(SGLANG, "--expert-parallel-size --ep-size --ep", _ONE_DEVICE, "1", _NO_SHARDS),
     _refused(
@@ -297,7 +299,7 @@ TABLE: tuple[Entry, ...] = (
         "0",
         "set CUDA_VISIBLE_DEVICES",
     ),
-    _refused(BOTH, "--disaggregation- --kv-transfer-config --kv-events-config", _NO_TRANSFER, is_prefix=True),
+    _refused(BOTH, "--disaggregation- --kv-transfer-config", _NO_TRANSFER, is_prefix=True),
     # --- adapters
     _already(BOTH, "--enable-lora", "adapters can be loaded at any time (docs/lora.md)", unless=("max_loras", "0")),
     _alias(VLLM, "--lora-modules", "lora_paths"),

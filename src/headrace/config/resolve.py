@@ -10,10 +10,12 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from headrace.checkpoint.families import NATIVE
 from headrace.checkpoint.model_config import ModelConfig, parse_hf_config
 from headrace.checkpoint.quantization_settings import stored_scheme
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
+from headrace.config.least_memory import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 
@@ -192,6 +194,10 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     has_cuda: False = there is surely no GPU; None = torch will tell. memory_bytes: of the machine in all. What depends on kernels and
     attention backends is left to `resolve`.
     """
+    if args.model_impl == "headrace" and model.model_type not in NATIVE:
+        raise ConfigError(
+            f"--model-impl headrace: model type {model.model_type} has no implementation in Headrace; try --model-impl transformers"
+        )
     facts = DeviceFacts(has_cuda=has_cuda is not False, native_kernels=True, native_reason="", num_cpus=1)
     device = _device(args, facts, [])
     _context_length(args, model, [])
@@ -202,12 +208,34 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     _activations(args, device, dtype, quantization, facts, [])
     _check_compile(args, device, quantization, deterministic=False)
     _kv_cache_dtype(args, device, dtype)
-    least_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (args.max_total_tokens or 0)  # in int8
-    if least_bytes > memory_bytes:
+    weight_bytes = least_weight_bytes(model, FORMATS[quantization].itemsize(4 if dtype == "float32" else 2))
+    _check_memory(args, model, weight_bytes, memory_bytes)
+
+
+def _check_memory(args: ServerArgs, model: ModelConfig, weight_bytes: int, memory_bytes: int) -> None:
+    """Refuse a KV cache that surely does not fit into the machine. weight_bytes: at least. Raises ConfigError that names the option."""
+    if args.max_total_tokens is not None:
+        least_bytes = least_kv_bytes(model, args.max_total_tokens)
+        if least_bytes > memory_bytes:
+            raise ConfigError(
+                f"--max-total-tokens {args.max_total_tokens} needs at least {_gib(least_bytes)}, and the machine has {_gib(memory_bytes)}"
+            )
+        return
+    fraction = (args.mem_fraction_static or MEM_FRACTION["cpu"]) / args.dp_size
+    # Weights that are mapped from a file count as free memory when the worker measures it.
+    room = (memory_bytes + weight_bytes) * fraction - weight_bytes - 4 * args.max_running_requests * model.vocab_size
+    num_tokens = args.context_length or 1
+    if room < least_kv_bytes(model, num_tokens):
+        fitting = max(0, int(room)) // least_kv_bytes(model, 1)
         raise ConfigError(
-            f"--max-total-tokens {args.max_total_tokens} needs at least {least_bytes / 2**30:.1f} GiB, and the machine has "
-            f"{memory_bytes / 2**30:.1f} GiB"
+            f"--mem-fraction-static {fraction:g}: of {_gib(memory_bytes)} of memory, that has room for {fitting} KV tokens at most beside "
+            f"{_gib(weight_bytes)} of weights or more, but a sequence may have {args.context_length or model.max_position_embeddings} tokens; "
+            f"raise --mem-fraction-static, or {'lower --context-length' if fitting else 'use a smaller model or --quantization'}"
         )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def override_model(model: ModelConfig, overrides: str) -> ModelConfig:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
+from headrace.config.kv_events import read_kv_events
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
 
@@ -162,6 +163,18 @@ class ServerArgs:
         "many streams.",
         Bounds(least=1, most=64),
     )
+    tp_size: int = _opt(
+        1,
+        _S,
+        "Number of processes that run one model together, each with a part of every layer (tensor parallel); they share its cores and memory.",
+        Bounds(least=1, most=64),
+    )
+    rank_timeout_s: float = _opt(
+        10.0,
+        _S,
+        "With --tp-size, restart the ranks when one keeps the others waiting for more than N seconds.",
+        _SECONDS,
+    )
     dp_size: int = _opt(
         1,
         _S,
@@ -241,7 +254,7 @@ class ServerArgs:
         "get only the variables of libraries and devices, so that no secret reaches them.",
     )
     disable_openapi: bool = _opt(False, _S, "Do not serve /openapi.json and /docs.")
-    disable_ui: bool = _opt(False, _S, "Do not serve the web pages below /ui, and send no browser there.")
+    disable_ui: bool = _opt(False, _S, "Do not serve the web pages below /ui and /docs, and send no browser there.")
 
     mem_fraction_static: float | None = _opt(
         None,
@@ -399,6 +412,12 @@ class ServerArgs:
     otlp_traces_endpoint: str | None = _opt(
         None, _O, "Send one span per request to this OTLP/HTTP URL; needs the `otel` extra.", _FILLED
     )
+    kv_events_config: str | None = _opt(
+        None,
+        _O,
+        "JSON that says where to publish what the prefix cache stores and evicts, for routers; see docs/kv-events.md.",
+        _FILLED,
+    )
     save_dir: str | None = _opt(
         None, _S, "Folder below which /save_sharded_state may write the weights; without it, the route is off.", _FILLED
     )
@@ -435,6 +454,10 @@ class ServerArgs:
             _check(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
         parse_origins(self.allow_origins)
         parse_hosts(self.allowed_hosts or "")
+        if read_kv_events(self.kv_events_config, self.dp_size) is not None and self.disable_radix_cache:
+            raise ConfigError(
+                "--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache"
+            )
         if self.chunked_prefill_size is not None and self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
             raise ConfigError(f"--chunked-prefill-size must be -1 or at least 1, got {self.chunked_prefill_size}")
         if self.max_step_ms is not None and self.max_step_ms != -1 and self.max_step_ms < 1:
@@ -444,6 +467,8 @@ class ServerArgs:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")
         if self.dp_size > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
+        if self.tp_size > 1 and self.single_process:
+            raise ConfigError("--tp-size needs processes: it cannot be combined with --single-process")
         if self.tokenizer_worker_num > 1 and self.single_process:
             raise ConfigError(
                 "--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process"

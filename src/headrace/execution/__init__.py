@@ -3,7 +3,8 @@
 Read first: build.py (start-up), model_runner.py (one step), worker.py (`TpModelWorker`).
 
 - A step: forward_batch.py (as tensors), sequence_table.py (tokens and slots of sequences), lora.py (adapters in memory,
-  rows of a step by adapter), overlap_worker.py (the model in a thread of its own)
+  rows of a step by adapter), overlap_worker.py (the model in a thread of its own), ranks.py (steps of several ranks),
+  rank_jobs.py (what they do beside the steps)
 - On a GPU: device_worker.py, device_runner.py (queues steps on the device), queued_step.py (such a step, and when its
   constrained rows are sampled), graphs.py (CUDA graphs of decode), device.py (the seam)
 - Weights: load_weights.py, load_threads.py (several tensors at a time), weight_cache.py (packed, from a file),

@@ -22,6 +22,7 @@ from headrace.checkpoint.weight_cache import identity
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
+from headrace.distributed.base import WHOLE, Shard
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.device import CudaDevice
 from headrace.execution.device_runner import DeviceRunner
@@ -34,6 +35,7 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, check_pool_fits, kv_token_budget, naming_memory
 from headrace.execution.model_runner import ModelRunner, logits_shape
 from headrace.execution.overlap_worker import TpModelWorkerClient
+from headrace.execution.ranks import FollowerRunner, LeaderRunner
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
@@ -45,6 +47,7 @@ from headrace.kernels.cpu.threads import default_num_threads
 from headrace.layers.weight import Placement
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
+from headrace.messages.packing import pack_int32, unpack_int32
 from headrace.messages.step import Worker
 from headrace.models.decoder import DecoderLM
 from headrace.models.registry import model_class_for
@@ -93,57 +96,116 @@ class _Memory:
     pool: KvPool
 
 
-def build_worker(args: ServerArgs, progress: Progress = lambda done, total: None) -> tuple[Worker, ReadyInfo]:
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A runner with its model loaded, and what was found on the way."""
+
+    setup: _Setup
+    memory: _Memory
+    link: CudaDevice | None
+    runner: ModelRunner
+    weights: ModelWeights
+    decisions: list[str]
+    fingerprint: str
+    lora_fingerprints: tuple[str, ...]
+
+
+def build_worker(
+    args: ServerArgs,
+    progress: Progress = lambda done, total: None,
+    shard: Shard = WHOLE,
+    on_broken: Callable[[str], None] = lambda reason: None,
+) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
-    progress: called with (bytes loaded, total bytes). Raises ConfigError or ModelError.
+    progress: called with (bytes loaded, total bytes). shard: the leader's; its followers are built meanwhile (`build_follower`).
+    on_broken: called with the reason when the ranks no longer agree on where they are. Raises ConfigError or ModelError.
     """
     begin = time.perf_counter()
+    with ExitStack() as resources:
+        built = _build(args, progress, shard, resources)
+        if isinstance(built.runner, LeaderRunner):
+            built.runner.on_broken = on_broken
+            resources.callback(built.runner.stop)
+        if built.link is None:
+            worker = _cpu_worker(built, resources)
+        else:
+            worker = _device_worker(built, built.link, resources)
+    for decision in built.decisions:
+        _logger.debug("%s", decision)
+    return worker, _ready_info(built, time.perf_counter() - begin)
+
+
+def build_follower(args: ServerArgs, shard: Shard) -> tuple[FollowerRunner, ExitStack]:
+    """The runner of a rank that is not the leader, and what to close after it. Raises ConfigError or ModelError."""
+    with ExitStack() as resources:
+        built = _build(args, lambda done, total: None, shard, resources)
+        assert isinstance(built.runner, FollowerRunner), shard
+        return built.runner, resources.pop_all()
+
+
+def _build(args: ServerArgs, progress: Progress, shard: Shard, resources: ExitStack) -> _Built:
+    """Everything up to the runner. resources: get what must end with it. Raises ConfigError or ModelError."""
     checkpoint = open_model(args)
     fingerprint = fingerprint_of(checkpoint)
-    setup = _set_up(args, checkpoint)
+    setup = _set_up(args, checkpoint, shard)
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions]
     processors = load_processors(args.custom_logit_processors)
-    with ExitStack() as resources:
-        _choose_kernels(setup, resources)
-        with naming_memory(
-            "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
-        ):
-            model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
-        if args.enable_torch_compile:
-            _compile(model, setup.spec.name)
-        memory = _allocate(setup, model, decisions)
-        link = None if setup.is_cpu else CudaDevice(setup.placement.device)
-        table = _sequence_table(setup, memory, link)
-        sampler = _sampler(setup, table, link, processors)
-        resources.callback(sampler.close)
-        rename = setup.spec.renaming(setup.model_config)
-        weights = _updatable_weights(setup, model, memory, rename)
-        loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
-        lora_fingerprints = _load_adapters(args, loras)
-        runner = ModelRunner(model, memory.attention, table, sampler, loras)
-        if link is None:
-            worker = _cpu_worker(setup, runner, weights, resources)
-        else:
-            worker = _device_worker(setup, memory, link, runner, weights, resources)
-    for decision in decisions:
-        _logger.debug("%s", decision)
-    ready = _ready_info(setup, memory, decisions, time.perf_counter() - begin, fingerprint, lora_fingerprints)
-    return worker, ready
+    _choose_kernels(setup, resources)
+    with naming_memory(
+        "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
+    ):
+        model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
+    if args.enable_torch_compile:
+        _compile(model, setup.spec.name)
+    memory = _allocate(setup, model, decisions)
+    link = None if setup.is_cpu else CudaDevice(setup.placement.device)
+    table = _sequence_table(setup, memory, link)
+    sampler = _sampler(setup, table, link, processors)
+    resources.callback(sampler.close)
+    rename = setup.spec.renaming(setup.model_config)
+    weights = _updatable_weights(setup, model, memory, rename)
+    loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
+    lora_fingerprints = _load_adapters(args, loras, shard)
+    runner = _runner(shard, model, memory.attention, table, sampler, loras)
+    return _Built(setup, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
 
 
-def _set_up(args: ServerArgs, checkpoint: Checkpoint) -> _Setup:
+def _runner(
+    shard: Shard, model: CausalLM, attention: AttentionBackend, table: SequenceTable, sampler: Sampler, loras: LoraPool
+) -> ModelRunner:
+    if shard.group is None:
+        return ModelRunner(model, attention, table, sampler, loras)
+    kind = LeaderRunner if shard.leads else FollowerRunner
+    return kind(model, attention, table, sampler, loras, shard.group)
+
+
+def _set_up(args: ServerArgs, checkpoint: Checkpoint, shard: Shard) -> _Setup:
     """Raises ConfigError or ModelError."""
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     spec = model_class_for(model_config, args.model_impl)
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
-    placement = Placement(torch.device(config.device), dtype, config.context_length, config.weight_format)
+    placement = Placement(torch.device(config.device), dtype, config.context_length, config.weight_format, shard)
+    if not shard.is_whole:
+        _check_can_be_split(args, spec, config)
     if args.max_total_tokens is not None:
-        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
+        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), shard)
         num_tokens = _whole_pages(args.max_total_tokens, config.page_size)
         check_pool_fits(num_tokens, shape.bytes_per_token, available_bytes(placement.device))
     return _Setup(args, model_config, spec, config, placement)
+
+
+def _check_can_be_split(args: ServerArgs, spec: ModelSpec, config: Config) -> None:
+    """Raises ConfigError if several ranks cannot run the model."""
+    if spec.name == "transformers":
+        raise ConfigError("--tp-size: this model runs through transformers' code, which is not split over ranks")
+    if config.device != "cpu":
+        raise ConfigError(f"--tp-size above 1 works on CPUs only so far, and the device is {config.device}")
+    if not config.native_kernels:
+        raise ConfigError("--tp-size above 1 needs the native kernels")
+    if args.enable_torch_compile:
+        raise ConfigError("--tp-size above 1 cannot be combined with --enable-torch-compile")
 
 
 def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
@@ -205,10 +267,15 @@ def _allocate(setup: _Setup, model: CausalLM, decisions: list[str]) -> _Memory:
     """Measure the memory that is left and allocate the KV pool; let the model fuse its layers with the backend where it can. Raises ConfigError."""
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     weight_bytes = model_bytes(model)
-    shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype))
+    shard = setup.placement.shard
+    shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), shard)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = _reserved_bytes(config, model_config, graph_sizes)
-    plan = _plan_pool(setup.args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions)
+    plan = _agreed(
+        shard,
+        setup.args,
+        lambda args: _plan_pool(args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions),
+    )
     rounded = config.activations == "bfloat16"
     attention = select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
     # The padding of a graph writes to a page of its own.
@@ -221,6 +288,18 @@ def _allocate(setup: _Setup, model: CausalLM, decisions: list[str]) -> _Memory:
         f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
     )
     return _Memory(weight_bytes, plan, graph_sizes, attention, pool)
+
+
+def _agreed(shard: Shard, args: ServerArgs, plan_pool: Callable[[ServerArgs], _PoolPlan]) -> _PoolPlan:
+    """The same plan on every rank: the leader's, whose heads take the most memory."""
+    if shard.group is None:
+        return plan_pool(args)
+    if shard.leads:
+        plan = plan_pool(args)
+        shard.group.send(pack_int32([plan.num_tokens]))
+        return plan
+    [num_tokens] = unpack_int32(shard.group.receive())
+    return plan_pool(replace(args, max_total_tokens=num_tokens))
 
 
 def _sequence_table(setup: _Setup, memory: _Memory, link: CudaDevice | None) -> SequenceTable:
@@ -259,26 +338,23 @@ def _updatable_weights(setup: _Setup, model: CausalLM, memory: _Memory, rename: 
     weights = ModelWeights(model, memory.attention, memory.pool, rename, spec.ignored, load)
     # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
     weights.holds_steps = spec.name == "transformers" and not setup.is_cpu
+    if not setup.placement.shard.is_whole:
+        weights.refusal = "with --tp-size, weights cannot be read, replaced or released while serving yet"
     weights.saver = WeightSaver(args.save_dir, model_config.raw, setup.config.quantization)
     return weights
 
 
-def _cpu_worker(setup: _Setup, runner: ModelRunner, weights: ModelWeights, resources: ExitStack) -> Worker:
+def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     """The worker takes over `resources`."""
+    setup, runner = built.setup, built.runner
     experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device)
-    worker = TpModelWorker(runner, weights, resources.pop_all(), setup.args.profile_dir, experts)
+    worker = TpModelWorker(runner, built.weights, resources.pop_all(), setup.args.profile_dir, experts)
     return TpModelWorkerClient(worker) if setup.config.overlap else worker
 
 
-def _device_worker(
-    setup: _Setup,
-    memory: _Memory,
-    link: CudaDevice,
-    runner: ModelRunner,
-    weights: ModelWeights,
-    resources: ExitStack,
-) -> Worker:
+def _device_worker(built: _Built, link: CudaDevice, resources: ExitStack) -> Worker:
     """The worker of a GPU, with its graphs captured. It takes over `resources`. Raises ConfigError."""
+    setup, memory, runner, weights = built.setup, built.memory, built.runner, built.weights
     graphs = None
     if memory.graph_sizes:
         vocab_size = setup.model_config.vocab_size
@@ -293,15 +369,8 @@ def _device_worker(
     return DeviceWorker(device_runner, weights, resources.pop_all(), setup.args.profile_dir, experts)
 
 
-def _ready_info(
-    setup: _Setup,
-    memory: _Memory,
-    decisions: list[str],
-    load_s: float,
-    fingerprint: str,
-    lora_fingerprints: tuple[str, ...],
-) -> ReadyInfo:
-    config = setup.config
+def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
+    setup, memory, config = built.setup, built.memory, built.setup.config
     return ReadyInfo(
         max_total_tokens=memory.plan.num_tokens,
         max_running_requests=config.max_running_requests,
@@ -321,20 +390,31 @@ def _ready_info(
         activations=config.activations,
         chunked_prefill_size=config.chunked_prefill_size,
         max_step_ms=config.max_step_ms,
-        decisions=tuple(decisions),
-        fingerprint=fingerprint,
-        lora_fingerprints=lora_fingerprints,
+        decisions=tuple(built.decisions),
+        fingerprint=built.fingerprint,
+        lora_fingerprints=built.lora_fingerprints,
     )
 
 
-def _load_adapters(args: ServerArgs, loras: LoraPool) -> tuple[str, ...]:
-    """Load the adapters of --lora-paths, numbered from 1. Returns the fingerprints of their files. Raises ModelError that names the adapter."""
+def _load_adapters(args: ServerArgs, loras: LoraPool, shard: Shard) -> tuple[str, ...]:
+    """Load the adapters of --lora-paths, numbered from 1. Returns the fingerprints of their files. Raises ModelError that names the adapter.
+
+    Followers load after the leader, from the same files.
+    """
+    named = lora_paths(args)
+    if not named:
+        return ()
+    expected = [""] * len(named)
+    if shard.group is not None and not shard.leads:
+        expected = shard.group.receive().decode().split("\n")
     fingerprints = []
-    for lora_id, (name, path) in enumerate(lora_paths(args), start=1):
+    for lora_id, ((name, path), fingerprint) in enumerate(zip(named, expected, strict=True), start=1):
         try:
-            fingerprints.append(loras.load(lora_id, path))
+            fingerprints.append(loras.load(lora_id, path, fingerprint))
         except ModelError as error:
             raise ModelError(f"--lora-paths: adapter {name!r:.80}: {error.message}") from None
+    if shard.group is not None and shard.leads:
+        shard.group.send("\n".join(fingerprints).encode())
     return tuple(fingerprints)
 
 
@@ -385,7 +465,7 @@ def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
 
 def model_bytes(model: CausalLM) -> int:
     """Bytes of the model's weights, by their shapes and precision in memory."""
-    return round(sum(math.prod(weight.shape) * weight.itemsize for weight in model.weights()))
+    return round(sum(weight.num_bytes for weight in model.weights()))
 
 
 def _model_decision(model_class: str, model_type: str) -> str:

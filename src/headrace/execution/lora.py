@@ -1,12 +1,13 @@
 """The adapters in memory, and the adapter of each row of a step.
 
 Owns loading an adapter into a model's linear layers, as a whole or not at all, and removing it. Does not choose what is loaded or
-evicted: the front end does. `rows` runs in the thread that runs the steps, `load` in one of its own, `unload` in either.
+evicted: the front end does. `rows` runs in the thread that runs the steps, `load` in one of its own, `unload` in either. Each of several
+ranks has a pool with its part of each adapter; `rank_jobs` lets them `stage` and `enter` it together.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -33,6 +34,15 @@ class _Target:
 
     layer: Linear
     projection: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagedAdapter:
+    """An adapter that was read and checked, and that no request can use yet. fingerprint: of its files."""
+
+    lora_id: int
+    fingerprint: str
+    factors: Mapping[Linear, LoraFactors]
 
 
 class LoraPool:
@@ -72,6 +82,12 @@ class LoraPool:
 
         Raises ModelError; then nothing has changed.
         """
+        staged = self.stage(lora_id, path, fingerprint)
+        self.enter(staged)
+        return staged.fingerprint
+
+    def stage(self, lora_id: int, path: str, fingerprint: str = "") -> StagedAdapter:
+        """The slow part of `load`. Then comes `enter`, or `unload`, which forgets it."""
         assert lora_id > 0, lora_id
         with self._lock:
             assert lora_id not in self._loaded, lora_id
@@ -86,24 +102,30 @@ class LoraPool:
             factors = self._read(checkpoint)
             if checkpoint.fingerprint() != found:
                 raise ModelError("its files changed while they were read; load it again")
-            self._take(lora_id, factors)
-            return found
-        finally:
+            return StagedAdapter(lora_id, found, factors)
+        except BaseException:
             with self._lock:
                 self._loading.discard(lora_id)
+            raise
+
+    def is_loading(self, lora_id: int) -> bool:
+        """Whether an adapter is being read, or was read and not yet entered, and nobody has unloaded it."""
+        return lora_id in self._loading
 
     def _check_room(self) -> None:
         if len(self._loaded) >= self._max_loras:
             raise ModelError(f"there is no room for another adapter: --max-loras {self._max_loras} has been reached")
 
-    def _take(self, lora_id: int, factors: dict[Linear, LoraFactors]) -> None:
-        """Enter the whole adapter, or nothing."""
+    def enter(self, staged: StagedAdapter) -> None:
+        """The quick part of `load`: enter the whole adapter, or nothing. Called between two steps, if several ranks enter it together."""
+        lora_id = staged.lora_id
         with self._lock:
             if lora_id not in self._loading:
                 raise ModelError("the adapter was unloaded while it was read")
+            self._loading.discard(lora_id)
             self._check_room()
             touched = []
-            for layer, of_layer in factors.items():
+            for layer, of_layer in staged.factors.items():
                 if layer.adapters is None:
                     layer.adapters = LinearAdapters(self.step)
                 layer.adapters.by_id[lora_id] = of_layer
@@ -143,7 +165,10 @@ class LoraPool:
         return LoraRows(row_starts[-1], tuple(groups), index.to(device))
 
     def _read(self, checkpoint: LoraCheckpoint) -> dict[Linear, LoraFactors]:
-        """The factors by layer. Everything is checked and converted before anything is kept."""
+        """The factors by layer: of B the rows of this rank's outputs, of A the columns of its inputs.
+
+        Everything is checked and converted before anything is kept.
+        """
         names: dict[tuple[str, str], str] = {}
         for (module, side), name in checkpoint.modules.items():
             ours = self._rename(f"{module}.weight").removesuffix(".weight")
@@ -187,8 +212,8 @@ class LoraPool:
             raise ModelError(
                 f"the adapter has rank {rank} on {module}; this server allows at most {self._max_rank} (--max-lora-rank)"
             )
-        columns = target.layer.columns(target.projection)
-        shapes = {"A": (rank, target.layer.in_size), "B": (columns.stop - columns.start, rank)}
+        outputs, inputs = target.layer.shape(target.projection)
+        shapes = {"A": (rank, inputs), "B": (outputs, rank)}
         for side, shape in shapes.items():
             name = names[module, side]
             if checkpoint.shape(name) != shape:
@@ -208,7 +233,8 @@ class LoraPool:
         parts = []
         for end, module in zip(ends, modules, strict=True):
             # The scale is multiplied into B, which saves a product per step and differs from peft by one float32 rounding.
-            scaled = checkpoint.tensor(names[module, "B"]) * config.scale_of(module)
+            rows, _ = layer.own(self._targets[module].projection)
+            scaled = checkpoint.tensor(names[module, "B"])[rows] * config.scale_of(module)
             parts.append(
                 LoraPart(
                     ranks=slice(end - config.rank_of(module), end),
@@ -216,7 +242,8 @@ class LoraPool:
                     b=kernels.pack_linear(place(scaled)),
                 )
             )
-        a = torch.cat([checkpoint.tensor(names[module, "A"]) for module in modules])
+        _, inputs = layer.own(self._targets[modules[0]].projection)
+        a = torch.cat([checkpoint.tensor(names[module, "A"])[:, inputs] for module in modules])
         return LoraFactors(kernels.pack_linear(place(a)), tuple(parts))
 
 

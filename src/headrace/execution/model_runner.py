@@ -21,6 +21,7 @@ from headrace.execution.sequence_table import SequenceTable
 from headrace.garbage import give_back_free_memory
 from headrace.log import get_logger
 from headrace.messages.control import FaultReq
+from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, one_id_a_row
 from headrace.models.spec import CausalLM
@@ -34,7 +35,7 @@ _logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Outcome:
+class Outcome:
     """Results of a step, by row of the plan. token_ids: -1 = none."""
 
     token_ids: list[int]
@@ -64,6 +65,11 @@ class ModelRunner:
         # Pages that no step has used take no memory.
         on_host = table.host is not None
         self._logits = torch.empty(logits_shape(table.max_seqs, sampler.vocab_size)) if on_host else None
+
+    @property
+    def adapters(self) -> Adapters:
+        """What the scheduler loads adapters with."""
+        return self.loras
 
     @torch.inference_mode()
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
@@ -110,18 +116,22 @@ class ModelRunner:
         self.attention.prepare(batch.rows)
         return self.model.forward(inputs, batch.rows.positions, self.attention, reads)
 
+    def begin(self, plan: ModelWorkerBatch) -> None:
+        """What is done before anything is computed. Raises ExecutionError if the step fails here."""
+        if plan.faults:
+            self._forward_faults(plan)
+
     def compute(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
         """Like `run`, for a plan whose new sequences have been added."""
         begin = time.perf_counter()
-        if plan.faults:
-            self._forward_faults(plan)
+        self.begin(plan)
         seqs = plan.seqs.tolist()
         special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
         batch = ForwardBatch.from_plan(plan, self.table)
         reads = self._reads(plan, seqs, special)
         hidden = self._forward(plan, seqs, special, batch, reads, on_layers)
         starts = batch.row_starts if reads is None else reads.starts
-        outcome = _Outcome([-1] * len(seqs))
+        outcome = Outcome([-1] * len(seqs))
         for row in special:
             new = self.table.specs[seqs[row]].new
             if new.task.return_hidden_states:
@@ -131,7 +141,9 @@ class ModelRunner:
             if positions:
                 first = starts[row + 1] - (batch.rows.starts[row] + batch.rows.counts[row] - positions.start)
                 part = hidden[first : first + len(positions)]
-                outcome.prompt_logprobs[row] = self._prompt_logprobs(new, seqs[row], positions, part)
+                logprobs = self._prompt_logprobs(new, seqs[row], positions, part)
+                if logprobs is not None:
+                    outcome.prompt_logprobs[row] = logprobs
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
             self._sample(plan, seqs, batch, hidden, starts, sampled, outcome)
@@ -205,7 +217,9 @@ class ModelRunner:
         """float32[rows, vocab_size] of hidden [rows, hidden_size]; on the CPU only until the next call."""
         return self.model.logits(hidden, None if self._logits is None else self._logits[: hidden.shape[0]])
 
-    def _prompt_logprobs(self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor) -> LogprobBlock:
+    def _prompt_logprobs(
+        self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor
+    ) -> LogprobBlock | None:
         """Logprobs of the prompt tokens after `positions`. hidden: [len(positions), hidden_size]."""
         assert new.task.logprobs is not None, new.rid
         blocks = []
@@ -224,12 +238,24 @@ class ModelRunner:
         hidden: torch.Tensor,
         hidden_starts: list[int],
         sampled: list[int],
-        outcome: _Outcome,
+        outcome: Outcome,
     ) -> None:
         """Sample the last position of the rows `sampled` and write the tokens to the token buffer. hidden_starts: see `ReadTokens`."""
         if len(sampled) < hidden.shape[0]:
             last = [hidden_starts[row + 1] - 1 for row in sampled]
             hidden = hidden[torch.tensor(last, device=hidden.device)]
+        self.sample_rows(plan, all_seqs, batch, hidden, sampled, outcome)
+
+    def sample_rows(
+        self,
+        plan: ModelWorkerBatch,
+        all_seqs: list[int],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        sampled: list[int],
+        outcome: Outcome,
+    ) -> None:
+        """Sample after the hidden states [len(sampled), hidden_size] of the rows `sampled`."""
         logits = self._logits_of(hidden)
         seqs = [all_seqs[row] for row in sampled]
         positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
@@ -246,13 +272,7 @@ class ModelRunner:
             token_ids = token_ids.clone()
             token_ids[torch.tensor(without, device=token_ids.device)] = 0
         host_ids = token_ids.tolist()
-        if self.table.host is not None:
-            tokens = self.table.host.tokens
-            for seq, position, token_id in zip(seqs, positions, host_ids, strict=True):
-                tokens[seq, position] = token_id
-        else:
-            at_rows, at_positions = (torch.tensor(part, device=token_ids.device) for part in (seqs, positions))
-            self.table.tokens[at_rows, at_positions] = token_ids
+        self.write_tokens(seqs, positions, token_ids, host_ids)
         for row, token_id in zip(sampled, host_ids, strict=True):
             outcome.token_ids[row] = token_id
         for index in without:
@@ -262,6 +282,16 @@ class ModelRunner:
         for index, block in output.logprobs.items():
             if index not in errors:
                 outcome.logprobs[sampled[index]] = block
+
+    def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
+        """Write the next token of each sequence to the token buffer. host_ids: token_ids on the host."""
+        if self.table.host is not None:
+            tokens = self.table.host.tokens
+            for seq, position, token_id in zip(seqs, positions, host_ids, strict=True):
+                tokens[seq, position] = token_id
+        else:
+            at_rows, at_positions = (torch.tensor(part, device=token_ids.device) for part in (seqs, positions))
+            self.table.tokens[at_rows, at_positions] = token_ids
 
     def _forward_faults(self, plan: ModelWorkerBatch) -> None:
         """Test hook: inject faults of stage forward when their sample is about to generate output `at_token`."""

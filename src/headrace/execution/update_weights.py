@@ -181,7 +181,7 @@ class ModelWeights:
     pool: the KV cache. rename: maps names of tensors to the model's. ignored: name parts of tensors that may be sent but are not needed.
     load: loads a checkpoint as a second model and returns it with the fingerprint of its files. Raises ModelError.
     moved: called when the addresses of the weights have changed. holds_steps: see `WeightExecutor`.
-    saver: writes the weights to the operator's folder.
+    saver: writes the weights to the operator's folder. refusal: why no operation is possible, or "".
     """
 
     model: CausalLM
@@ -193,6 +193,7 @@ class ModelWeights:
     moved: Callable[[], None] = lambda: None
     holds_steps: bool = False
     saver: WeightSaver = field(default_factory=lambda: WeightSaver(None, {}, "none"))
+    refusal: str = ""
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
     _released: dict[MemoryTag, Released] = field(default_factory=dict)
 
@@ -201,6 +202,8 @@ class ModelWeights:
         return Job(lambda abandoned: self._prepare(operation, abandoned))
 
     def _prepare(self, operation: WorkerOperation, abandoned: threading.Event) -> Prepared:
+        if self.refusal:
+            raise ModelError(self.refusal)
         match operation:
             case UpdateFromDisk():
                 return self._from_disk(operation)

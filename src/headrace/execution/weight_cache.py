@@ -122,6 +122,7 @@ def open_cache(checkpoint: Checkpoint, model_class: str, placement: Placement) -
             "model_class": model_class,
             "dtype": str(placement.weight_dtype),
             "quantization": placement.quantization,
+            "rank": [placement.shard.rank, placement.shard.size],
             "isa": native.isa(),
             "extension": [extension.st_size, extension.st_mtime_ns],
             "code": files.code_digest(Path(__file__).parents[1]),

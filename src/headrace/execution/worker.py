@@ -35,7 +35,7 @@ class TpModelWorker:
     ) -> None:
         self.runner = runner
         self.weights = weights
-        self.loras = runner.loras
+        self.loras = runner.adapters
         self.profiler = StepProfiler(profile_dir)
         self.experts = experts
         self._resources = resources or ExitStack()

@@ -22,7 +22,8 @@ class Aborts:
     def abort(self, rid: str, caller: Caller) -> None:
         """Abort the caller's sample `rid`, or all samples of its call or prompt with that name. An admin aborts those of every key."""
         scopes = {caller.scope} | (self._table.scopes() if caller.is_admin else set())
-        self.abort_samples(sample for scope in scopes for sample in self._table.find(scope, rid))
+        found = [sample for scope in scopes for sample in self._table.find(scope, rid)]
+        self.abort_samples(sample for sample in found if caller.is_admin or sample.call.owner == caller.owner)
 
     def abort_all(self) -> None:
         """Abort all samples, including those that only the schedulers know."""

@@ -16,13 +16,14 @@ from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.inputs import PromptInput, check_text, encode_inputs, is_large
-from headrace.frontend.prompts import Call, CallLimits, Prompt, adapter_namespace, split_call
+from headrace.frontend.prompts import Call, CallLimits, Prompt, split_call
 from headrace.frontend.request_log import RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.sample_table import SampleTable
 from headrace.frontend.sessions import Sessions
 from headrace.messages.control import ReadyInfo
 from headrace.messages.grammar import GrammarSpec
+from headrace.messages.namespaces import of_adapter
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     GenerateReqInput,
@@ -269,8 +270,8 @@ def _requests(
     """The scheduler's request for each sample of a prompt."""
     call, adapter = own[0].call, own[0].adapter
     tenant = call.tenant
-    lora_id = adapter.lora_id if adapter is not None else 0
-    namespace = adapter_namespace(tenant.namespace(prompt.namespace), lora_id)
+    lora_id, lora_name = (adapter.lora_id, adapter.name) if adapter is not None else (0, "")
+    namespace = of_adapter(tenant.namespace(prompt.namespace), lora_id, lora_name)
     return [
         TokenizedGenerateReqInput(
             rid=sample.rid,

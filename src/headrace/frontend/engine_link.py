@@ -236,7 +236,7 @@ class EngineLink:
             self._probation = None
         for sample in lost:
             leave_replica(sample, self._balancer)
-            sample.replica = NOWHERE
+            sample.replica, sample.runs = NOWHERE, False
             sample.note("lost", self._clock())
             sample.num_deaths = 1 if _has_passed(sample) else sample.num_deaths + 1
             sample.num_outputs_at_death = len(sample.output_ids)

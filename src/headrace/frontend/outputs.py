@@ -12,7 +12,7 @@ from headrace.frontend.request_state import ReqState
 from headrace.frontend.sample_table import SampleTable
 from headrace.log import get_logger
 from headrace.messages.control import AbortReq
-from headrace.messages.outputs import BatchStrOut, FinishReason, TokenIDOut
+from headrace.messages.outputs import BatchStrOut, FinishReason, SamplesMoved, TokenIDOut
 from headrace.metrics.catalog import Metrics
 
 logger = get_logger(__name__)
@@ -58,6 +58,15 @@ class Outputs:
                 self._link.send(AbortReq((sample.rid,), message="internal error"))
                 self._endings.end(sample, FinishReason("abort", message="internal error", status_code=500))
         self._metrics.generation_tokens.value += new_tokens
+
+    def note_moved(self, moved: SamplesMoved) -> None:
+        """Note which samples run, and which wait again."""
+        if moved.source in self._link.gone:
+            return
+        for rids, runs in ((moved.running, True), (moved.waiting, False)):
+            for rid in rids:
+                if (sample := self._table.samples.get(rid)) is not None:
+                    sample.runs = runs
 
     def _apply(self, sample: ReqState, text: str, row: TokenIDOut, now_s: float) -> int:
         """Apply one output. Returns its number of tokens."""

@@ -5,7 +5,6 @@ Does not own the fields that give the prompts themselves (`inputs`). Pure functi
 thread for large calls.
 """
 
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from headrace.frontend.inputs import (
     given_inputs,
 )
 from headrace.messages.grammar import GrammarSpec
+from headrace.messages.namespaces import of_request
 from headrace.messages.neutral import is_empty
 from headrace.messages.requests import GenerateReqInput, SessionParams
 from headrace.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
@@ -442,14 +442,4 @@ def _namespaces(obj: GenerateReqInput, inputs: _Inputs) -> list[str]:
     for name, keys in (("extra_key", extra_keys), ("cache_salt", salts)):
         for key in filter(None, keys):
             check_text(name, key, MAX_KEY_LENGTH)
-    return [_namespace(extra_key, salt) for extra_key, salt in zip(extra_keys, salts, strict=True)]
-
-
-def _namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """Both keys as one string, unique for each pair; empty when neither is given."""
-    return json.dumps([extra_key or "", cache_salt or ""]) if extra_key or cache_salt else ""
-
-
-def adapter_namespace(namespace: str, lora_id: int) -> str:
-    """`namespace` within that of an adapter. Adapter numbers are never reused, so a reloaded adapter finds no old KV."""
-    return json.dumps([namespace, lora_id]) if lora_id else namespace
+    return [of_request(extra_key, salt) for extra_key, salt in zip(extra_keys, salts, strict=True)]

@@ -50,6 +50,7 @@ class Records:
                 traceparent=traceparent,
                 stream=call.stream,
                 scope=call.tenant.scope,
+                owner=call.owner,
             )
             self._timelines.add(sample.timeline)
 
@@ -67,7 +68,7 @@ class Records:
 
         caller: sees its own samples only; an admin sees all. Raises NotFoundError.
         """
-        found = self._timelines.find(rid, None if caller.is_admin else caller.scope)
+        found = self._timelines.find(rid, None if caller.is_admin else caller.owner)
         if not found:
             kept = self._args.timeline_requests
             raise NotFoundError(f"there is no request {rid[:100]!r} among the last {kept}", "rid", "request_not_found")
@@ -79,7 +80,7 @@ class Records:
     def latest(self, limit: int, caller: Caller = NOBODY) -> list[dict[str, Any]]:
         """The last `limit` samples without their events and with their age, see `Timelines.latest`. caller: as for `timelines`."""
         now_s = self._clock()
-        found = self._timelines.latest(limit, None if caller.is_admin else caller.scope)
+        found = self._timelines.latest(limit, None if caller.is_admin else caller.owner)
         for timeline in found:
             if (sample := self._table.samples.get(timeline.rid)) is not None:
                 sample.write_timeline()

@@ -18,7 +18,7 @@ from headrace.frontend.failures import failure_of
 from headrace.frontend.logprob_lists import LogprobLists, TokenText
 from headrace.frontend.sample_update import SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
 from headrace.frontend.sessions import Turn
-from headrace.frontend.tenants import Tenant, TenantLimits
+from headrace.frontend.tenants import NOBODY, Tenant, TenantLimits
 from headrace.messages.outputs import FinishReason, SampleStats, TokenIDOut
 from headrace.messages.packing import unpack_float32, unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
@@ -30,7 +30,8 @@ class ReqState:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet.
 
     shown_id: the prompt's rid as its client knows it, the same for all samples of a prompt. index: place in the answer.
-    first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet.
+    first_of_prompt: counts that belong to the prompt are taken from this sample. queued: no token yet. runs: its scheduler computes it, it
+    does not wait; see `SamplesMoved`.
     first_logprob_id: the prompt token at logprob_start_len, listed without a value; None = no prompt logprobs.
     leader: the sample of the same prompt whose prompt logprobs this one shows; it gives no update before they have arrived. If
     the leader ends before its first token, there are none. logged_input: for the log. dumped_prompt: the prompt's beginning,
@@ -65,6 +66,7 @@ class ReqState:
     wants_logprobs: bool = False
     wants_hidden_states: bool = False
     queued: bool = True
+    runs: bool = False
     abort_asked: bool = False
     request: TokenizedGenerateReqInput | None = None
     replica: int = -1
@@ -154,6 +156,9 @@ class ReqState:
         timeline.num_replays = max(0, self.num_sends - 1)
         timeline.stats = self.stats
         timeline.finish = self.finish
+        timeline.runs = self.runs
+        if self.adapter is not None:
+            timeline.adapter = self.adapter.name
         if self.replica >= 0:
             timeline.replica = self.replica
         timeline.prompt = self.dumped_prompt
@@ -233,7 +238,7 @@ class CallState:
 
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
     timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
-    is_list: its answer is a list. tenant: whose limits count. token_text: text of a token for logprob lists.
+    is_list: its answer is a list. tenant: whose limits count. owner: whose it is, see `Caller`. token_text: text of a token for logprob lists.
     """
 
     def __init__(self, *, stream: bool, is_list: bool, token_text: TokenText) -> None:
@@ -245,6 +250,7 @@ class CallState:
         self._names_of: dict[ReqState, list[str]] = {}
         self._num_live: dict[str, int] = {}
         self.tenant = Tenant(TenantLimits(name=""))
+        self.owner = NOBODY.owner
         self.created_s = 0.0
         self.timeout_s = 0.0
         self.queue_timeout_s = 0.0

@@ -36,6 +36,15 @@ class SampleTable:
         """Return once there is no live sample and no waiting client."""
         await self._idle.wait()
 
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Names of the adapters of samples that run, and of those that wait."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for sample in self._by_rid.values():
+            if sample.adapter is not None:
+                (running if sample.runs else waiting).add(sample.adapter.name)
+        return running, waiting
+
     def enter(self, call: CallState, rid: str, now_s: float) -> None:
         """Add all samples of a call under their rids, and the call under its names. rid: the call's own, for the error message.
 

@@ -18,7 +18,7 @@ from headrace.version import VERSION
 SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
 MASK = "***"
 _NAMED_INSTEAD = frozenset({"lora_paths"})
-_NOT_PATHS = frozenset({"served_model_name", "json_model_override_args", "allow_origins"})
+_NOT_PATHS = frozenset({"served_model_name", "json_model_override_args", "allow_origins", "kv_events_config"})
 _GIB = float(1 << 30)
 
 
@@ -37,7 +37,6 @@ def describe_server(
         **engine,
         "served_model_name": args.served_name,
         "lora_adapters": list(lora_adapters),
-        "tp_size": 1,
         "pp_size": 1,
         "max_total_num_tokens": ready.max_total_tokens,
         "internal_states": [_state(state, ready) for state in states],

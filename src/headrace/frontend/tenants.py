@@ -7,13 +7,13 @@ Rates are token buckets: a bucket holds a minute's worth and fills evenly, so a 
 Tokens are charged as they are computed: a request may take the bucket below zero, and the key then waits until it is filled again.
 """
 
-import json
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace.errors import CapacityError
+from headrace.messages.namespaces import of_api_key
 
 MINUTE_S = 60.0
 RATE_WINDOW_S = 30.0
@@ -99,8 +99,7 @@ class Tenant:
         """Namespace of its prompts in the prefix cache, within the one that the request asked for; shared only if the key says so."""
         if not self.scope or self.limits.shared_cache:
             return asked
-        # Three parts, to differ from namespaces that requests ask for (two) and those of adapters (two of these).
-        return json.dumps(["key", self.name, asked])
+        return of_api_key(self.name, asked)
 
     def change(self, limits: TenantLimits) -> None:
         """Change the limits; current use stays counted."""
@@ -160,6 +159,11 @@ class Caller:
     def scope(self) -> str:
         """Prefix of its rids in the engine."""
         return self.tenant.scope if self.tenant is not None else ""
+
+    @property
+    def owner(self) -> str:
+        """Whose its requests are: the admin's, the server's own, or those of a key. Callers with the same owner see each other's."""
+        return "admin" if self.is_admin else "server" if self.is_server else f"user/{self.scope}"
 
 
 NOBODY = Caller()

@@ -49,7 +49,7 @@ from headrace.messages.channel import Message, Receiver, Sender
 from headrace.messages.control import AbortReq, FaultReq, Heartbeat, ReadyInfo, SchedulerStats, SourceGone
 from headrace.messages.experts import ExpertCountsReply
 from headrace.messages.lora import LoraReply
-from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason
+from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, FinishReason, SamplesMoved
 from headrace.messages.requests import GenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply
 from headrace.metrics.catalog import Metrics
@@ -167,6 +167,8 @@ class TokenizerManager:
         generate = functools.partial(self.generate_request, caller=SERVER)
         self._health = Health(self.engine_loop, self.link, self.heartbeats, self.control, generate, clock)
 
+        self.metrics.set_cache_config(ready.page_size, ready.max_total_tokens // ready.page_size, args.dp_size)
+        self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
         self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
         self.parts = EngineParts(
             self.engine_loop,
@@ -185,6 +187,7 @@ class TokenizerManager:
         """Say which part takes which message of the engine."""
         handlers = self.engine_loop.handlers
         handlers.register(BatchStrOut, self.outputs.handle)
+        handlers.register(SamplesMoved, self.outputs.note_moved)
         handlers.register(Heartbeat, self.heartbeats.handle)
         handlers.register(SchedulerStats, lambda message: self.metrics.set_scheduler_state(message.state))
         handlers.register(ExpertCountsReply, self.experts.replies.handle)
@@ -261,7 +264,7 @@ class TokenizerManager:
         """
         token_text = self._token_text if obj.return_text_in_logprobs else _no_text
         state = CallState(stream=obj.stream, is_list=call.is_list, token_text=token_text)
-        state.tenant = caller.tenant or self._anybody
+        state.tenant, state.owner = caller.tenant or self._anybody, caller.owner
         if not caller.is_server:
             state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         now = self._clock()

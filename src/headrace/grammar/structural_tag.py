@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.grammar import lark
+from headrace.grammar import lark, lark_nested, lark_reader
 from headrace.grammar.schema_walk import Json, decode_json
 
 _T = TypeVar("_T")
@@ -35,6 +35,13 @@ class Regex(msgspec.Struct, tag="regex", forbid_unknown_fields=True):
     """Text that a regular expression matches as a whole."""
 
     pattern: str
+
+
+class Lark(msgspec.Struct, tag="lark", forbid_unknown_fields=True):
+    """Text of a lark definition. json_string: as it is written between the quotes of a JSON string."""
+
+    definition: str
+    json_string: bool = False
 
 
 class AnyText(msgspec.Struct, tag="any_text", forbid_unknown_fields=True):
@@ -89,7 +96,7 @@ class TagsWithSeparator(msgspec.Struct, tag="tags_with_separator", forbid_unknow
     stop_after_first: bool = False
 
 
-Format = ConstString | JsonSchema | Regex | AnyText | Elements | Or | Tag | TriggeredTags | TagsWithSeparator
+Format = ConstString | JsonSchema | Regex | Lark | AnyText | Elements | Or | Tag | TriggeredTags | TagsWithSeparator
 
 
 class _Structure(msgspec.Struct, forbid_unknown_fields=True):
@@ -147,6 +154,8 @@ class _Compiler:
                 return self._then(self._rule(lark.inline_schema(item.json_schema, self._field)), ends)
             case Regex():
                 return self._then(self._terminal(lark.regex(item.pattern)), ends)
+            case Lark():
+                return self._lark(item, ends)
             case AnyText():
                 return self._text(ends, item.excludes)
             case Elements():
@@ -161,6 +170,29 @@ class _Compiler:
                 return self._triggered(item, ends)
             case TagsWithSeparator():
                 return self._then(self._separated(item), ends)
+
+    def _lark(self, item: Lark, ends: Sequence[str]) -> str:
+        try:
+            definition = lark_reader.read_definition(item.definition)
+            if item.json_string:
+                return self._then(self._defined(lark_nested.in_json_string(definition, self._prefix())), ends)
+            options = []
+            for end in ends or ("",):
+                text, rest = self._before_token(end)
+                body = self._defined(lark_nested.up_to_mark(definition, self._prefix(), text, end.strip()))
+                options.append(f"{body} {self._literal(rest)}" if rest else body)
+            return self._any_of(options)
+        except lark_reader.LarkError as err:
+            raise RequestError(f"the lark definition is not supported: {err}", self._field) from None
+
+    def _prefix(self) -> str:
+        """What no name begins with yet."""
+        return f"lark_{len(self.definitions)}_"
+
+    def _defined(self, made: tuple[str, list[str]]) -> str:
+        expression, definitions = made
+        self.definitions += definitions
+        return self._rule(expression)
 
     def _sequence(self, item: Elements, ends: Sequence[str]) -> str:
         *first, last = self._not_empty(item.elements, "sequence")
@@ -235,10 +267,16 @@ class _Compiler:
     def _text_before_token(self, text: str, end: str) -> str:
         """Free text and a mark with a special token in it. What the mark has before its token belongs to the text's terminal, which would
         otherwise have taken it by the time the token comes."""
-        before = min((found for name in self._special_tokens if (found := end.find(name)) >= 0), default=0)
+        before, rest = self._before_token(end)
         if not before:
             return f"{self._terminal(text)} {self._literal(end)}"
-        return f"{self._terminal(f'({text}) {lark.quoted(end[:before])}')} {self._literal(end[before:])}"
+        return f"{self._terminal(f'({text}) {lark.quoted(before)}')} {self._literal(rest)}"
+
+    def _before_token(self, end: str) -> tuple[str, str]:
+        """A mark before its first special token, and from there on."""
+        places = [found for name in self._special_tokens if (found := end.find(name)) >= 0]
+        at = min(places, default=len(end))
+        return end[:at], end[at:]
 
     def _then(self, expression: str, ends: Sequence[str]) -> str:
         return f"{expression} {self._any_of([self._literal(end) for end in ends])}" if ends else expression

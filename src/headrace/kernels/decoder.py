@@ -6,10 +6,11 @@ model, called by the one that runs it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
+from headrace.errors import ExecutionError
 from headrace.kernels import cpu, registry
 from headrace.kernels.packing import QUANT_SCHEMES, PackedLinear, kv_cache_shapes, kv_type
 
@@ -73,8 +74,17 @@ def why_not(spec: DecoderSpec) -> str:
     return ""
 
 
-PHASES = ("norm", "qkv", "heads", "attention", "out", "gate_up", "activation", "down")
-"""Phase of csrc/cpu/decoder.h, in its order. heads: head norms, rotation and the KV write. Linears quantise their input, too."""
+PHASES = ("norm", "qkv", "heads", "attention", "out", "gate_up", "activation", "down", "reduce")
+"""Phase of csrc/cpu/decoder.h, in its order. heads: head norms, rotation and the KV write. Linears quantise their input, too.
+reduce: sums over ranks."""
+
+
+class RankGroup(Protocol):
+    """Ranks that each have a part of the weights of the same layers, and run the same steps."""
+
+    @property
+    def address(self) -> int:
+        """Of the `_native.RankGroup`."""
 
 
 class FusedDecoder:
@@ -84,9 +94,17 @@ class FusedDecoder:
     """
 
     def __init__(
-        self, spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor], *, rounded: bool = False
+        self,
+        spec: DecoderSpec,
+        k_caches: list[torch.Tensor],
+        v_caches: list[torch.Tensor],
+        *,
+        rounded: bool = False,
+        group: RankGroup | None = None,
     ) -> None:
         """k_caches, v_caches: one each layer, laid out by `packing.kv_cache_shapes`. rounded: see `ops.paged_attention`.
+
+        group: the layers have a rank's part of the heads and of the intermediate size; what `out` and `down` give is summed over the ranks.
 
         ValueError when anything does not fit.
         """
@@ -96,6 +114,7 @@ class FusedDecoder:
             raise ValueError(f"the fused decoder cannot run: {reason}")
         self._spec = spec
         self._caches = (k_caches, v_caches)
+        self._group = group
         _check(spec, k_caches, v_caches)
         intermediate_size = spec.layers[0].down.k
         self._decoder = native.Decoder(
@@ -133,6 +152,8 @@ class FusedDecoder:
                 _linear(layer.down),
                 _address(layer.after_mlp),
             )
+        if group is not None:
+            self._decoder.set_group(group.address)
 
     def __call__(
         self,
@@ -149,7 +170,7 @@ class FusedDecoder:
         hidden: float32[tokens, hidden_size], what the first layer takes; overwritten. positions, out_slots: int32[tokens].
         page_table, seq_lens, q_starts: see `ops.paged_attention`. read_starts: int32[num_seqs + 1]; of sequence i the last
         read_starts[i + 1] - read_starts[i] rows are read, None: all. Returns float32[rows that are read, hidden_size]. ValueError when a
-        size, position, slot, start or page does not fit; then no KV is written.
+        size, position, slot, start or page does not fit; then no KV is written. ExecutionError when the group is broken.
         """
         tokens = hidden.shape[0]
         _contiguous("hidden", hidden, torch.float32, (tokens, self._spec.hidden_size))
@@ -166,19 +187,24 @@ class FusedDecoder:
             _contiguous("read_starts", read_starts, torch.int32, (num_seqs + 1,))
             num_read = int(read_starts[-1])
         out = torch.empty(num_read, self._spec.hidden_size)
-        self._decoder.forward(
-            hidden.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            positions.data_ptr(),
-            out_slots.data_ptr(),
-            page_table.data_ptr(),
-            max_pages,
-            seq_lens.data_ptr(),
-            q_starts.data_ptr(),
-            read_starts.data_ptr(),
-            num_seqs,
-        )
+        try:
+            self._decoder.forward(
+                hidden.data_ptr(),
+                out.data_ptr(),
+                tokens,
+                positions.data_ptr(),
+                out_slots.data_ptr(),
+                page_table.data_ptr(),
+                max_pages,
+                seq_lens.data_ptr(),
+                q_starts.data_ptr(),
+                read_starts.data_ptr(),
+                num_seqs,
+            )
+        except RuntimeError as error:
+            if self._group is None:
+                raise
+            raise ExecutionError(f"the group of ranks is broken: {error}") from None
         return out
 
     def phase_seconds(self) -> dict[str, float]:

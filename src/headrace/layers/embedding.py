@@ -7,12 +7,16 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.distributed.base import length
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 
+VOCABULARY_UNIT = 64
+"""Ids in a unit of `vocabulary_part`: ranks' parts end where the kernels' blocks of columns do."""
+
 
 class Embedding:
-    """table[ids] * scale.
+    """table[ids] * scale. Each rank has the rows of some ids, and the sum over the ranks is the output.
 
     tied: the output projection that shares this table. A lookup then reads the projection's packed weight, and there is no table.
     If the projection is quantised, there is a table in the weights' dtype: it costs memory but no time, since a lookup reads only one row.
@@ -25,13 +29,22 @@ class Embedding:
         self._scale = scale
         self._placement = placement
         self._tied = tied
+        self._own = vocabulary_part(vocab_size, placement)
         self._shared = tied if placement.head.format.facts.is_a_table else None
         self._table: torch.Tensor
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int[tokens] -> [tokens, size] in the compute dtype, a fresh tensor."""
         table = self._table if self._shared is None else self._shared.packed
-        return kernels.embedding(ids, table, self._scale)
+        group = self._placement.shard.group
+        if group is None:
+            return kernels.embedding(ids, table, self._scale)
+        local = ids - self._own.start
+        others = (local < 0) | (local >= length(self._own))
+        rows = kernels.embedding(local.masked_fill_(others, 0), table, self._scale)
+        rows[others] = 0
+        group.all_reduce(rows)
+        return rows
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.weight`."""
@@ -46,6 +59,7 @@ class Embedding:
             load_quantized=self._load_quantized if head is not None and head.load_quantized is not None else None,
             keepers=own if self._tied is None else (*own, self._tied),
             part="weight" if head is None else head.part,
+            share=length(self._own) / self._shape[0],
         )
 
     def kept(self) -> Kept:
@@ -60,7 +74,7 @@ class Embedding:
         """See `Keeper`."""
         (tensor,) = parts.values()
         assert isinstance(tensor, torch.Tensor), "a quantised table"
-        table = tensor.to(device=self._placement.device, dtype=self._placement.weight_dtype, copy=True)
+        table = tensor[self._own].to(device=self._placement.device, dtype=self._placement.weight_dtype, copy=True)
         return {"table": table.contiguous()}
 
     def _read(self) -> torch.Tensor:
@@ -70,13 +84,18 @@ class Embedding:
 
     def _load(self, tensor: torch.Tensor) -> None:
         if self._shared is None:
-            self._table = self._placement.place(tensor).contiguous()
+            self._table = self._placement.place(tensor[self._own]).contiguous()
         if self._tied is not None:
             next(self._tied.weights("")).load(tensor)
 
     def _load_quantized(self, matrix: QuantizedMatrix) -> None:
         assert self._tied is not None, "a table without an output projection loads floats"
-        self._table = self._placement.place(matrix.dequantize())
+        self._table = self._placement.place(matrix.rows(self._own.start, self._own.stop).dequantize())
         load = next(self._tied.weights("")).load_quantized
         assert load is not None, self._placement
         load(matrix)
+
+
+def vocabulary_part(vocab_size: int, placement: Placement) -> slice:
+    """The ids whose rows of the embedding and of the output projection a rank has."""
+    return placement.shard.part(vocab_size, VOCABULARY_UNIT)

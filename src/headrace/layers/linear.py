@@ -15,6 +15,7 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
+from headrace.distributed.base import length
 from headrace.errors import ModelError
 from headrace.kernels import PackedLinear
 from headrace.layers.lora import LinearAdapters
@@ -27,11 +28,26 @@ class Linear:
 
     outputs: size of each projection by its Hugging Face name, in the order of y's columns. The stack is packed when its last part
     has been loaded, so a model is usable once every weight has been.
+    own_outputs: by projection, the outputs that this rank computes; own_inputs: the inputs that it has, and then y is the sum over the ranks.
+    Without them it has all. in_size and outputs are those of the whole layer; the attributes of the same names are this rank's.
     """
 
-    def __init__(self, in_size: int, outputs: Mapping[str, int], placement: Placement, *, bias: bool = False) -> None:
-        self.in_size = in_size
-        self.outputs = dict(outputs)
+    def __init__(
+        self,
+        in_size: int,
+        outputs: Mapping[str, int],
+        placement: Placement,
+        *,
+        bias: bool = False,
+        own_outputs: Mapping[str, slice] | None = None,
+        own_inputs: slice | None = None,
+    ) -> None:
+        self._whole = {name: (size, in_size) for name, size in outputs.items()}
+        self._rows = {name: slice(0, size) for name, size in outputs.items()} | dict(own_outputs or {})
+        self._inputs = slice(0, in_size) if own_inputs is None else own_inputs
+        self._group = None if own_inputs is None else placement.shard.group
+        self.in_size = length(self._inputs)
+        self.outputs = outputs = {name: length(rows) for name, rows in self._rows.items()}
         self._bias = bias
         self._placement = placement
         ends = list(accumulate(self.outputs.values()))
@@ -54,18 +70,34 @@ class Linear:
         y = kernels.linear(x, self._packed, out)
         if self.adapters is not None:
             self.adapters.add(y, x)
+        if self._group is not None:
+            self._group.all_reduce(y)
         return y
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the whole layer, those of other ranks included."""
+        return sum(size for size, _ in self._whole.values())
 
     def columns(self, projection: str) -> slice:
         """The columns of y with the output of one projection."""
         return self._columns[projection]
 
+    def shape(self, projection: str) -> tuple[int, int]:
+        """(outputs, inputs) of the whole projection, of all ranks."""
+        return self._whole[projection]
+
+    def own(self, projection: str) -> tuple[slice, slice]:
+        """The outputs and the inputs of the projection that this rank has."""
+        return self._rows[projection], self._inputs
+
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix><projection>.weight`, and `.bias` where there is one."""
-        for name, size in self.outputs.items():
+        for name, shape in self._whole.items():
+            own_rows = self.outputs[name] / shape[0]
             yield Weight(
                 f"{prefix}{name}.weight",
-                (size, self.in_size),
+                shape,
                 partial(self._load, f"{name}.weight"),
                 partial(self._read_weight, name),
                 itemsize=self._placement.format.facts.itemsize(self._placement.weight_dtype.itemsize),
@@ -75,17 +107,19 @@ class Linear:
                 layer=self,
                 keepers=(self,),
                 part=f"{name}.weight",
+                share=own_rows * self.in_size / shape[1],
             )
             if self._bias:
                 yield Weight(
                     f"{prefix}{name}.bias",
-                    (size,),
+                    shape[:1],
                     partial(self._load, f"{name}.bias"),
                     partial(self._read_bias, name),
                     init="zeros",
                     itemsize=self._placement.weight_dtype.itemsize,
                     keepers=(self,),
                     part=f"{name}.bias",
+                    share=own_rows,
                 )
 
     def kept(self) -> Kept:
@@ -98,7 +132,7 @@ class Linear:
 
     def staged(self, parts: Parts) -> Kept:
         """See `Keeper`: the whole stack, in which projections that are not in `parts` stay the same, bit for bit."""
-        whole = {part: self._placed(tensor) for part, tensor in parts.items()}
+        whole = {part: self._placed(part, tensor) for part, tensor in parts.items()}
         for name in self.outputs:
             if f"{name}.weight" not in whole:
                 whole[f"{name}.weight"] = self._present_weight(name)
@@ -113,18 +147,33 @@ class Linear:
         return kept
 
     def _load(self, part: str, tensor: torch.Tensor) -> None:
-        self._keep(part, self._placed(tensor))
+        self._keep(part, self._placed(part, tensor))
 
     def _load_quantized(self, part: str, matrix: QuantizedMatrix) -> None:
-        self._keep(part, self._placed(matrix))
+        self._keep(part, self._placed(part, matrix))
 
-    def _placed(self, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
+    def _placed(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
+        """What this rank has of the whole tensor `part`, on the device."""
+        tensor = self._own(part, tensor)
         if isinstance(tensor, QuantizedMatrix):
             return tensor.to(self._placement.device)
         # A weight that will be quantised is not rounded to bfloat16 first.
         if self._placement.format.facts.quantizes and tensor.dim() == 2:
             return tensor.to(self._placement.device)
         return self._placement.place(tensor)
+
+    def _own(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> torch.Tensor | QuantizedMatrix:
+        if self._placement.shard.is_whole:
+            return tensor
+        name, _, kind = part.rpartition(".")
+        rows, inputs = self._rows[name], self._inputs
+        if isinstance(tensor, QuantizedMatrix):
+            return tensor.rows(rows.start, rows.stop).columns(inputs.start, inputs.stop)
+        if kind == "weight":
+            return tensor[rows, inputs].contiguous()
+        # A sum over ranks has the bias once.
+        once = self._group is None or self._placement.shard.leads
+        return tensor[rows] if once else torch.zeros_like(tensor[rows])
 
     def _keep(self, part: str, tensor: torch.Tensor | QuantizedMatrix) -> None:
         with self._parts_lock:

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from headrace import kernels
+from headrace.checkpoint.weight_formats import KERNEL_GROUP, WIDE_GROUP
 from headrace.errors import ModelError
 from headrace.layers.linear import Linear
 from headrace.layers.weight import Placement, Weight
@@ -30,8 +31,15 @@ class GatedMlp:
         self.activation = _ACTIVATIONS[act]
         self._gate = _GATES[self.activation]
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = Linear(hidden_size, sizes, placement, bias=bias)
-        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, placement, bias=bias)
+        own = _own_part(intermediate_size, placement)
+        self.gate_up = Linear(hidden_size, sizes, placement, bias=bias, own_outputs=dict.fromkeys(sizes, own))
+        self.down = Linear(
+            intermediate_size,
+            {"down_proj": hidden_size},
+            placement,
+            bias=bias,
+            own_inputs=None if placement.shard.is_whole else own,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> [rows, hidden_size]."""
@@ -41,3 +49,10 @@ class GatedMlp:
         """`<prefix>.gate_proj`, `.up_proj`, `.down_proj`."""
         yield from self.gate_up.weights(f"{prefix}.")
         yield from self.down.weights(f"{prefix}.")
+
+
+def _own_part(intermediate_size: int, placement: Placement) -> slice:
+    """The part of the layer that this rank computes: whole blocks of what formats scale or rotate together, if there are enough of them."""
+    shard = placement.shard
+    unit = next((size for size in (WIDE_GROUP, KERNEL_GROUP) if intermediate_size >= size * shard.size), 1)
+    return shard.part(intermediate_size, unit)

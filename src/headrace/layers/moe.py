@@ -43,6 +43,7 @@ class SparseMoe:
         self._router = Linear(hidden_size, {"gate": moe.num_experts}, placement.unquantized)
         self._experts = [GatedMlp(hidden_size, moe.intermediate_size, act, placement) for _ in range(moe.num_experts)]
         self._packed: PackedExperts | None = None
+        self._group = placement.shard.group
         self.counts = ExpertCounts(moe.num_experts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,10 @@ class SparseMoe:
             gate_ups = [expert.gate_up.packed for expert in self._experts]
             downs = [expert.down.packed for expert in self._experts]
             self._packed = kernels.pack_experts(gate_ups, downs, self._experts[0].activation)
-        return kernels.moe(x, top_experts, top_shares, self._packed)
+        y = kernels.moe(x, top_experts, top_shares, self._packed)
+        if self._group is not None:
+            self._group.all_reduce(y)
+        return y
 
     def _show_observers(self, x: torch.Tensor, top_experts: torch.Tensor) -> None:
         """Run the observed experts one by one, so that they report their inputs; for calibration."""

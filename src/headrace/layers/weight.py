@@ -4,6 +4,7 @@ Owns `Weight` (one Hugging Face tensor of one layer) and `Placement` (device and
 `Weight`s; the loader fills them. Used by the thread that loads the model.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -12,6 +13,7 @@ import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme
+from headrace.distributed.base import WHOLE, Shard
 from headrace.layers.quantization import WeightFormat, weight_format
 
 Kept = Mapping[str, torch.Tensor | int | str | None]
@@ -53,7 +55,7 @@ class Weight:
     load_quantized: takes a quantised tensor instead, if the layer can compute with it; else None.
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
     keepers: the layers that convert this tensor; it need not be loaded if all of them have been restored. Empty: it cannot be replaced
-    while the model serves. part: its name in the keepers, which may also keep other weights.
+    while the model serves. part: its name in the keepers, which may also keep other weights. share: of its elements, how many this rank keeps.
     """
 
     name: str
@@ -66,6 +68,12 @@ class Weight:
     layer: Observable | None = None
     keepers: tuple[Keeper, ...] = ()
     part: str = ""
+    share: float = 1.0
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that are kept."""
+        return math.prod(self.shape) * self.itemsize * self.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +81,14 @@ class Placement:
     """Device and precision of a model, and how its linear layers compute.
 
     max_positions: longest supported sequence, in tokens; tables by position have this many rows. quantization: of linear layers.
+    shard: the part of the model that this process has.
     """
 
     device: torch.device
     weight_dtype: torch.dtype
     max_positions: int
     quantization: Scheme = "none"
+    shard: Shard = WHOLE
 
     @property
     def format(self) -> WeightFormat:

@@ -1,10 +1,12 @@
 """All structs that cross a process or thread boundary: typed and frozen. Imports nothing above it.
 
 Read first: requests.py (front end -> scheduler), step.py (scheduler <-> worker, and the `Worker` protocol), outputs.py
-(back to the front end).
+(back to the front end), rank_step.py (a step on its way to the other ranks), rank_job.py (what they do beside
+the steps).
 
 - Operations: control.py, cache_tree.py, lora.py, weights.py, experts.py; grammar.py (what compiles grammars, and what follows them)
 - HTTP workers: front.py
+- The prefix cache: namespaces.py (what keeps KV apart), kv_events.py (what changes, for routers)
 - Transport: channel.py (every message that a channel carries; queues within a process), sockets.py (between processes),
   fan_out.py, dispatch.py, packing.py, safetensors_bytes.py
 - Fields of bodies: neutral.py (those that request nothing), allowed_values.py, field_errors.py

@@ -46,7 +46,7 @@ from headrace.messages.control import (
 from headrace.messages.experts import ExpertCountsReply, ExpertCountsReq
 from headrace.messages.front import FrontCall, FrontCancel, FrontNews, FrontReplies, FrontTaken
 from headrace.messages.lora import LoadLoraReq, LoraReply, UnloadLoraReq
-from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut
+from headrace.messages.outputs import BatchStrOut, BatchTokenIDOut, SamplesMoved
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.weights import WeightOpReply, WeightOpReq
 
@@ -54,6 +54,7 @@ Message = (
     TokenizedGenerateReqInput
     | BatchTokenizedGenerateReqInput
     | BatchTokenIDOut
+    | SamplesMoved
     | BatchStrOut
     | AbortReq
     | FlushCacheReq

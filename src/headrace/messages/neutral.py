@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "service_tier": ("auto", "default"),
     "prompt_cache_options": ({"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"}),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "best_of": (1,),
     "top_logprobs": (0,),
     "add_generation_prompt": (True,),

@@ -127,6 +127,17 @@ class BatchTokenIDOut(msgspec.Struct, frozen=True, tag=True, array_like=True, gc
     source: int = 0
 
 
+class SamplesMoved(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Samples, by rid, that have begun to run, and retracted ones that wait again. A new sample waits until it is told here.
+
+    source: of the `BatchTokenIDOut`. Not by way of the detokenizer, so an output of an earlier step may arrive later.
+    """
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...] = ()
+    source: int = 0
+
+
 class StrOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A `TokenIDOut` and the new text of its sample (held back and trimmed as stops ask). `tokens.options` has been obeyed: None."""
 

@@ -5,13 +5,14 @@ manager, from its event loop; the scheduler's gauges come with its `SchedulerSta
 """
 
 import platform
+import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace.messages.control import InternalState
@@ -87,6 +88,30 @@ class Tally(Collector):
         yield family
 
 
+class LoraRequests(Collector):
+    """Which adapters are in use, as labels that routers read. The value is when that was first seen, seconds since 1970. See `watch`."""
+
+    def __init__(self, name: str, text: str, model_name: str) -> None:
+        self._name, self._text, self._model_name = name, text, model_name
+        self._max_loras = 0
+        self._read: Callable[[], tuple[Collection[str], Collection[str]]] = lambda: ((), ())
+        self._seen: tuple[list[str], float] = ([], 0.0)
+
+    def watch(self, max_loras: int, read: Callable[[], tuple[Collection[str], Collection[str]]]) -> None:
+        """max_loras: most adapters in memory. read: names of the adapters of running samples, and of waiting ones."""
+        self._max_loras, self._read = max_loras, read
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Called by the registry."""
+        labels = ["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        family = GaugeMetricFamily(self._name, self._text, labels=labels)
+        names = [",".join(sorted(names)) for names in self._read()]
+        if names != self._seen[0]:
+            self._seen = (names, time.time())
+        family.add_metric([self._model_name, str(self._max_loras), *names], self._seen[1])
+        yield family
+
+
 class Metrics:
     """Counters, histograms and gauges of one server."""
 
@@ -135,6 +160,16 @@ class Metrics:
             ["model_name", "version", "python_version"],
             registry=self.registry,
         ).labels(model_name, VERSION, platform.python_version()).set(1)
+        self._cache_config = Gauge(
+            "headrace:cache_config_info",
+            "Always 1; the labels say the size of the KV pool in pages.",
+            ["model_name", "dp_rank", "block_size", "num_gpu_blocks"],
+            registry=self.registry,
+        )
+        self.lora_requests = LoraRequests(
+            "headrace:lora_requests_info", "Since when the labels are the adapters in use.", model_name
+        )
+        self.registry.register(self.lora_requests)
         self.time_to_first_token_s = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS_LONG
         )
@@ -180,6 +215,11 @@ class Metrics:
         self.kv_available = self._gauge("kv_available_tokens", "Free tokens of the KV pool.")
         self.kv_evictable = self._gauge("kv_evictable_tokens", "Cached tokens that no request uses.")
         self.cache_hit_rate = self._gauge("cache_hit_rate", "Share of the tokens looked up that were cached, 0 to 1.")
+
+    def set_cache_config(self, page_size: int, num_pages: int, num_replicas: int) -> None:
+        """Set the size of each replica's KV pool."""
+        for replica in range(num_replicas):
+            self._cache_config.labels(self._model_name, str(replica), str(page_size), str(num_pages)).set(1)
 
     def count_end(self, finish_type: str) -> None:
         """A sample ended: stop, length or abort."""

@@ -36,6 +36,8 @@ NAMES: dict[Dialect, tuple[tuple[str, str], ...]] = {
         ("queue_time_seconds", "request_queue_time_seconds"),
         ("request_prompt_tokens", "request_prompt_tokens"),
         ("request_generation_tokens", "request_generation_tokens"),
+        ("cache_config_info", "cache_config_info"),
+        ("lora_requests_info", "lora_requests_info"),
     ),
     "sglang": (
         ("num_running_reqs", "num_running_reqs"),

@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 
 def described(requests: Iterable[Timeline], prompts: bool) -> list[dict[str, Any]]:
-    """The requests in the form of the file. Live requests have the state "running"."""
+    """The requests in the form of the file. Live requests have the state "waiting" or "running"."""
     return [each.describe() | ({"prompt": each.prompt} if prompts else {}) for each in requests]
 
 

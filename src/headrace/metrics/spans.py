@@ -127,7 +127,8 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'headrace[otel]'") from None
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry: pip install {packages}") from None
     return OpenTelemetrySpans(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
 
 

@@ -19,12 +19,17 @@ Note = Literal["lost", "replayed", "paused", "continued", "weights_updated", "me
 """External events of live samples. lost: the scheduler that had it, or the detokenizer, has died."""
 
 
+State = Literal["waiting", "running", "finished", "refused"]
+"""waiting: no step computes it, since it is new, was retracted, or has lost its scheduler."""
+
+
 @dataclass(slots=True)
 class Timeline:
     """One sample. Times are seconds of the manager's clock, 0.0 = not yet; `created_unix_s` is the Unix time of its arrival.
 
-    rid: as in the engine. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. replica: the last that had it. The
-    scheduler's events come with the last output; after a replay, only those of the last attempt.
+    rid: as in the engine. shown_id: the id that the client saw. tenant, scope: of the key, see `Tenant`. owner: whose it
+    is, see `Caller`. replica: the last that had it. runs: it does not wait. adapter: its name, empty = none. The scheduler's events
+    come with the last output; after a replay, only those of the last attempt.
     """
 
     rid: str
@@ -45,7 +50,10 @@ class Timeline:
     num_replays: int = 0
     ended: bool = False
     scope: str = ""
+    owner: str = ""
     replica: int | None = None
+    runs: bool = False
+    adapter: str = ""
     _notes: list[tuple[str, float, int]] = field(default_factory=list)
 
     @property
@@ -57,6 +65,15 @@ class Timeline:
         """Seconds from the arrival to the end, or until `now_s` while it lives; 0 if it was refused."""
         end_s = self.finished_s or (self.created_s if self.ended else now_s)
         return end_s - self.created_s
+
+    @property
+    def state(self) -> State:
+        """What has become of it. refused: it ended before it was sent, and has no finish reason."""
+        if self.finish is not None:
+            return "finished"
+        if self.ended:
+            return "refused"
+        return "running" if self.runs else "waiting"
 
     def note(self, kind: Note, at_s: float) -> None:
         """Record an external event; at most MAX_NOTES are kept."""
@@ -91,9 +108,10 @@ class Timeline:
         return {
             "rid": self.own_rid,
             "id": self.shown_id,
-            "state": "finished" if finish is not None else "refused" if self.ended else "running",
+            "state": self.state,
             "created": self.created_unix_s,
             "key": self.tenant or None,
+            "adapter": self.adapter or None,
             "dp_rank": self.replica,
             "stream": self.stream,
             "prompt_tokens": self.num_prompt_tokens,
@@ -158,19 +176,16 @@ class Timelines:
         if len(self._finished) > self._max_finished:
             self._finished.popitem(last=False)
 
-    def find(self, rid: str, scope: str | None) -> list[Timeline]:
-        """The sample `rid` of the key with this scope, or all its samples with this id; scope None: those of every key."""
-        if scope is not None:
-            exact = self._live.get(scope + rid) or self._finished.get(scope + rid)
-            if exact is not None and exact.scope == scope:
-                return [exact]
-        visible = [each for each in self if scope in (None, each.scope) and rid in (each.own_rid, each.shown_id)]
-        return [each for each in visible if each.own_rid == rid] or visible
+    def find(self, rid: str, owner: str | None) -> list[Timeline]:
+        """The last sample `rid` of this owner, or all its samples with this id; owner None: those of every owner."""
+        visible = [each for each in self if owner in (None, each.owner) and rid in (each.own_rid, each.shown_id)]
+        exact = [each for each in visible if each.own_rid == rid]
+        return (exact if owner is None else exact[-1:]) or visible
 
-    def latest(self, limit: int, scope: str | None) -> list[Timeline]:
-        """The last `limit` samples of the key with this scope (None: of every key): live ones, the latest first, then those that ended last."""
+    def latest(self, limit: int, owner: str | None) -> list[Timeline]:
+        """The last `limit` samples of this owner (None: of every owner): live ones, the latest first, then those that ended last."""
         newest_first = chain(reversed(self._live.values()), reversed(self._finished.values()))
-        return list(islice((each for each in newest_first if scope in (None, each.scope)), limit))
+        return list(islice((each for each in newest_first if owner in (None, each.owner)), limit))
 
     def __iter__(self) -> Iterator[Timeline]:
         """Finished ones first, earliest end first, then live ones."""

@@ -12,9 +12,10 @@ import torch
 from headrace.attention.base import AttentionLayerSpec, PagedKv, ReadTokens, RotatingBackend, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.rope_config import RopeConfig
+from headrace.distributed.heads import head_share
 from headrace.kernels import DecoderLayerSpec, DecoderSpec, FusedDecoder
 from headrace.kernels.decoder import why_not
-from headrace.layers.embedding import Embedding
+from headrace.layers.embedding import Embedding, vocabulary_part
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.logits import LogitsHead
@@ -61,21 +62,31 @@ class Attention:
     def __init__(
         self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
     ) -> None:
-        self._q_size = config.num_q_heads * config.head_dim
-        self._kv_size = config.num_kv_heads * config.head_dim
+        share = head_share(placement.shard, config.num_q_heads, config.num_kv_heads)
+        own = {"q_proj": share.query, "k_proj": share.kv, "v_proj": share.kv}
+        own = {name: slice(heads.start * config.head_dim, heads.stop * config.head_dim) for name, heads in own.items()}
+        self._q_size = share.num_query * config.head_dim
+        self._kv_size = share.num_kv * config.head_dim
         slides = config.layer_types[layer] == "sliding_attention" and config.sliding_window is not None
         self.spec = AttentionLayerSpec(
             layer_id=layer,
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_q_heads=share.num_query,
+            num_kv_heads=share.num_kv,
             head_dim=config.head_dim,
             scale=config.attention_scale,
             sliding_window=(config.sliding_window or 0) if slides else 0,
             soft_cap=config.attn_logit_softcapping or 0.0,
         )
-        sizes = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
-        self.qkv = Linear(config.hidden_size, sizes, placement, bias=options.qkv_bias)
-        self.out = Linear(self._q_size, {"o_proj": config.hidden_size}, placement, bias=options.out_bias)
+        heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
+        sizes = {name: count * config.head_dim for name, count in heads.items()}
+        self.qkv = Linear(config.hidden_size, sizes, placement, bias=options.qkv_bias, own_outputs=own)
+        self.out = Linear(
+            sizes["q_proj"],
+            {"o_proj": config.hidden_size},
+            placement,
+            bias=options.out_bias,
+            own_inputs=None if placement.shard.is_whole else own["q_proj"],
+        )
         self.rotary = rotary
         self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
         if options.qk_norm:
@@ -222,7 +233,10 @@ class DecoderLM:
                 ropes[key] = Rotary(rope, config.head_dim, config.max_position_embeddings, placement)
             return ropes[key]
 
-        head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, placement.head)
+        own_ids = vocabulary_part(config.vocab_size, placement)
+        head = Linear(
+            config.hidden_size, {"lm_head": config.vocab_size}, placement.head, own_outputs={"lm_head": own_ids}
+        )
         tied = config.tie_word_embeddings
         self._embedding = Embedding(
             config.vocab_size,
@@ -236,7 +250,8 @@ class DecoderLM:
             for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
-        self._head = LogitsHead(head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied)
+        self._shard = placement.shard
+        self._head = LogitsHead(head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied, shard=placement.shard)
 
     def weights(self) -> Iterator[Weight]:
         """See `CausalLM.weights`."""
@@ -302,7 +317,7 @@ class DecoderLM:
             return spec
         reason = why_not(spec)
         if not reason:
-            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v, rounded=kv.rounded), kv
+            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v, rounded=kv.rounded, group=self._shard.group), kv
         return reason
 
     def compile_pieces(self, backend: str = "inductor") -> str:
@@ -319,13 +334,13 @@ class DecoderLM:
         dense = tuple(layer for layer in layers if layer is not None)
         if len(dense) < len(layers):
             return f"layer {layers.index(None)} has a mixture of experts"
-        config = self._config
+        config, heads = self._config, self._blocks[0].attention_spec
         return DecoderSpec(
             layers=dense,
             final_norm=self._norm.weight,
             eps=config.rms_norm_eps,
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_q_heads=heads.num_q_heads,
+            num_kv_heads=heads.num_kv_heads,
             head_dim=config.head_dim,
         )
 

@@ -11,6 +11,8 @@ import torch
 
 from headrace.attention.base import KvShape, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
+from headrace.distributed.base import WHOLE, Shard
+from headrace.distributed.heads import head_share
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Placement, Weight
 
@@ -77,6 +79,7 @@ class ModelSpec:
     check: Callable[[CausalLM], None] = lambda model: None
 
 
-def kv_shape(config: ModelConfig, dtype: torch.dtype) -> KvShape:
-    """The KV cache that a model of this config fills."""
-    return KvShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+def kv_shape(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> KvShape:
+    """The KV cache that a rank of a model of this config fills."""
+    num_heads = head_share(shard, config.num_q_heads, config.num_kv_heads).num_kv
+    return KvShape(config.num_layers, num_heads, config.head_dim, dtype)

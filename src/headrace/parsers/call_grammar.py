@@ -21,6 +21,7 @@ from headrace.parsers.value_grammar import (
     free_gemma_object,
     gemma_object,
     json_schema,
+    lark,
     num_chars,
     one_of,
     pairs,
@@ -34,6 +35,8 @@ from headrace.parsers.value_grammar import (
 )
 
 Tool = Mapping[str, object]
+
+NO_INPUTS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,16 @@ def call_grammar(
     opens_reasoning: bool = True,
     content: Node | None = None,
     in_reasoning: bool = False,
+    inputs: Mapping[str, str] = NO_INPUTS,
 ) -> CallGrammar | None:
     """The grammar for a choice of tools, or None if anything may be written.
 
     tools: functions with `name` and `parameters`. Required or named calls match the functions' schemas; others only where the function is
     in `strict_names`. parallel: whether there may be more than one call. opens_reasoning: the output may begin with reasoning; False where
     the grammar begins after it, or reasoning is switched off. content: what an output without calls must match, a format of a structural
-    tag. in_reasoning: the output begins within reasoning, which the prompt has opened, and the grammar has its end. Raises RequestError if
-    the format has no calls, the named function is not there, or the functions' schemas make too large a grammar.
+    tag. in_reasoning: the output begins within reasoning, which the prompt has opened, and the grammar has its end. inputs: by the names of
+    functions with one parameter, a text, the lark definition that it matches where the call is bound. Raises RequestError if the format has
+    no calls, the named function is not there, or the functions' schemas make too large a grammar.
     """
     if content is not None and (choice == "none" or not tools):
         return _bound(format, _answer(format, content), opens_reasoning, in_reasoning)
@@ -84,7 +89,7 @@ def call_grammar(
         if not tools:
             raise RequestError(f"tool_choice names the function {choice.name!r}, which is not in tools", "tool_choice")
     if choice == "auto":
-        calls = _each_call(writing, tools, strict_names)
+        calls = _each_call(writing, tools, strict_names, inputs)
         if content is None:
             body = _optional_calls(format, writing, calls, parallel)
         else:
@@ -92,7 +97,7 @@ def call_grammar(
     else:
         if not tools:
             raise RequestError("tool_choice requires a call, and there are no tools", "tool_choice")
-        calls = _each_call(writing, tools, {tool.get("name") for tool in tools})
+        calls = _each_call(writing, tools, {tool.get("name") for tool in tools}, inputs)
         body = _calls(writing, calls, parallel and not isinstance(choice, Named))
         if not writing.bare and not is_harmony:
             body = sequence(regex("[\n]{0,2}"), body)
@@ -148,20 +153,27 @@ def _reasoning(format: OutputFormat) -> Node:
     return one_of(sequence(block, regex("[\n]{0,2}")), const(""))
 
 
-def _each_call(writing: Writing, tools: Sequence[Tool], strict_names: Collection[object]) -> list[Node]:
+def _each_call(
+    writing: Writing, tools: Sequence[Tool], strict_names: Collection[object], inputs: Mapping[str, str]
+) -> list[Node]:
     """One call of each function, as tags. Raises RequestError if they are too large."""
-    calls = [_call(writing, tool, tool.get("name") in strict_names) for tool in tools]
+    calls = [
+        _call(writing, tool, tool.get("name") in strict_names, inputs.get(str(tool.get("name")), "")) for tool in tools
+    ]
     if num_chars(calls) > MAX_CHARS:
         raise too_large()
     return calls
 
 
-def _call(writing: Writing, tool: Tool, is_strict: bool) -> Node:
-    """One call of one function, as a tag."""
+def _call(writing: Writing, tool: Tool, is_strict: bool, definition: str) -> Node:
+    """One call of one function, as a tag. definition: what its one parameter matches, "" if that is its schema's matter."""
     name = str(tool.get("name"))
     begin = writing.begin.replace("{name}", to_json(name)[1:-1] if writing.escapes else name)
     schema = _arguments_schema(tool.get("parameters"))
-    content = _arguments(writing, schema, is_strict)
+    if is_strict and definition:
+        content = _text_argument(writing, schema, definition)
+    else:
+        content = _arguments(writing, schema, is_strict)
     begin, number, rest = begin.partition("{number}")
     if number:
         content = sequence(regex("[0-9]{1,6}"), const(rest), content)
@@ -195,6 +207,26 @@ def _arguments(writing: Writing, schema: Mapping[str, object], is_strict: bool) 
         begin = begin.replace("{key}", key).replace("{is_string}", "true" if is_string else "false")
         items.append((tag(begin, text_value(value, schema), end), is_required))
     return pairs(items, ", " if writing.arguments == "python" else "")
+
+
+def _text_argument(writing: Writing, schema: Mapping[str, object], definition: str) -> Node:
+    """Arguments that are one text."""
+    properties = schema["properties"]
+    assert isinstance(properties, Mapping), properties
+    (key,) = properties
+    match writing.arguments:
+        case "json":
+            # One blank may stand where JSON has blanks.
+            return sequence(regex(rf'\{{ ?"{key}" ?: ?"'), lark(definition, True), regex(r'" ?\}'))
+        case "python":
+            return tag(f'{key}="', lark(definition, True), '"')
+        case "gemma":
+            return tag(
+                "{", sequence(const(f"{key}:"), tag(writing.delimiter, lark(definition), writing.delimiter)), "}"
+            )
+        case "tags":
+            begin, end = writing.parameter
+            return tag(begin.replace("{key}", key).replace("{is_string}", "true"), lark(definition), end)
 
 
 def _free_arguments(writing: Writing) -> Node:

@@ -21,7 +21,17 @@ from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 from headrace.messages.front import HttpWorkerStart
 from headrace.processes.environment import environment
-from headrace.processes.handshake import IGNORED, Bootstrap, Failed, Kind, Progress, Ready, Report, process_name
+from headrace.processes.handshake import (
+    IGNORED,
+    Bootstrap,
+    Failed,
+    Kind,
+    Progress,
+    RankStart,
+    Ready,
+    Report,
+    process_name,
+)
 
 
 def without_secrets(args: ServerArgs) -> ServerArgs:
@@ -43,8 +53,8 @@ class ChildProcess:
     """A started child.
 
     name: its kind, with its number when there are several, for messages to people. index, source: of a scheduler, see `run_scheduler`; of
-    an HTTP worker, its slot and its number, see `HttpWorkerStart`. http: what an HTTP worker is given. info: what a scheduler said when it
-    was ready. program: the command that is run, without the kind.
+    an HTTP worker, its slot and its number, see `HttpWorkerStart`; index of a follower: its scheduler's. http: what an HTTP worker is given.
+    rank: which a follower is. info: what a scheduler said when it was ready. program: the command that is run, without the kind.
     """
 
     program: Sequence[str] = (sys.executable, "-m", "headrace.processes.child_main")
@@ -57,8 +67,9 @@ class ChildProcess:
         index: int = 0,
         source: int = 0,
         http: HttpWorkerStart | None = None,
+        rank: RankStart | None = None,
     ) -> None:
-        self.name = process_name(kind, args, index)
+        self.name = process_name(kind, args, index, rank)
         self.kind = kind
         self.index = index
         self.source = source
@@ -66,12 +77,17 @@ class ChildProcess:
         self._reports_fd, report_fd = os.pipe()
         # An HTTP worker decides who may call what; nobody else needs the keys.
         given = args if http is not None else without_secrets(args)
-        bootstrap = Bootstrap(given, ports, report_fd, os.getpid(), index, source, http)
+        bootstrap = Bootstrap(given, ports, report_fd, os.getpid(), index, source, http, rank)
+        passed = [report_fd]
+        if http is not None:
+            passed.append(http.listening_fd)
+        if rank is not None:
+            passed.append(rank.group_fd)
         with _signals_held():
             self._popen = subprocess.Popen(
                 [*self.program, kind],
                 stdin=subprocess.PIPE,
-                pass_fds=(report_fd,) if http is None else (report_fd, http.listening_fd),
+                pass_fds=passed,
                 env=environment(os.environ, kind, args, index),
             )
         os.close(report_fd)

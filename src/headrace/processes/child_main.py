@@ -1,4 +1,5 @@
-"""The child's side: `python -m headrace.processes.child_main KIND` becomes the scheduler, the detokenizer or an HTTP worker.
+"""The child's side: `python -m headrace.processes.child_main KIND` becomes a scheduler, a follower, the detokenizer or an HTTP
+worker.
 
 Reads one JSON line on stdin, see `handshake`, and writes JSON lines on the descriptor named there: progress while it loads, then
 "ready" or "error". A child ignores SIGINT and SIGTERM, because its parent drains and tells it to leave; it ends at once when the
@@ -106,7 +107,20 @@ def _run(kind: Kind, bootstrap: Bootstrap, channels: Channels, reporter: Reporte
         case "scheduler":
             from headrace.processes.scheduler_process import run_scheduler
 
-            run_scheduler(args, channels, on_ready, reporter.progress, replica=bootstrap.index, source=bootstrap.source)
+            run_scheduler(
+                args,
+                channels,
+                on_ready,
+                reporter.progress,
+                replica=bootstrap.index,
+                source=bootstrap.source,
+                ports=bootstrap.ports,
+            )
+        case "follower":
+            from headrace.processes.follower_process import run_follower
+
+            assert bootstrap.rank is not None
+            run_follower(args, on_ready, bootstrap.rank)
         case "detokenizer":
             from headrace.processes.detokenizer_process import run_detokenizer
 

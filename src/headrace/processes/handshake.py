@@ -14,7 +14,7 @@ from headrace.messages.front import HttpWorkerStart
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a child ignores, because its parent drains and tells it to leave. Blocked when it starts, so that none ends its imports."""
 
-Kind = Literal["scheduler", "detokenizer", "http"]
+Kind = Literal["scheduler", "follower", "detokenizer", "http"]
 
 OnReady = Callable[[ReadyInfo | None], None]
 """Called once when a part can serve; a scheduler says what it has."""
@@ -23,8 +23,20 @@ OnProgress = Callable[[int, int], None]
 """Called while a part loads: bytes of the checkpoint so far, and in all."""
 
 
+class RankStart(msgspec.Struct, frozen=True):
+    """What a follower is given: which rank it is, of how many, and the descriptor of the memory that they share."""
+
+    rank: int
+    size: int
+    group_fd: int
+
+
 class Bootstrap(msgspec.Struct, frozen=True):
-    """What a child is given. parent_pid: see `lifeline`. index, source: of a scheduler, see `run_scheduler`. http: of an HTTP worker."""
+    """What a child is given.
+
+    parent_pid: see `lifeline`. index, source: of a scheduler, see `run_scheduler`; index of a follower: its scheduler's. http: of an HTTP
+    worker. rank: of a follower.
+    """
 
     args: ServerArgs
     ports: Ports
@@ -33,6 +45,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     index: int = 0
     source: int = 0
     http: HttpWorkerStart | None = None
+    rank: RankStart | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -58,8 +71,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Report = Progress | Ready | Failed
 
 
-def process_name(kind: Kind, args: ServerArgs, index: int) -> str:
+def process_name(kind: Kind, args: ServerArgs, index: int, rank: RankStart | None = None) -> str:
     """What a child is called in messages, heartbeats and metrics."""
+    if rank is not None:
+        return f"rank {rank.rank} of {process_name('scheduler', args, index)}"
     if kind == "http":
         return f"HTTP worker {index}"
     return f"{kind} {index}" if kind == "scheduler" and args.dp_size > 1 else kind

@@ -4,7 +4,6 @@ Also the body of the scheduler's thread with --single-process. No other process 
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -12,20 +11,23 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from headrace.config.resolve import MEM_FRACTION
+from headrace.config.kv_events import read_kv_events
 from headrace.config.server_args import ServerArgs
-from headrace.messages.channel import Channels, Sender
+from headrace.messages.channel import Channels, Ports, Sender
 from headrace.messages.control import Heartbeat, ReadyInfo
 from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
 from headrace.processes.model_files import open_tokenizer, read_model_config
+from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache
+    from headrace.cache.events import BlockEvents
     from headrace.checkpoint.model_config import ModelConfig
     from headrace.messages.grammar import Grammars
+    from headrace.processes.kv_event_publisher import KVEventPublisher
     from headrace.scheduler.kv_manager import KVManager
     from headrace.scheduler.state import SchedulerConfig
     from headrace.text.stop import StopMatcher
@@ -47,44 +49,60 @@ def run_scheduler(
     on_stall: Callable[[], None] = _die_of_watchdog,
     replica: int = 0,
     source: int = 0,
+    ports: Ports | None = None,
 ) -> None:
     """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`.
 
     on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. replica: its index, below --dp-size.
-    source: names this incarnation of the replica in its outputs, see `BatchTokenIDOut`.
+    source: names this incarnation of the replica in its outputs, see `BatchTokenIDOut`. ports: of the engine, for the other ranks of --tp-size.
     """
-    from headrace.execution.build import build_worker  # imports torch, which takes longest
-    from headrace.scheduler.scheduler import Scheduler
+    with contextlib.ExitStack() as resources:
+        publisher = _kv_event_publisher(args, replica, resources)
+        ranks = None
+        if args.tp_size > 1:
+            from headrace.processes.ranks import Ranks
 
-    receiver = channels.receiver("to_scheduler", replica)
-    args = share_of_machine(args)
-    to_tokenizer = channels.sender("to_tokenizer")
-    model = read_model_config(args)
-    tokenizer = _LateTokenizer(args)
-    grammars = _grammars(args, tokenizer, model)
-    preparation = threading.Thread(target=grammars.prepare, name="prepare-grammars", daemon=True)
-    preparation.start()  # beside the weights
-    worker, ready = build_worker(args, on_progress)
-    preparation.join()
-    watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
-    scheduler = Scheduler(
-        scheduler_config(args, model, ready, replica),
-        _kv_manager(args, ready),
-        worker,
-        receiver,
-        channels.sender("to_detokenizer"),
-        to_tokenizer,
-        lambda request: _stop_checker(tokenizer.get(), request),
-        on_turn=watchdog.feed,
-        source=source,
-        grammars=grammars,
-    )
-    watchdog.start()
-    on_ready(ready)
-    tokenizer.start()
-    with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
-        scheduler.run()
-    watchdog.stop()
+            assert ports is not None, "ranks are processes"
+            ranks = resources.enter_context(Ranks(args, ports, replica))
+        from headrace.execution.build import build_worker  # imports torch, which takes longest
+        from headrace.scheduler.scheduler import Scheduler
+
+        receiver = channels.receiver("to_scheduler", replica)
+        args = share_of_machine(args)
+        to_tokenizer = channels.sender("to_tokenizer")
+        model = read_model_config(args)
+        tokenizer = _LateTokenizer(args)
+        grammars = _grammars(args, tokenizer, model)
+        preparation = threading.Thread(target=grammars.prepare, name="prepare-grammars", daemon=True)
+        preparation.start()  # beside the weights
+        if ranks is None:
+            worker, ready = build_worker(args, on_progress)
+        else:
+            worker, ready = build_worker(args, on_progress, ranks.shard, ranks.give_up)
+            ranks.wait_ready()
+        preparation.join()
+        watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
+        events = _block_events(ready) if publisher is not None else None
+        scheduler = Scheduler(
+            scheduler_config(args, model, ready, replica),
+            _kv_manager(args, ready, events),
+            worker,
+            receiver,
+            channels.sender("to_detokenizer"),
+            to_tokenizer,
+            lambda request: _stop_checker(tokenizer.get(), request),
+            on_turn=watchdog.feed
+            if publisher is None or events is None
+            else _telling(watchdog.feed, events, publisher),
+            source=source,
+            grammars=grammars,
+        )
+        watchdog.start()
+        on_ready(ready)
+        tokenizer.start()
+        with _heartbeats(to_tokenizer, process_name("scheduler", args, replica), enabled=not args.single_process):
+            scheduler.run()
+        watchdog.stop()
 
 
 def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig") -> "Grammars":
@@ -101,32 +119,46 @@ def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig
     )
 
 
-def _kv_manager(args: ServerArgs, ready: ReadyInfo) -> "KVManager":
+def _kv_event_publisher(args: ServerArgs, replica: int, resources: contextlib.ExitStack) -> "KVEventPublisher | None":
+    """The publisher of --kv-events-config, which listens already; None without one. Raises ConfigError."""
+    config = read_kv_events(args.kv_events_config, args.dp_size)
+    if config is None:
+        return None
+    from headrace.processes.kv_event_publisher import KVEventPublisher
+
+    publisher = KVEventPublisher(config, replica)
+    resources.callback(publisher.close)
+    publisher.start()
+    return publisher
+
+
+def _block_events(ready: ReadyInfo) -> "BlockEvents":
+    from headrace.cache.events import BlockEvents
+
+    return BlockEvents(ready.page_size)
+
+
+def _telling(feed: Callable[[], None], events: "BlockEvents", publisher: "KVEventPublisher") -> Callable[[], None]:
+    """What is called once per turn: the events of the turn before are published."""
+
+    def on_turn() -> None:
+        feed()
+        if taken := events.take():
+            publisher.publish(taken)
+
+    return on_turn
+
+
+def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None" = None) -> "KVManager":
     """The bookkeeping of the pages that the worker has."""
     from headrace.cache.allocator import PageAllocator
     from headrace.cache.chunk_cache import ChunkCache
     from headrace.cache.radix_cache import RadixCache
     from headrace.scheduler.kv_manager import KVManager
 
-    cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size)
+    cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size, events)
     allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
     return KVManager(allocator, cache, ready.max_running_requests)
-
-
-def share_of_machine(args: ServerArgs) -> ServerArgs:
-    """The options of one replica: cores and host memory are divided by --dp-size. A GPU is not: each replica has its own."""
-    if args.dp_size == 1:
-        return args
-    import torch
-
-    from headrace.kernels.cpu.threads import default_num_threads
-
-    num_threads = max(1, (args.num_threads or default_num_threads()) // args.dp_size)
-    on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    fraction = args.mem_fraction_static
-    if not on_gpu:
-        fraction = (fraction or MEM_FRACTION["cpu"]) / args.dp_size
-    return dataclasses.replace(args, num_threads=num_threads, mem_fraction_static=fraction)
 
 
 def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, replica: int = 0) -> "SchedulerConfig":

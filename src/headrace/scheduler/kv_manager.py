@@ -17,7 +17,10 @@ from headrace.scheduler.request import Req
 
 
 class KVManager:
-    """See the module docstring. max_seqs: rows of the worker's sequence table."""
+    """See the module docstring. max_seqs: rows of the worker's sequence table.
+
+    num_left: how many rows constrained requests have left so far.
+    """
 
     def __init__(self, allocator: PageAllocator, cache: PrefixCache, max_seqs: int) -> None:
         self.allocator = allocator
@@ -26,6 +29,7 @@ class KVManager:
         self.max_seqs = max_seqs
         self._free_seqs = list(range(max_seqs - 1, -1, -1))
         self._left: list[int] = []
+        self.num_left = 0
         self._owned_pages = 0
 
     @property
@@ -93,6 +97,7 @@ class KVManager:
         self._free_seqs.append(req.seq)
         if req.grammar is not None:
             self._left.append(req.seq)
+            self.num_left += 1
         req.seq, req.lease, req.pages, req.num_tree_pages, req.duplicate_pages = -1, None, [], 0, []
         req.rewind(0)
 

@@ -260,6 +260,7 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 def _note_first_schedule(state: SchedulerState, req: Req, cached_tokens: int, now_s: float) -> None:
     counters = state.counters
     req.note("admitted", now_s, cached_tokens)
+    state.moved[req.rid] = True
     counters.prefix_query_tokens += req.num_tokens
     counters.cached_tokens += cached_tokens
     if req.cached_tokens >= 0:

@@ -67,5 +67,6 @@ def _retract(state: SchedulerState, req: Req) -> None:
     state.waiting.add(req)
     req.num_retractions += 1
     req.note("retracted", state.now_s, req.num_outputs)
+    state.moved[req.rid] = False
     state.counters.num_retracted += 1
     logger.debug("retracted %s after %d output tokens", req.rid, req.num_outputs)

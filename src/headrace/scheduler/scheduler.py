@@ -33,7 +33,7 @@ from headrace.messages.control import (
 from headrace.messages.experts import ExpertCountsReq
 from headrace.messages.grammar import Grammars
 from headrace.messages.lora import LoadLoraReq, UnloadLoraReq
-from headrace.messages.outputs import BatchTokenIDOut, FinishReason, TokenIDOut
+from headrace.messages.outputs import BatchTokenIDOut, FinishReason, SamplesMoved, TokenIDOut
 from headrace.messages.requests import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 from headrace.messages.step import Worker
 from headrace.messages.weights import WeightOpReq
@@ -94,6 +94,7 @@ class Scheduler:
         self._loras = LoraLoader(worker.loras, to_tokenizer, config.weight_update_timeout_s, clock)
         self._stopping = False
         self._idle = True
+        self._num_left_at_rest = 0
         self._next_stats_s = 0.0
         self._next_expire_s = 0.0
         self._throughput_mark = (clock(), 0)
@@ -130,6 +131,8 @@ class Scheduler:
             state.counters.host_s += self._clock() - begin_s
             self.worker.submit(worker_batch)
             state.in_flight.append(batch)
+        if state.moved:
+            self._tell_moved()
         if state.in_flight:
             if self._idle:
                 self._leave_idle()
@@ -315,6 +318,13 @@ class Scheduler:
         if batch is not None:
             self._to_detokenizer.send(batch)
 
+    def _tell_moved(self) -> None:
+        """Tell which samples run and which wait again, before the outputs of the steps that were planned just now."""
+        moved, self.state.moved = self.state.moved, {}
+        running = tuple(rid for rid, runs in moved.items() if runs)
+        waiting = tuple(rid for rid, runs in moved.items() if not runs)
+        self._to_tokenizer.send(SamplesMoved(running, waiting, self.state.source))
+
     # -- state and statistics
 
     def internal_state(self) -> InternalState:
@@ -329,10 +339,11 @@ class Scheduler:
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
 
     def _rest(self) -> None:
-        """Nothing has come for a while: what constrained requests have left goes now, not with the next step."""
-        left = self.state.kv.take_left()
-        if left:
-            self.worker.rest(left)
+        """Nothing has come for a while: what constrained requests have left goes now, not with the next step, and its memory to the system."""
+        kv = self.state.kv
+        if kv.num_left != self._num_left_at_rest:
+            self._num_left_at_rest = kv.num_left
+            self.worker.rest(kv.take_left())
 
     def _leave_idle(self) -> None:
         self._idle = False

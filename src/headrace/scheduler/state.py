@@ -103,6 +103,7 @@ class SchedulerState:
     by_rid: requests that have not ended. in_flight: oldest first.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
+    moved: rid -> whether it runs now, of those that began to run or wait again since that was last told.
     groups: of those in by_rid, the samples of one prompt.
     cost: how long steps take. last_decode: the last step without prompt tokens, and its seconds, until it is learnt.
     gate: whether steps may be planned. weight_version: version name of the weights.
@@ -119,6 +120,7 @@ class SchedulerState:
     in_flight: deque[ScheduleBatch] = field(default_factory=deque)
     groups: SampleGroups = field(default_factory=SampleGroups)
     ended: list[Req] = field(default_factory=list)
+    moved: dict[str, bool] = field(default_factory=dict)
     faults: list[FaultReq] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     cost: StepCost = field(default_factory=StepCost)

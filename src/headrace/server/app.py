@@ -28,10 +28,12 @@ from headrace.server.auth import AccessTable, AuthMiddleware
 from headrace.server.body import Bodies
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
+from headrace.server.chat.skipped_tools import SKIPPED_HEADER
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
 from headrace.server.control import AbortBody, ControlAPI, FaultBody, FlushQuery, Liveness, Outcome, TreeQuery
 from headrace.server.diagnostics import ConfigureLoggingBody, DiagnosticsAPI, LatestQuery, StartProfileBody
 from headrace.server.error_forms import ApiError, form_of
+from headrace.server.examples import request_examples
 from headrace.server.experts import ExpertsAPI
 from headrace.server.http import Endpoint, ErrorBoundary
 from headrace.server.keys import ApiKeys, open_keys
@@ -56,7 +58,7 @@ from headrace.server.request_counter import RequestCounter, RouteNames
 from headrace.server.request_frontend import RequestFrontend
 from headrace.server.request_id import RequestIdMiddleware
 from headrace.server.responses.protocol import ResponsesRequest
-from headrace.server.responses.serving import SKIPPED_HEADER, GetQuery, ItemsQuery, ResponsesAPI
+from headrace.server.responses.serving import GetQuery, ItemsQuery, ResponsesAPI
 from headrace.server.routes import RouteSpec
 from headrace.server.sessions import CloseSessionBody, OpenSessionBody, SessionAPI
 from headrace.server.settings import SetInternalStateBody, SettingsAPI
@@ -141,11 +143,10 @@ def route_table(context: ServingContext) -> list[RouteSpec]:
         fault = RouteSpec("/inject_fault", post, "admin", control.inject_fault, "Test hook", FaultBody, in_schema=False)
         table.append(fault)
     if not context.args.disable_openapi:
-        openapi = OpenApi(table)
+        openapi = OpenApi(table, request_examples(context.model.name))
         table.append(RouteSpec("/openapi.json", get, "user", openapi.openapi_json, "This API", in_schema=False))
-        table.append(RouteSpec("/docs", get, "user", openapi.docs, "The routes on one page", in_schema=False))
     if not context.args.disable_ui:
-        table += UiPages().routes()
+        table += UiPages().routes(has_docs=not context.args.disable_openapi)
     return table
 
 

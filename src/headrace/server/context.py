@@ -93,6 +93,16 @@ class ServingContext:
         default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-text")
     )
 
+    def chosen_adapter(self, name: str, lora_path: str | None) -> str | None:
+        """The adapter that a request names as its model or in `lora_path`; None for the served model itself.
+
+        Raises NotFoundError, and RequestError when the two name different ones.
+        """
+        adapter = self.adapter_of(name)
+        if adapter is not None and lora_path not in (None, "", adapter):
+            raise RequestError("model and lora_path name two adapters: give one of them", "lora_path")
+        return adapter or lora_path
+
     def adapter_of(self, name: str) -> str | None:
         """The adapter that the model name `adapter` or `model:adapter` means; None for the served model itself.
 

@@ -1,23 +1,33 @@
-"""The OpenAPI description and the plain /docs page, generated from the route table. Built once, on demand."""
+"""The OpenAPI description, generated from the route table. Built once, on demand."""
 
-import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.server.error_forms import reply_type_of
-from headrace.server.http import Exchange, send_response
+from headrace.server.examples import Examples
+from headrace.server.http import Exchange
 from headrace.server.routes import RouteSpec
 from headrace.version import VERSION
 
+_TAGS: Mapping[str, tuple[str, ...]] = {
+    "OpenAI": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/models"),
+    "Anthropic": ("/v1/messages",),
+    "Ollama": ("/api/",),
+}
+"""Groups of routes, by the beginnings of their paths. All others are those of `_OWN_TAGS`."""
+
+_OWN_TAGS = ("Headrace", "Information", "Administration")
+
 
 class OpenApi:
-    """Handlers of /openapi.json and /docs."""
+    """The handler of /openapi.json. examples: bodies by the path of the route."""
 
-    def __init__(self, routes: Sequence[RouteSpec]) -> None:
+    def __init__(self, routes: Sequence[RouteSpec], examples: Mapping[str, Examples]) -> None:
         self.routes = [route for route in routes if route.in_schema]
+        self._examples = examples
         self._document: dict[str, Any] | None = None
 
     def document(self) -> dict[str, Any]:
@@ -39,57 +49,64 @@ class OpenApi:
         for route in self.routes:
             path = route.path.replace(":path}", "}")
             for method in route.methods:
-                failures = [schema_of[kind] for kind in (route.failure, reply_type_of(path)) if kind is not None]
-                schema = {"anyOf": failures} if len(failures) > 1 else failures[0]
-                error = {"description": "error", "content": {"application/json": {"schema": schema}}}
-                operation: dict[str, Any] = {
-                    "summary": route.summary,
-                    "operationId": method.lower() + "".join(c if c.isalnum() else "_" for c in path),
-                    "responses": {"200": {"description": "success"}, "4XX": error, "5XX": error},
-                    "security": [] if route.access == "public" else [{"bearer": []}],
-                }
-                if route.body is not None:
-                    content = {"application/json": {"schema": schema_of[route.body]}}
-                    if route.octets is not None:
-                        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
-                    operation["requestBody"] = {"required": True, "content": content}
-                names = re.findall(r"{(\w+)}", path)
-                operation["parameters"] = [
-                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-                ]
-                for query in filter(None, (route.octets, route.query)):
-                    options = msgspec.json.schema_components([query])[1][query.__name__]
-                    operation["parameters"] += [
-                        {"name": name, "in": "query", "schema": schema}
-                        for name, schema in options["properties"].items()
-                    ]
-                paths.setdefault(path, {})[method.lower()] = operation
+                paths.setdefault(path, {})[method.lower()] = self._operation(route, path, method, schema_of)
         return {
             "openapi": "3.1.0",
             "info": {"title": "Headrace", "version": VERSION},
+            "tags": [{"name": tag} for tag in (*_TAGS, *_OWN_TAGS)],
             "paths": paths,
             "components": {
                 "schemas": components,
-                "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "admin": {"type": "http", "scheme": "bearer", "description": "the key of --admin-api-key"},
+                },
             },
         }
+
+    def _operation(self, route: RouteSpec, path: str, method: str, schema_of: Mapping[type, Any]) -> dict[str, Any]:
+        """One method of a route. schema_of: the schema of each type of a body or a reply."""
+        failures = [schema_of[kind] for kind in (route.failure, reply_type_of(path)) if kind is not None]
+        schema = {"anyOf": failures} if len(failures) > 1 else failures[0]
+        error = {"description": "error", "content": {"application/json": {"schema": schema}}}
+        operation: dict[str, Any] = {
+            "tags": [_tag_of(route)],
+            "summary": route.summary,
+            "operationId": method.lower() + "".join(c if c.isalnum() else "_" for c in path),
+            "responses": {"200": {"description": "success"}, "4XX": error, "5XX": error},
+            "security": {"public": [], "user": [{"bearer": []}], "admin": [{"admin": []}]}[route.access],
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in re.findall(r"{(\w+)}", path)
+            ],
+        }
+        if route.body is not None:
+            examples = {title: {"value": body} for title, body in self._examples.get(route.path, {}).items()}
+            content: dict[str, Any] = {"application/json": {"schema": schema_of[route.body], "examples": examples}}
+            if route.octets is not None:
+                content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+            operation["requestBody"] = {"required": True, "content": content}
+        for query in filter(None, (route.octets, route.query)):
+            options = msgspec.json.schema_components([query])[1][query.__name__]
+            operation["parameters"] += [
+                {"name": name, "in": "query", "schema": schema} for name, schema in options["properties"].items()
+            ]
+        return operation
 
     async def openapi_json(self, exchange: Exchange) -> None:
         """The document."""
         await exchange.reply_json(self.document())
 
-    async def docs(self, exchange: Exchange) -> None:
-        """The routes on one page without scripts."""
-        rows = "".join(
-            f"<tr><td>{' '.join(route.methods)}</td><td><code>{html.escape(route.path)}</code></td>"
-            f"<td>{route.access}</td><td>{html.escape(route.summary)}</td></tr>"
-            for route in self.routes
-        )
-        page = (
-            "<!doctype html><meta charset=utf-8><title>Headrace routes</title><h1>Headrace routes</h1>"
-            f'<p>Bodies: <a href="/openapi.json">openapi.json</a></p><table>{rows}</table>'
-        )
-        await send_response(exchange.send, 200, page.encode(), b"text/html; charset=utf-8")
+
+def _tag_of(route: RouteSpec) -> str:
+    """The group of a route, for people."""
+    for tag, beginnings in _TAGS.items():
+        if route.path.startswith(beginnings):
+            return tag
+    own, information, administration = _OWN_TAGS
+    if route.access == "admin":
+        return administration
+    return information if route.body is None else own
 
 
 def _bound_numbers(schema: Any) -> None:

@@ -36,5 +36,5 @@ class SettingsAPI:
         """Exclude all objects that exist now from garbage collection, in every process."""
         await exchange.read_no_fields()
         await answer(self.context.frontend.settings.freeze_gc())
-        message = "what lives now is left out of garbage collection, in every process"
+        message = "the objects that exist now are left out of garbage collection, in every process"
         await exchange.reply_json({"success": True, "message": message})

@@ -1,4 +1,4 @@
-"""What has to be seen on a GPU, in one command: `scripts/gpu_check`.
+"""Tests and times everything on a GPU, in one command: `scripts/gpu_check`.
 
 Read first: check.py (the command, which runs each piece in a process), pieces.py (which function is which piece).
 

@@ -1,4 +1,4 @@
-"""The same model in transformers, and our figures over its."""
+"""The same model in transformers, and the ratios of our figures to its figures."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from headrace.benchmark.gpu.steps import decode_name
 
 
 def measure_transformers(bench: Bench, rows: Rows) -> None:
-    """The same model and context in transformers, one request, and our figures over it."""
+    """Measure the same model and context in transformers, with one request, and the ratios of our figures to its figures."""
     import transformers
 
     sizes, model = bench.sizes, bench.options.models[0]

@@ -14,7 +14,7 @@ from headrace.config.resolve import AttentionNeeds
 
 
 def attention_checks(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Check]]:
-    """Backends that can run here, over prefill, extension and decode, against plain torch in float32."""
+    """Compare every backend that can run here with plain torch in float32, over prefill, extension and decode."""
     cases = [(64, 9, 3, 0, 0.0), (128, 32, 8, 0, 0.0), (128, 32, 4, 64, 0.0), (256, 8, 4, 0, 30.0)]
     for head_dim, heads, kv_heads, window, cap in cases[: 1 if bench.options.tiny else None]:
         spec = AttentionLayerSpec(0, heads, kv_heads, head_dim, head_dim**-0.5, window, cap)

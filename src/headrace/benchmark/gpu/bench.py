@@ -49,18 +49,18 @@ SMALL = Sizes(batches=(1, 3), context=32, prompt=64, steps=3, copy=1 << 20, prod
 
 
 def row(what: str, value: str, ok: bool = True, expected: str = "", **figures: float | str) -> dict[str, Any]:
-    """One line of a piece. ok: what was expected came."""
+    """One line of a piece's results. ok: whether the value is as expected."""
     return {"what": what, "value": value, "ok": ok, "expected": expected, **figures}
 
 
 class Clock(Protocol):
-    """Marks between queued work."""
+    """Times work that is queued on a device, by marks in its queue."""
 
     def mark(self) -> Any:
-        """The moment when all that was queued so far is done."""
+        """A mark at the moment when all work that was queued so far is done."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks; waits for the second."""
+        """Seconds between two marks; waits until the second is reached."""
 
 
 class _HostClock:
@@ -84,7 +84,7 @@ class _CudaClock:
 
 @dataclass(slots=True)
 class Bench:
-    """What the pieces share."""
+    """What all pieces are given: options, sizes, and the results of the pieces that ran before."""
 
     options: Options
     sizes: Sizes
@@ -92,12 +92,12 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where things run."""
+        """The device to measure."""
         return torch.device(self.options.device)
 
     @property
     def clock(self) -> Clock:
-        """Of that device."""
+        """The clock of the device."""
         return _CudaClock() if self.options.device == "cuda" else _HostClock()
 
     def args(self, model: str, **changes: Any) -> ServerArgs:
@@ -113,7 +113,7 @@ class Bench:
         return ServerArgs(**{**fields, **changes})
 
     def config(self, model: str) -> ModelConfig:
-        """The shapes of a model."""
+        """The config of a model, with its shapes (or tiny ones)."""
         return override_model(load_model_config(CONFIGS / model), json.dumps(TINY) if self.options.tiny else "{}")
 
     def figure(self, piece: str, what: str, key: str) -> float:

@@ -1,4 +1,4 @@
-"""`python -m headrace.benchmark.gpu.check`: what has to be seen on a GPU, in one command.
+"""`python -m headrace.benchmark.gpu.check`: tests and times everything on a GPU, in one command.
 
 Owns the order of the pieces, the time they may take, the results document and its table. Does not measure (`pieces`). Every piece
 runs in a process of its own: one that fails, hangs or runs out of memory says so in the results, and the next one begins with an empty
@@ -41,7 +41,7 @@ LIMIT_S = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m headrace.benchmark.gpu.check", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(PIECES), help="pieces, comma-separated: " + ", ".join(PIECES))
     parser.add_argument("--models", default="", help="comma-separated: " + ", ".join(MODELS))
@@ -102,7 +102,7 @@ def _run_all(
 
 
 def _run(name: str, options: Options, earlier: dict[str, Any]) -> dict[str, Any]:
-    """One piece, here. What it raises becomes its status: the boundary of a piece."""
+    """Run one piece in this process. An exception that it raises becomes its status, and goes no further."""
     import traceback
 
     from headrace.benchmark.gpu import pieces
@@ -118,7 +118,7 @@ def _run(name: str, options: Options, earlier: dict[str, Any]) -> dict[str, Any]
 
 
 def _in_child(name: str, options: Options, earlier: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """One piece in a process of its own, which is ended when its time is over."""
+    """Run one piece in a process of its own, which is killed when its time is up."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(earlier, file)
         file.flush()
@@ -137,7 +137,7 @@ def _in_child(name: str, options: Options, earlier: dict[str, Any], limit_s: flo
 
 
 def table(content: dict[str, Any]) -> str:
-    """The results as text: a line for each row, what missed its expectation marked."""
+    """The results as text: a line for each row; a row that missed its expectation is marked."""
     lines = []
     for piece in content["results"]:
         lines.append(f"{piece['piece']}: {piece['status']}")

@@ -21,8 +21,10 @@ _SPARE_BYTES = 3 << 30  # of a GPU, for activations and the libraries
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step of a model cannot avoid. Elements of weights: of the layers but for experts, of one expert's matrices over all layers, of
-    the output projection."""
+    """The least work of a step of a model, in numbers of weights.
+
+    layers: of all layers, without experts. expert: of one expert, over all layers. head: of the output projection.
+    """
 
     config: ModelConfig
     layers: int
@@ -31,7 +33,7 @@ class Work:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Work":
-        """Counted from the shapes."""
+        """The work of a model, counted from the shapes of its weights."""
         placement = Placement(torch.device("meta"), torch.bfloat16, 16)
         shapes = [(w.name, w.shape) for w in model_class_for(config).build(config, placement).weights()]
         matrices = [(name, math.prod(shape)) for name, shape in shapes if len(shape) > 1]
@@ -42,7 +44,7 @@ class Work:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model in bfloat16."""
+        """Bytes of the weights of the whole model in bfloat16."""
         experts = self.expert * (self.config.moe.num_experts if self.config.moe else 0)
         tables = 1 if self.config.tie_word_embeddings else 2
         return 2 * (self.layers + experts + tables * self.head)

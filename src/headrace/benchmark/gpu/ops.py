@@ -10,7 +10,7 @@ from headrace.benchmark.gpu.closeness import BF16_ERROR, Check, distance, random
 
 
 def op_checks(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Check]]:
-    """Ops with the same inputs here and on the CPU."""
+    """Run every op with the same inputs on this device and on the CPU, and compare."""
     x, residual = random_tensor(37, 256), random_tensor(37, 256, seed=1)
     weight, bias = random_tensor(256, seed=2), random_tensor(256, seed=3)
     matrix = random_tensor(512, 256, seed=4)

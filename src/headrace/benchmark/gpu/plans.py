@@ -1,6 +1,6 @@
 """Plans of decode steps over sequences whose context counts as cached.
 
-The KV cache behind them holds zeros, which take as long to read as anything.
+The KV cache behind them holds zeros, which take as long to read as any other values.
 """
 
 from collections.abc import Iterator

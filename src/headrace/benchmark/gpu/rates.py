@@ -1,4 +1,4 @@
-"""What the device is, and what its memory and its multipliers do at best."""
+"""What the device is, and its best rates: copying memory, and multiplying matrices."""
 
 import platform
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def device_facts(bench: Bench, rows: Rows) -> None:
 
 
 def measure_rates(bench: Bench, rows: Rows) -> None:
-    """What the memory and the multipliers of this device do at best."""
+    """The best rates of this device: copying memory, and multiplying matrices."""
     clock, sizes = bench.clock, bench.sizes
     source = torch.zeros(sizes.copy, dtype=torch.uint8, device=bench.device)
     seconds = _best(clock, partial(torch.empty_like(source).copy_, source))

@@ -86,7 +86,7 @@ def measure_prefill(bench: Bench, rows: Rows) -> None:
 
 
 def decode_name(model: str, batch: int) -> str:
-    """What the row of a decode step is called."""
+    """The name of a decode step in the results."""
     return f"decode {model}, batch {batch}"
 
 
@@ -100,7 +100,7 @@ def _share_row(what: str, seconds: float, floor: float, tokens: int, expected: f
 
 
 def _decode_seconds(bench: Bench, worker: Worker, batch: int, room: int, vocab_size: int) -> float:
-    """Of one step, over `steps` of them."""
+    """Mean seconds of a decode step, over `steps` steps."""
     clock, sizes = bench.clock, bench.sizes
     plans = decode_plans(batch, sizes.context, vocab_size, room)
     submit_ahead = bench.options.device == "cuda"

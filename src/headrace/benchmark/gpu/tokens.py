@@ -23,7 +23,7 @@ from headrace.models.registry import model_class_for
 
 
 def token_check(bench: Bench) -> tuple[float, float]:
-    """How many greedy tokens of a small model with real weights differ: graphs and eager steps here, and the CPU."""
+    """How many greedy tokens of a small model differ between graphs, eager steps and the CPU."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _save_small(folder)
@@ -35,7 +35,7 @@ def token_check(bench: Bench) -> tuple[float, float]:
 
 
 def wait_check(bench: Bench) -> tuple[float, float]:
-    """Decode steps, by graphs and eagerly, greedy, drawn and with penalties, under torch's detector of hidden waiting, which raises."""
+    """Decode steps, by graphs and eagerly, greedy, drawn and with penalties, under torch's check for hidden waits, which raises."""
     for eagerly in (False, True):
         worker, _ = build_worker(bench.args("smollm2-135m", disable_cuda_graph=eagerly, **_small(3)))
         for sampling in (GREEDY, DRAWN, PENALISED):

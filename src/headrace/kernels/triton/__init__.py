@@ -1,6 +1,6 @@
 """Kernels in Triton, for NVIDIA GPUs.
 
-They run on the CPU, too, slowly, under Triton's interpreter (TRITON_INTERPRET=1): so they are tested.
+They also run on the CPU, slowly, under Triton's interpreter (TRITON_INTERPRET=1). That is how they are tested.
 
 Owns the GPU code (attention/, rows.py, matmul.py, sampling.py, token_mask.py), what the registry sees of it (ops.py, invariant_ops.py)
 and whether it can run here. Does not own the meaning of an op (`kernels.ops`) nor the layout of a KV pool

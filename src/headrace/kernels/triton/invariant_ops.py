@@ -1,4 +1,4 @@
-"""The ops whose fastest form on a GPU lets a row feel its neighbours, in a form that does not: where the registry looks for those."""
+"""Batch-invariant forms of the ops whose fastest form on a GPU is not; the registry looks for them here."""
 
 from headrace.kernels.triton.matmul import invariant_linear as linear
 from headrace.kernels.triton.matmul import invariant_moe as moe

@@ -1,4 +1,4 @@
-"""Matrix products in Triton: the experts of a mixture as one grouped product, and a linear layer whose rows do not feel the batch.
+"""Matrix products in Triton: the experts of a mixture as one grouped product, and a batch-invariant linear layer.
 
 Does not own a plain linear layer: the vendor's library is faster. It picks its tiles and splits by the number of rows, though, and with them the
 order of a sum; `invariant_linear` always computes in one shape, for when bits must not depend on the batch. Sources: Triton's tutorials

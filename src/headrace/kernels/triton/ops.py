@@ -1,4 +1,4 @@
-"""The ops of `headrace.kernels.ops` that Triton runs: where the registry looks. Those that are not here are left to torch."""
+"""The ops of `headrace.kernels.ops` that Triton runs; the registry looks for them here. All others are left to torch."""
 
 from headrace.kernels.triton.matmul import moe
 from headrace.kernels.triton.rows import gelu_tanh_mul, layer_norm, rms_norm, rotary, silu_mul

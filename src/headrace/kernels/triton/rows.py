@@ -1,6 +1,6 @@
-"""Ops on rows: the norms with their residual, the rotation, the gated activations. In Triton.
+"""Ops on rows, in Triton: norms with their residual, rotary embedding, gated activations.
 
-Own the arithmetic: float32 inside, as the torch implementation has it, rounded once at the end. One program takes a row (several where
+Owns their arithmetic: float32 inside, as in the torch implementation, rounded once at the end. One program takes a row (several where
 rows are short), so a row's bits depend on that row alone. Sources: Triton's tutorials "Fused Softmax" and "Layer Normalization" for the
 shape of such a kernel.
 """

@@ -1,6 +1,6 @@
 """Token masks on packed bits, in Triton: rows of logits with -inf where their mask, if they have one, has no bit.
 
-A program writes one block of a row. It reads the logits of the words of the mask that have any bit, and most have none.
+A program writes one block of a row. It reads logits only where a word of the mask has any bit set; most words have none.
 """
 
 import torch

@@ -13,7 +13,6 @@ import msgspec
 
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.sample_update import SampleUpdate
-from headrace.log import get_logger
 from headrace.parsers.base import Event
 from headrace.server.anthropic.protocol import (
     CountTokensRequest,
@@ -23,18 +22,13 @@ from headrace.server.anthropic.protocol import (
 )
 from headrace.server.anthropic.reply import MessageEvents, content_of, error_event, reason_of, usage_of
 from headrace.server.anthropic.request import conversation_of, sampling_of
-from headrace.server.anthropic.tools import skipped_header
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
+from headrace.server.chat.skipped_tools import SkippedTools
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
 from headrace.server.sse import stream_reply
-
-log = get_logger(__name__)
-
-MAX_NAMED = 1000
-"""Most names of skipped tools that are logged; they are the clients' own."""
 
 _THEIR_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -66,8 +60,7 @@ class MessagesServing:
     def __init__(self, context: ServingContext) -> None:
         self.context = context
         self._messages: msgspec.json.Decoder[MessagesRequest] = msgspec.json.Decoder(MessagesRequest)
-        # Skipped tools that the log has named.
-        self._named: set[str] = set()
+        self._skipped_tools = SkippedTools()
         self._counts: msgspec.json.Decoder[CountTokensRequest] = msgspec.json.Decoder(CountTokensRequest)
 
     async def create(self, exchange: Exchange) -> None:
@@ -90,7 +83,7 @@ class MessagesServing:
                 session_params=request.session_params,
             )
             exchange.name_request(message_id)
-            headers = self._skipped(skipped)
+            headers = self._skipped_tools.headers(skipped)
             model = request.model if adapter is not None else self.context.model.name
             answer = _Answer(message_id, model, request.shows_thinking, chat)
             if request.stream:
@@ -109,17 +102,7 @@ class MessagesServing:
             prompt = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation))
         except RequestError as exc:
             raise _renamed(exc, request) from None
-        await exchange.reply_json({"input_tokens": len(prompt.ids)}, headers=self._skipped(skipped))
-
-    def _skipped(self, names: list[str]) -> Headers:
-        """The header that names the tools that the model is not offered; a name is logged when it is met for the first time."""
-        if not names:
-            return []
-        new = [name for name in names if name not in self._named]
-        if new and len(self._named) < MAX_NAMED:
-            self._named.update(new)
-            log.info("tools that are not offered to the model: %s", skipped_header(new).decode())
-        return [(b"x-headrace-skipped-tools", skipped_header(names))]
+        await exchange.reply_json({"input_tokens": len(prompt.ids)}, headers=self._skipped_tools.headers(skipped))
 
     def _conversation(self, request: PromptRequest) -> tuple[Conversation, list[str]]:
         self.context.check_tokenizer("messages")

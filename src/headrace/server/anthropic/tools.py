@@ -65,9 +65,3 @@ def choice_of(choice: AnthropicToolChoice | None, tools: Sequence[Tool]) -> tupl
             found = ToolChoice("required", choice.name)
     check_choice("tool_choice", found, tools)
     return found, choice.disable_parallel_tool_use is not True
-
-
-def skipped_header(names: Sequence[str]) -> bytes:
-    """The value of `x-headrace-skipped-tools`: printable ASCII, at most 1,000 characters."""
-    shown = ", ".join(names).encode("ascii", "replace")[:1000]
-    return bytes(byte if 32 <= byte < 127 else ord("?") for byte in shown)

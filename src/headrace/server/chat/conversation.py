@@ -34,6 +34,7 @@ class Tool:
 
     parameters: the JSON schema of its arguments; None = any object. strict: arguments must match it. definition: what templates show the
     model, as the client wrote it: `{"type": "function", "function": {...}}`. is_custom: the client takes a text (`custom_tools.py`).
+    lark: the definition that this text matches, "" for any text, or one that matches the parameter's schema.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Tool:
     strict: bool
     definition: Mapping[str, object]
     is_custom: bool = False
+    lark: str = ""
 
     @property
     def function(self) -> Mapping[str, object]:

@@ -5,11 +5,12 @@ Pure functions and a reader without side effects; any thread.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from headrace.errors import RequestError
+from headrace.grammar.lark_reader import MAX_DEFINITION_CHARS, LarkError, read_definition
 from headrace.server.chat.conversation import Message, Tool, function_call, function_tool
 
 INPUT = "input"
@@ -20,19 +21,23 @@ def custom_tool(where: str, name: object, description: object, form: object) -> 
     """A custom tool as a function.
 
     form: `{"type": "text"}`, None, or a grammar: `{"type": "grammar", "syntax", "definition"}`, where both may be within an object called
-    `grammar` (so in chat completions). A regular expression becomes the pattern of the parameter, and the tool is strict: the input matches it
-    wherever calls are bound by a grammar. Raises RequestError that names `where`, its place in the request.
+    `grammar` (so in chat completions). With a grammar the tool is strict: the input matches it. A regular expression becomes the pattern of the
+    parameter; a lark definition its description, so that the model sees it. Raises RequestError that names `where`, its place in the request.
     """
-    pattern = _pattern(f"{where}.format", form)
     text: dict[str, object] = {"type": "string"}
-    if pattern is not None:
-        text["pattern"] = pattern
+    definition = ""
+    match _grammar(f"{where}.format", form):
+        case "regex", found:
+            text["pattern"] = f"^(?:{found})$"
+        case "lark", definition:
+            text["description"] = f"A text of this lark grammar:\n{definition}"
     parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-    tool = function_tool(where, name, description, parameters, strict=pattern is not None)
-    return replace(tool, is_custom=True)
+    tool = function_tool(where, name, description, parameters, strict=len(text) > 1)
+    return replace(tool, is_custom=True, lark=definition)
 
 
-def _pattern(where: str, form: object) -> str | None:
+def _grammar(where: str, form: object) -> tuple[str, str] | None:
+    """The syntax and the definition of a grammar; None for plain text."""
     match form:
         case None | {"type": "text"}:
             return None
@@ -43,20 +48,28 @@ def _pattern(where: str, form: object) -> str | None:
         case _:
             raise RequestError(f'{where}.type must be "text" or "grammar"', f"{where}.type")
     syntax, definition = grammar.get("syntax"), grammar.get("definition")
-    if syntax == "lark":
-        raise RequestError(
-            f"{where}: a lark grammar cannot be enforced for the input of a tool, which is written as a JSON string; "
-            "give a regular expression (syntax: regex), or plain text",
-            where,
-            "unsupported_parameter",
-        )
-    if syntax != "regex":
+    if syntax not in ("regex", "lark"):
         raise RequestError(f'{where}.syntax must be "regex" or "lark"', f"{where}.syntax")
     if not isinstance(definition, str) or not definition:
         raise RequestError(f"{where}.definition is missing", f"{where}.definition")
-    if _closes_what_it_has_not_opened(definition):
+    if syntax == "regex" and _closes_what_it_has_not_opened(definition):
         raise RequestError(f"{where}.definition: a parenthesis is closed that is not open", f"{where}.definition")
-    return f"^(?:{definition})$"
+    return syntax, definition
+
+
+def check_definitions(field: str, tools: Sequence[Tool]) -> None:
+    """Raises RequestError for a lark definition that is not supported, and for definitions that are too long together."""
+    num_chars = sum(len(tool.lark) for tool in tools)
+    if num_chars > MAX_DEFINITION_CHARS:
+        raise RequestError(
+            f"{field}: lark definitions have at most {MAX_DEFINITION_CHARS} characters together, got {num_chars}", field
+        )
+    for number, tool in enumerate(tools):
+        try:
+            if tool.lark:
+                read_definition(tool.lark)
+        except LarkError as err:
+            raise RequestError(f"{field}: the lark definition of {tool.name!r}: {err}", f"{field}[{number}]") from None
 
 
 _PARENTHESIS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)

@@ -106,6 +106,7 @@ def _calls_and_content(
         opens_reasoning=opens_reasoning,
         in_reasoning=in_reasoning,
         content=content,
+        inputs={tool.name: tool.lark for tool in tools if tool.lark},
     )
 
 

@@ -23,7 +23,7 @@ _PULL = msgspec.json.Decoder(OllamaPullRequest)
 
 _PAGE: Final = (
     b"<!doctype html><meta charset=utf-8><title>Headrace</title><h1>Headrace is running</h1>"
-    b'<p>This server speaks the APIs of OpenAI and Ollama. Its <a href="/docs">routes</a>.</p>'
+    b"<p>This server speaks the APIs of OpenAI and Ollama.</p>"
 )
 
 

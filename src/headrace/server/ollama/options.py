@@ -19,6 +19,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "mirostat": (None, 0),
     "vocab_only": (None, False),
     "embedding_only": (None, False),
+    "rope_frequency_base": (None, 0.0),
+    "rope_frequency_scale": (None, 0.0, 1.0),
 }
 """Options that are not supported, with the values that ask for nothing. mirostat_tau and mirostat_eta mean nothing without mirostat."""
 

@@ -36,6 +36,9 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_gpu: int | None = None
     main_gpu: int | None = None
     num_thread: int | None = None
+    num_gqa: int | None = None
+    rope_frequency_base: float | None = None
+    rope_frequency_scale: float | None = None
     numa: bool | None = None
     low_vram: bool | None = None
     f16_kv: bool | None = None

@@ -194,11 +194,9 @@ class OpenAIServingBase(ABC, Generic[R, G]):
 
         Raises NotFoundError, and RequestError when lora_path names another adapter.
         """
-        adapter = self.context.adapter_of(request.model)
-        if adapter is None:
+        if self.context.adapter_of(request.model) is None:
             return msgspec.structs.replace(request, model=self.context.model.name)
-        if request.lora_path not in (None, "", adapter):
-            raise RequestError("model and lora_path name two adapters: give one of them", "lora_path")
+        adapter = self.context.chosen_adapter(request.model, request.lora_path)
         return msgspec.structs.replace(request, lora_path=adapter)
 
     @abstractmethod

@@ -285,7 +285,6 @@ _NOT_YET = (
     "moderation",
     "web_search_options",
     "verbosity",
-    "store",
     "service_tier",
     "prompt_cache_options",
     "prompt_cache_retention",

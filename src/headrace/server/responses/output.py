@@ -5,6 +5,7 @@ Runs in the event loop that serves HTTP.
 """
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
@@ -37,7 +38,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-class _OpenItem:
+class _OpenItem(ABC):
     """An item that is being written. place: its index in the output. text: its whole text so far, in pieces."""
 
     id_prefix = ""
@@ -60,9 +61,9 @@ class _OpenItem:
         """The whole text so far."""
         return "".join(self.texts)
 
+    @abstractmethod
     def item(self, status: Status, *, is_new: bool = False) -> Fields:
         """The item. is_new: as it begins, without a part."""
-        raise NotImplementedError
 
     def open(self) -> bytes:
         """The events with which it begins."""
@@ -93,9 +94,9 @@ class _PartItem(_OpenItem):
     def place_in_item(self) -> Fields:
         return {"content_index": 0}
 
+    @abstractmethod
     def part(self) -> Fields:
         """The part."""
-        raise NotImplementedError
 
     def done(self) -> Fields:
         """Fields of the event with the whole text."""

@@ -85,7 +85,7 @@ class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
-    max_tool_calls: Annotated[int | None, Meta(extra_json_schema={"minimum": 1})] = None
+    max_tool_calls: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
     temperature: Annotated[float | None, Meta(extra_json_schema={"minimum": 0})] = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     top_logprobs: Annotated[int | None, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})] = None
@@ -171,10 +171,10 @@ def refuse_unsupported(request: ResponsesRequest) -> None:
     for number, name in enumerate(request.include or ()):
         if name not in INCLUDABLE:
             raise RequestError(f"include[{number}]: {name[:100]!r} is unknown", "include")
-    for name in ("max_output_tokens", "max_tool_calls"):
+    for name, least in (("max_output_tokens", 1), ("max_tool_calls", 0)):
         value = getattr(request, name)
-        if value is not None and value < 1:
-            raise RequestError(f"{name} must be at least 1, got {value}", name)
+        if value is not None and value < least:
+            raise RequestError(f"{name} must be at least {least}, got {value}", name)
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_LOGPROBS:
         message = f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {request.top_logprobs}"
         raise RequestError(message, "top_logprobs")

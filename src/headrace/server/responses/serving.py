@@ -13,8 +13,8 @@ import msgspec
 
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.failures import failure_of
-from headrace.log import get_logger
 from headrace.server.chat.calls import ChatCall, chat_call
+from headrace.server.chat.skipped_tools import SkippedTools
 from headrace.server.context import ServingContext
 from headrace.server.http import Exchange, Headers
 from headrace.server.responses.items import Item
@@ -24,11 +24,6 @@ from headrace.server.responses.request import AskedResponse, asked_response, gra
 from headrace.server.responses.store import ResponseStore, StoredResponse
 from headrace.server.responses.truncation import fitting
 from headrace.server.sse import stream_reply
-
-log = get_logger(__name__)
-
-SKIPPED_HEADER = b"x-headrace-skipped-tools"
-"""Header of a reply with the types of the tools that the model was not offered."""
 
 MAX_LISTED = 100
 
@@ -65,7 +60,7 @@ class ResponsesAPI:
         self.context = context
         self.store = ResponseStore(context.args.max_stored_responses)
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
-        self._named: set[str] = set()
+        self._skipped_tools = SkippedTools()
 
     async def create(self, exchange: Exchange) -> None:
         """Make a response. Errors name the fields as this API spells them."""
@@ -74,7 +69,7 @@ class ResponsesAPI:
             self.context.check_tokenizer("input")
             refuse_unsupported(request)
             keeps = self._keeps(request)
-            adapter = self._adapter(request)
+            adapter = self.context.chosen_adapter(request.model, request.lora_path)
             owner = owner_of(exchange)
             before = self._before(request, owner)
             items = self._resolved(input_items(request.input), owner)
@@ -100,7 +95,7 @@ class ResponsesAPI:
                     self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
                 return frames
 
-            headers = self._skipped(asked.tools.skipped)
+            headers = self._skipped_tools.headers(asked.tools.skipped)
             if request.stream:
                 updates = chat.updates(exchange)
                 await stream_reply(exchange, updates, reply.push, end, done=b"", failed=reply.failed, headers=headers)
@@ -163,12 +158,6 @@ class ResponsesAPI:
         """Whether the response will be kept, as its field `store` says. True is the API's default, which clients and routers spell out."""
         return bool(self.store.max_responses) and request.store is not False
 
-    def _adapter(self, request: ResponsesRequest) -> str | None:
-        adapter = self.context.adapter_of(request.model)
-        if adapter is not None and request.lora_path not in (None, "", adapter):
-            raise RequestError("model and lora_path name two adapters: give one of them", "lora_path")
-        return adapter or request.lora_path
-
     def _before(self, request: ResponsesRequest, owner: str) -> StoredResponse | None:
         """The response that this one continues. Raises RequestError."""
         field = "previous_response_id"
@@ -217,16 +206,6 @@ class ResponsesAPI:
         if request.truncation == "auto":
             conversation = await fitting(self.context, conversation, request.max_output_tokens)
         return await chat_call(self.context, conversation, asked.sampling, clamps_limit=True, **fields)
-
-    def _skipped(self, kinds: tuple[str, ...]) -> Headers:
-        """The header that names the tools that the model is not offered; a kind is logged when it is met for the first time."""
-        if not kinds:
-            return []
-        new = [kind for kind in kinds if kind not in self._named]
-        if new:
-            self._named.update(new)
-            log.info("tools that only their vendor can run are not offered to the model: %s", ", ".join(new))
-        return [(SKIPPED_HEADER, ", ".join(kinds).encode())]
 
     async def _whole(
         self, exchange: Exchange, chat: ChatCall, reply: ResponseReply, end: Callable[[], bytes], headers: Headers

@@ -1,4 +1,5 @@
-"""The web pages of the server: one to chat, one to watch. They are plain files and use the HTTP API as any client does.
+"""The web pages of the server: one to chat, one to watch, one to try the API. They are plain files
+and use the HTTP API as any client does.
 
 - files.py: the files in memory, compressed, with their headers
 - pages.py: the routes

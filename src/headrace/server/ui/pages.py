@@ -24,18 +24,21 @@ _HEADERS: Headers = [
 
 
 class UiPages:
-    """Handlers of /ui and the files below it. They are read when this is made."""
+    """Handlers of /ui, the files below it, and /docs. The files are read when this is made."""
 
     def __init__(self) -> None:
         self._files = read_files()
 
-    def routes(self) -> list[RouteSpec]:
-        """Their rows of the route table."""
+    def routes(self, has_docs: bool) -> list[RouteSpec]:
+        """Their rows of the route table. has_docs: there is an /openapi.json to show."""
         get = ("GET",)
-        return [
-            RouteSpec("/ui", get, "public", redirect_to_ui, "Web pages: chat and dashboard", in_schema=False),
+        routes = [
+            RouteSpec("/ui", get, "public", redirect_to_ui, "Web pages: chat, dashboard and API", in_schema=False),
             RouteSpec("/ui/{path:path}", get, "public", self.file, "A file of the web pages", in_schema=False),
         ]
+        if has_docs:
+            routes.append(RouteSpec("/docs", get, "public", redirect_to_docs, "The API, to try it", in_schema=False))
+        return routes
 
     async def file(self, exchange: Exchange) -> None:
         """A file; 304 if the client has it already."""
@@ -54,7 +57,16 @@ class UiPages:
 
 
 async def redirect_to_ui(exchange: Exchange) -> None:
-    """To the page, by a relative address: it also holds behind a proxy that adds a prefix."""
-    await send_response(
-        exchange.send, 307, b"", b"text/plain", [(b"location", b"ui/"), (b"cache-control", b"no-store")]
-    )
+    """To the pages."""
+    await _redirect(exchange, b"ui/")
+
+
+async def redirect_to_docs(exchange: Exchange) -> None:
+    """To the page that shows the routes and tries them."""
+    await _redirect(exchange, b"ui/#api")
+
+
+async def _redirect(exchange: Exchange, location: bytes) -> None:
+    """location: relative, so that it also holds behind a proxy that adds a prefix."""
+    headers = [(b"location", location), (b"cache-control", b"no-store")]
+    await send_response(exchange.send, 307, b"", b"text/plain", headers)

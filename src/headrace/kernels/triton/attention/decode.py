@@ -128,7 +128,7 @@ def _reduce_kernel(
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """The splits of one row and one KV head, merged in order."""
+    """Merge the splits of one row and one KV head, in order."""
     row = tl.program_id(0)
     token = tl.load(row_starts_ptr + row)
     if tl.load(row_starts_ptr + row + 1) - token != 1:

@@ -72,7 +72,7 @@ def scan_keys(
 
 @triton.jit
 def merge(top, total, acc, part_top, part):
-    """The split (part, with log-sum-exp part_top in base 2) joins what was merged before it."""
+    """Merge the split (part, with log-sum-exp part_top in base 2) into the splits before it."""
     new_top = tl.maximum(top, part_top)
     factor = tl.exp2(top - new_top)
     share = tl.exp2(part_top - new_top)

@@ -56,21 +56,24 @@ export function newKey(message) {
   return asking;
 }
 
+/** The address of a path relative to the server's root. */
+export const urlOf = (path) => String(new URL(path, BASE));
+
 /**
- * The reply to a request. body: sent as JSON. quiet: a 401 is an error like any other, the user is not asked for a key.
- * Throws ApiError, and AbortError by way of signal.
+ * The reply to a request. body: sent as JSON; text: sent as it is, instead. quiet: a 401 is an error like any other, the user is not asked for
+ * a key. raw: errors of the server are replies like any other, once the user gives no other key. Throws ApiError, and AbortError by way of signal.
  */
-export async function request(path, { body, signal, quiet = false, method } = {}) {
+export async function request(path, { body, text = body === undefined ? undefined : JSON.stringify(body), signal, quiet = false, raw = false, method } = {}) {
   for (;;) {
     const used = key.get();
     const headers = used ? { Authorization: `Bearer ${used}` } : {};
-    if (body !== undefined) headers['Content-Type'] = 'application/json';
+    if (text !== undefined) headers['Content-Type'] = 'application/json';
     let reply;
     try {
-      reply = await fetch(new URL(path, BASE), {
-        method: method ?? (body === undefined ? 'GET' : 'POST'),
+      reply = await fetch(urlOf(path), {
+        method: method ?? (text === undefined ? 'GET' : 'POST'),
         headers,
-        body: body === undefined ? undefined : JSON.stringify(body),
+        body: text,
         signal,
         cache: 'no-store',
       });
@@ -79,13 +82,13 @@ export async function request(path, { body, signal, quiet = false, method } = {}
       setOnline(false);
       throw new ApiError('The server cannot be reached.');
     }
-    if (reply.ok) return reply;
-    const error = await errorOf(reply);
-    if (reply.status !== 401 || quiet) throw error;
+    if (reply.ok || (raw && reply.status !== 401)) return reply;
+    if (reply.status !== 401 || quiet) throw await errorOf(reply);
     // Another request may have brought a new key meanwhile.
     if (key.get() === used) {
       const given = await newKey(used ? 'The server does not accept this key.' : 'The server needs a key.');
-      if (given === null) throw error;
+      if (given === null && raw) return reply;
+      if (given === null) throw await errorOf(reply);
       key.set(given);
     }
   }

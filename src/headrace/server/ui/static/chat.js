@@ -3,7 +3,6 @@
 import { getJson, onConnection } from './api.js';
 import { bodyFor, stream } from './ask.js';
 import { byId, h, say, toast } from './dom.js';
-import { exportJson, exportMarkdown } from './export.js';
 import { MessageView } from './messages.js';
 import { Panel } from './panel.js';
 import { Conversation, conversations, forget, imported, keepSettings, lastSettings } from './store.js';
@@ -228,8 +227,8 @@ export function startChat() {
     wantsEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 60;
   });
   byId('new').addEventListener('click', () => (location.hash = '#chat/new'));
-  byId('export-json').addEventListener('click', () => exportJson(current));
-  byId('export-markdown').addEventListener('click', () => exportMarkdown(current));
+  byId('export-json').addEventListener('click', async () => (await import('./export.js')).exportJson(current));
+  byId('export-markdown').addEventListener('click', async () => (await import('./export.js')).exportMarkdown(current));
   byId('import').addEventListener('change', async ({ target }) => {
     try {
       const made = imported(await target.files[0].text());

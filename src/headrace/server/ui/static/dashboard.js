@@ -50,7 +50,7 @@ byId('tree-look').addEventListener('click', async () => {
 document.addEventListener('visibilitychange', () => isOpen && !document.hidden && look());
 
 /** Begin to look; rid: of the request to show. */
-export function openDashboard(rid) {
+export function open(rid) {
   isOpen = true;
   shown = rid;
   byId('request').hidden = !rid;
@@ -59,7 +59,7 @@ export function openDashboard(rid) {
   shows.then(() => rid && byId('request-title').focus());
 }
 
-export function closeDashboard() {
+export function close() {
   isOpen = false;
 }
 
@@ -250,15 +250,17 @@ async function showRequest(rid) {
   if (rid !== shown) return;
   byId('request-title').textContent = `Request ${rid}`;
   const text = JSON.stringify(samples);
-  const isEnded = samples.every((sample) => sample.state !== 'running');
+  const isEnded = !samples.some(isLive);
   if (isEnded && byId('request-body').dataset.shown === text) return;
   byId('request-body').dataset.shown = text;
   byId('request-body').replaceChildren(...samples.map(sampleView));
 }
 
+const isLive = (sample) => sample.state === 'waiting' || sample.state === 'running';
+
 function sampleView(sample) {
   const last = sample.events.at(-1).at_s;
-  const end = sample.state === 'running' ? Math.max(last, Date.now() / 1000 - sample.created) : last;
+  const end = isLive(sample) ? Math.max(last, Date.now() / 1000 - sample.created) : last;
   const { bar, parts } = phaseBar(sample.events, end);
   const legend = h('ul', { class: 'legend' }, parts.map(([name, from, until]) => h('li', { class: name }, `${name} ${seconds(until - from)}`)));
   const about = `${sample.rid}: ${sample.finish_reason ?? sample.state}, ${short(sample.prompt_tokens)} tokens in, ${short(sample.completion_tokens)} out` +

@@ -30,6 +30,16 @@ function setProps(element, props) {
 
 export const byId = (id) => document.getElementById(id);
 
+const sheets = new Map();
+
+/** Load a style sheet, once. Resolves when it applies. */
+export function style(name) {
+  if (!sheets.has(name)) {
+    sheets.set(name, new Promise((resolve, reject) => document.head.append(h('link', { rel: 'stylesheet', href: name, onload: resolve, onerror: reject }))));
+  }
+  return sheets.get(name);
+}
+
 /** Tell screen readers. */
 export function say(text) {
   byId('status').textContent = text;

@@ -2,7 +2,7 @@
 
 import { key, newKey, onConnection, onKeyNeeded } from './api.js';
 import { openChat, startChat } from './chat.js';
-import { byId, say } from './dom.js';
+import { byId, say, style, toast } from './dom.js';
 
 const THEME = 'headrace.theme';
 const THEMES = ['auto', 'light', 'dark'];
@@ -68,27 +68,43 @@ for (const button of document.querySelectorAll('[data-drawer]')) {
   addEventListener('hashchange', () => set(false));
 }
 
-let dashboard = null;
+// By their names in the address. The chat is there from the start; the others are loaded when they are opened, and export open(rest) and close().
+const TITLES = { chat: 'Headrace', dashboard: 'Headrace dashboard', api: 'Headrace API' };
+const LOADERS = {
+  dashboard: () => Promise.all([import('./dashboard.js'), style('dashboard.css')]),
+  api: () => Promise.all([import('./explorer.js'), style('explorer.css')]),
+};
+let opened = null;
+let turn = 0; // of the latest change
 
 async function route() {
-  const [page, part = ''] = location.hash.slice(1).split(/\/(.*)/);
+  const [first, part = ''] = location.hash.slice(1).split(/\/(.*)/);
   let rest = '';
   try {
     rest = decodeURIComponent(part);
   } catch {
     // an address that this page did not write
   }
-  const isDashboard = page === 'dashboard';
-  byId('chat-page').hidden = isDashboard;
-  byId('dashboard-page').hidden = !isDashboard;
-  for (const button of document.querySelectorAll('[data-drawer]')) button.hidden = isDashboard;
-  byId(isDashboard ? 'nav-dashboard' : 'nav-chat').setAttribute('aria-current', 'page');
-  byId(isDashboard ? 'nav-chat' : 'nav-dashboard').removeAttribute('aria-current');
-  document.title = isDashboard ? 'Headrace dashboard' : 'Headrace';
-  dashboard?.closeDashboard();
-  if (!isDashboard) return openChat(rest);
-  dashboard ??= await import('./dashboard.js');
-  if (location.hash.startsWith('#dashboard')) dashboard.openDashboard(rest);
+  const page = Object.hasOwn(TITLES, first) ? first : 'chat';
+  for (const name of Object.keys(TITLES)) {
+    byId(`${name}-page`).hidden = name !== page;
+    if (name === page) byId(`nav-${name}`).setAttribute('aria-current', 'page');
+    else byId(`nav-${name}`).removeAttribute('aria-current');
+  }
+  for (const button of document.querySelectorAll('[data-drawer]')) button.hidden = page !== 'chat';
+  document.title = TITLES[page];
+  opened?.close();
+  opened = null;
+  const mine = ++turn;
+  if (page === 'chat') return openChat(rest);
+  try {
+    const [module] = await LOADERS[page]();
+    if (mine !== turn) return;
+    opened = module;
+  } catch {
+    return toast('This page cannot be loaded: the server cannot be reached.');
+  }
+  opened.open(rest);
 }
 
 // Not a link: the address names the page.

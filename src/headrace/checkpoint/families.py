@@ -1,0 +1,77 @@
+"""Which model types can be served, as far as it is known without importing torch and transformers, which takes seconds.
+
+Owns Headrace's own families by name, those that need what Headrace does not do, and transformers' own list of names, read from its source.
+What else a model must fulfil is checked when it is built (`models.registry`). Used in any process.
+"""
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+
+from headrace.errors import ModelError
+
+NATIVE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
+"""Hugging Face model types with an implementation of our own (`models.registry.native_specs`)."""
+
+_NEEDS: dict[str, str] = {
+    "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)": (
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
+        "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
+    ),
+    "attention sinks": "flint gpt_oss granite_swa granitemoe_swa",
+    "multi-head latent attention, whose keys and values differ in size": (
+        "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu"
+    ),
+    "sparse attention": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa",
+    "attention in chunks": "llama4 llama4_text",
+    "heads of a different size in each layer": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
+}
+"""Needs that Headrace does not meet, with the model types that have them."""
+
+_LIST = "models/auto/modeling_auto.py"
+_TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+"""Where transformers lists them."""
+
+_LACKS = {model_type: need for need, names in _NEEDS.items() for model_type in names.split()}
+
+
+def check_family(model_type: str, origin: str, brings_code: bool = False) -> None:
+    """Refuse a model type that surely cannot be served. Raises ModelError, in one line.
+
+    origin: name of the source in error messages. brings_code: the checkpoint names code of its own (`auto_map`).
+    """
+    if model_type in _LACKS:
+        raise _refusal(model_type, origin, f"it needs {_LACKS[model_type]}")
+    others = _transformers_types()
+    if others is not None and model_type not in NATIVE | others:
+        own = ", and the checkpoint's own code is not run" if brings_code else ""
+        raise _refusal(
+            model_type, origin, f"neither Headrace nor transformers has a causal language model of this type{own}"
+        )
+
+
+def _refusal(model_type: str, origin: str, why: str) -> ModelError:
+    return ModelError(
+        f"{origin}: model type {model_type!r:.80} is not supported: {why}. Supported are {', '.join(sorted(NATIVE))} and what docs/models.md lists"
+    )
+
+
+@functools.cache
+def _transformers_types() -> frozenset[str] | None:
+    """The model types of which transformers has a causal language model; None if its list is not where it was."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return None
+    try:
+        module = ast.parse((Path(found.origin).parent / _LIST).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    tables = [
+        statement.value
+        for statement in module.body
+        if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [_TABLE]
+    ]
+    # Beside the types it holds names of classes, which no type has.
+    texts = [node.value for table in tables for node in ast.walk(table) if isinstance(node, ast.Constant)]
+    return frozenset(text for text in texts if isinstance(text, str)) or None

@@ -1,0 +1,88 @@
+"""What a rank is to the layers, and how ranks talk to each other.
+
+Ranks share each layer's weights (M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", 2019): the first linear of a pair is split by outputs, the second by inputs, and the sum over ranks is the output. One rank,
+the leader, has the scheduler; the others, the followers, run its plans.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from headrace.errors import ModelError
+
+
+class Group(Protocol):
+    """The ranks of one model. Every rank makes the same calls in the same order; a call raises ExecutionError when the group is broken."""
+
+    rank: int
+    size: int
+
+    @property
+    def address(self) -> int:
+        """The native group, for calls that reduce in the middle (`kernels.decoder`)."""
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """x float32, contiguous, on the CPU: becomes the sum over the ranks, added in their order."""
+
+    def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
+        """x float32[rows, columns[rank]] of every rank, side by side in the leader's out [rows, sum(columns)]. out: None for followers."""
+
+    def send(self, message: bytes) -> None:
+        """A message of the leader to every follower."""
+
+    def receive(self) -> bytes:
+        """The next message of the leader; waits for it, as long as it takes."""
+
+    def break_up(self, reason: str) -> None:
+        """End every call that waits, in every rank, and all later ones."""
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a model that a rank has. group: None if it has the whole."""
+
+    rank: int = 0
+    size: int = 1
+    group: Group | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that samples."""
+        return self.rank == 0
+
+    def split(self, n: int, unit: int = 1) -> tuple[slice, ...]:
+        """range(n) in a contiguous part for each rank: whole units (the last may be shorter), as even as they allow, the larger parts first.
+
+        Raises ModelError if there are fewer units than ranks.
+        """
+        units = -(-n // unit)
+        if units < self.size:
+            raise ModelError(f"{n} cannot be split over {self.size} ranks in units of {unit}")
+        sizes = [units // self.size + (rank < units % self.size) for rank in range(self.size)]
+        ends = [min(n, end * unit) for end in accumulate(sizes)]
+        return tuple(slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+
+    def part(self, n: int, unit: int = 1) -> slice:
+        """This rank's part of `split`."""
+        return self.split(n, unit)[self.rank]
+
+
+WHOLE = Shard()
+"""The whole model in one process."""
+
+
+def length(part: slice) -> int:
+    """Elements of a slice that `Shard.split` made."""
+    return int(part.stop) - int(part.start)

@@ -1,0 +1,242 @@
+"""What all ranks do beside their steps, or none of them does: loading an adapter.
+
+The leader says when a job begins, asks until no rank is busy with it, and says when all take up its result: between the same two steps, since
+messages are in the order of the steps. If a rank fails, no rank has changed. Its messages come from threads beside the one that runs the
+steps, so a `Turn` goes between them.
+"""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from headrace.distributed.base import Group
+from headrace.errors import ExecutionError, HeadraceError, ModelError
+from headrace.execution.lora import LoraPool
+from headrace.execution.update_weights import Job
+from headrace.log import get_logger
+from headrace.messages.rank_job import (
+    RankBesideSteps,
+    RankDrop,
+    RankInstall,
+    RankJob,
+    RankLora,
+    RankPoll,
+    RankUnload,
+    RankWork,
+)
+from headrace.messages.rank_step import encode
+from headrace.messages.weights import Prepared
+
+_logger = get_logger(__name__)
+
+POLL_S = 0.01
+ANSWER_BYTES = 256
+"""Of the text of an answer; the rest of a longer one is left out."""
+_State = Literal["busy", "done", "refused", "failed"]
+_STATES: tuple[_State, ...] = ("busy", "done", "refused", "failed")
+
+
+class Turn:
+    """A lock for a few threads in which nobody waits forever: its last owner gets it again only after those who wait."""
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """How far a rank is. text: why it failed, or the fingerprint of the files that it read."""
+
+    state: _State
+    text: str = ""
+
+    def row(self) -> torch.Tensor:
+        """float32[1, 1 + ANSWER_BYTES], which a group can gather."""
+        data = self.text.encode()[:ANSWER_BYTES]
+        values = [_STATES.index(self.state), *data, *bytes(ANSWER_BYTES - len(data))]
+        return torch.tensor([values], dtype=torch.float32)
+
+    @classmethod
+    def of_row(cls, row: torch.Tensor) -> "_Answer":
+        """The inverse of `row`."""
+        state, *data = row.int().tolist()
+        return cls(_STATES[state], bytes(data).rstrip(b"\0").decode(errors="ignore"))
+
+
+class LeaderJobs:
+    """The leader's side. turn: what the steps run in."""
+
+    def __init__(self, group: Group, turn: Turn) -> None:
+        self._group = group
+        self._turn = turn
+        self._ids = itertools.count(1)
+
+    def prepare(
+        self, work: RankWork, own: Callable[[], Prepared], is_wanted: Callable[[], bool]
+    ) -> tuple[int, Prepared]:
+        """Do `work` in every rank, in this one by `own`. Returns the job's id, and what its `install` then does in all of them.
+
+        Waits for all ranks, beside the steps. If it is not installed it must be dropped. Raises HeadraceError, also when `is_wanted` becomes
+        false; then every rank has forgotten it.
+        """
+        job = next(self._ids)
+        self.tell(RankJob(job, work))
+        try:
+            prepared = own()
+            self._wait(job, prepared, is_wanted)
+        except BaseException:
+            self.drop(job)
+            raise
+        return job, replace(prepared, install=lambda: self._install(job, prepared))
+
+    def drop(self, job: int) -> None:
+        """Let the followers forget a job. Ignored if it was installed."""
+        with contextlib.suppress(ExecutionError):  # a broken group has forgotten everything
+            self.tell(RankDrop(job))
+
+    def tell(self, message: RankBesideSteps) -> None:
+        """Send a message between two steps. Raises ExecutionError when the group is broken."""
+        with self._turn:
+            self._group.send(encode(message))
+
+    def _wait(self, job: int, prepared: Prepared, is_wanted: Callable[[], bool]) -> None:
+        """Raises ModelError or ExecutionError if a rank failed."""
+        pause = threading.Event()
+        answers = self._poll(job)
+        while any(answer.state == "busy" for answer in answers):
+            if not is_wanted():
+                raise ExecutionError("it was given up")
+            pause.wait(POLL_S)
+            answers = self._poll(job)
+        for rank, answer in enumerate(answers, start=1):
+            if answer.state == "refused":
+                raise ModelError(answer.text)
+            if answer.state == "failed":
+                raise ExecutionError(f"rank {rank}: {answer.text}")
+            if answer.text != prepared.fingerprint:
+                raise ModelError("its files changed while they were read; load it again")
+
+    def _poll(self, job: int) -> list[_Answer]:
+        """The followers' answers."""
+        size, columns = self._group.size, 1 + ANSWER_BYTES
+        out = torch.empty(1, size * columns)
+        with self._turn:
+            self._group.send(encode(RankPoll(job)))
+            self._group.gather(_Answer("done").row(), [columns] * size, out)
+        return [_Answer.of_row(row) for row in out.view(size, columns)[1:]]
+
+    def _install(self, job: int, prepared: Prepared) -> None:
+        """Take up the result in every rank. If this rank cannot, none does."""
+        with self._turn:
+            try:
+                prepared.install()
+            except BaseException:
+                self._group.send(encode(RankDrop(job)))
+                raise
+            self._group.send(encode(RankInstall(job)))
+
+
+class LeaderAdapters:
+    """The `Adapters` of all ranks. pool: the leader's."""
+
+    def __init__(self, pool: LoraPool, jobs: LeaderJobs) -> None:
+        self._pool = pool
+        self._jobs = jobs
+
+    def __contains__(self, lora_id: int) -> bool:
+        """See `Adapters`. The leader has what all have."""
+        return lora_id in self._pool
+
+    def load(self, lora_id: int, path: str, fingerprint: str = "") -> str:
+        """See `Adapters.load`."""
+        work = RankLora(lora_id, path, fingerprint)
+        try:
+            _, prepared = self._jobs.prepare(
+                work, lambda: _stage_adapter(self._pool, work), lambda: self._pool.is_loading(lora_id)
+            )
+            prepared.install()
+        except BaseException:
+            self._pool.unload(lora_id)
+            raise
+        return prepared.fingerprint
+
+    def unload(self, lora_id: int) -> None:
+        """See `Adapters.unload`."""
+        self._pool.unload(lora_id)
+        self._jobs.tell(RankUnload(lora_id))
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A follower's job. outcome: once it is done."""
+
+    work: RankWork
+    job: Job
+    answer: _Answer = _Answer("busy")
+    prepared: Prepared | None = None
+
+
+class FollowerJobs:
+    """A follower's side. Used by the thread that runs the steps."""
+
+    def __init__(self, group: Group, loras: LoraPool) -> None:
+        self._group = group
+        self._loras = loras
+        self._begun: dict[int, _Begun] = {}
+
+    def handle(self, message: RankBesideSteps) -> None:
+        """Do what the leader says. What an installation raises must end the rank: the others have the result."""
+        match message:
+            case RankJob():
+                work = message.work
+                self._begun[message.id] = _Begun(work, Job(lambda abandoned: self._prepare(work)))
+            case RankPoll():
+                columns = [1 + ANSWER_BYTES] * self._group.size
+                self._group.gather(self._progress(self._begun[message.id]).row(), columns, None)
+            case RankInstall():
+                prepared = self._begun.pop(message.id).prepared
+                assert prepared is not None, message
+                prepared.install()
+            case RankDrop():
+                begun = self._begun.pop(message.id, None)
+                if begun is not None:
+                    begun.job.abandon()
+                    self._loras.unload(begun.work.lora_id)
+            case RankUnload():
+                self._loras.unload(message.lora_id)
+
+    def _prepare(self, work: RankWork) -> Prepared:
+        return _stage_adapter(self._loras, work)
+
+    def _progress(self, begun: _Begun) -> _Answer:
+        if begun.answer.state == "busy" and begun.job.is_done:
+            try:
+                begun.prepared = begun.job.result()
+                begun.answer = _Answer("done", begun.prepared.fingerprint)
+            except HeadraceError as error:
+                begun.answer = _Answer("refused" if isinstance(error, ModelError) else "failed", error.message)
+            except Exception:
+                _logger.exception("%s failed", type(begun.work).__name__)
+                begun.answer = _Answer("failed", "internal error; see the server's log")
+        return begun.answer
+
+
+def _stage_adapter(pool: LoraPool, work: RankLora) -> Prepared:
+    staged = pool.stage(work.lora_id, work.path, work.fingerprint)
+    return Prepared("", lambda: pool.enter(staged), fingerprint=staged.fingerprint)

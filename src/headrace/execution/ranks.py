@@ -1,0 +1,155 @@
+"""A model that several ranks run together: the leader's runner, which plans arrive at and which samples, and the followers'.
+
+The leader sends each plan to the followers and runs it as if it were alone; the layers exchange what they need (`distributed`). A follower
+runs the same code up to its part of the logits. Both are called by one thread, in which the calls of the group are in the same order; what
+other threads of the leader tell the followers goes between two steps (`rank_jobs`).
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from headrace.attention.base import AttentionBackend
+from headrace.distributed.base import Group
+from headrace.errors import ExecutionError, HeadraceError
+from headrace.execution.forward_batch import ForwardBatch
+from headrace.execution.lora import LoraPool
+from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, ModelRunner, Outcome
+from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
+from headrace.execution.sequence_table import SequenceTable
+from headrace.log import get_logger
+from headrace.messages.lora import Adapters
+from headrace.messages.outputs import LogprobBlock
+from headrace.messages.rank_step import RankStep, RankStop, SampledTokens, decode, encode, plan_of, rank_step
+from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult
+from headrace.models.spec import CausalLM
+from headrace.sampling.sampler import Sampler
+
+_logger = get_logger(__name__)
+
+
+class LeaderRunner(ModelRunner):
+    """Runs the steps of all ranks. group: that of the model's shard. on_broken: see `build_worker`."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        table: SequenceTable,
+        sampler: Sampler,
+        loras: LoraPool,
+        group: Group,
+    ) -> None:
+        super().__init__(model, attention, table, sampler, loras)
+        self.on_broken: Callable[[str], None] = lambda reason: None
+        self._group = group
+        self._turn = Turn()
+        self.jobs = LeaderJobs(group, self._turn)
+        self._sampled = SampledTokens()
+        self._is_sent = False
+
+    @property
+    def adapters(self) -> Adapters:
+        """Those of all ranks."""
+        return LeaderAdapters(self.loras, self.jobs)
+
+    def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
+        """See `ModelRunner.run`. If it fails after the followers have begun, they are somewhere in the step, so the ranks have to start anew."""
+        with self._turn:
+            self._is_sent = False
+            try:
+                return super().run(plan, on_layers)
+            except Exception as error:
+                if self._is_sent:
+                    _logger.exception("a step failed")
+                    self.on_broken(error.message if isinstance(error, HeadraceError) else type(error).__name__)
+                raise
+
+    def stop(self) -> None:
+        """Let the followers end."""
+        with contextlib.suppress(ExecutionError), self._turn:
+            self._group.send(encode(RankStop()))
+
+    def begin(self, plan: ModelWorkerBatch) -> None:
+        """Let the followers begin the step, too; only their tables change if it has failed here already."""
+        computes = False
+        try:
+            super().begin(plan)
+            computes = True
+        finally:
+            sampled, self._sampled = self._sampled, SampledTokens()
+            self._is_sent = computes
+            self._group.send(encode(rank_step(plan, sampled, computes)))
+
+    def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
+        """Write what was sampled to the token buffer, and note it for the followers."""
+        super().write_tokens(seqs, positions, token_ids, host_ids)
+        self._sampled = SampledTokens(seqs, positions, host_ids)
+
+
+class FollowerRunner(ModelRunner):
+    """Runs its part of the leader's steps."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        table: SequenceTable,
+        sampler: Sampler,
+        loras: LoraPool,
+        group: Group,
+    ) -> None:
+        super().__init__(model, attention, table, sampler, loras)
+        self._logits = None
+        self._group = group
+        self._jobs = FollowerJobs(group, loras)
+
+    def follow(self) -> None:
+        """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
+        while not isinstance(message := decode(self._group.receive()), RankStop):
+            if isinstance(message, RankStep):
+                self._run_step(message)
+            else:
+                self._jobs.handle(message)
+
+    @torch.inference_mode()
+    def _run_step(self, step: RankStep) -> None:
+        plan = plan_of(step)
+        sampled = step.sampled
+        if sampled.seqs:
+            super().write_tokens(sampled.seqs, sampled.positions, torch.tensor(sampled.ids), sampled.ids)
+        self.add(plan)
+        if step.computes:
+            self.compute(plan)
+
+    def _prompt_logprobs(
+        self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor
+    ) -> LogprobBlock | None:
+        for part in hidden.split(PROMPT_LOGIT_ROWS):
+            self._logits_of(part)
+        return None
+
+    def sample_rows(
+        self,
+        plan: ModelWorkerBatch,
+        all_seqs: list[int],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        sampled: list[int],
+        outcome: Outcome,
+    ) -> None:
+        """Its part of the logits."""
+        self._logits_of(hidden)
+
+
+def follow(runner: FollowerRunner, group: Group) -> None:
+    """`FollowerRunner.follow`; if it fails, every other rank is told."""
+    try:
+        runner.follow()
+    except ExecutionError:
+        raise
+    except Exception as error:
+        _logger.exception("a step failed")
+        group.break_up(f"rank {group.rank}: {type(error).__name__}")
+        raise ExecutionError("a step failed; the server's log has the cause") from error

@@ -1,0 +1,53 @@
+"""What the leader of a tensor-parallel group tells its followers between steps: work that every rank does beside the steps, and takes up together.
+
+RankJob ---> each rank begins, beside its steps
+RankPoll --> each rank answers: busy, done or failed; sent until none is busy
+RankInstall: all are done, so all have the result from here on       RankDrop: one failed, so none has it
+"""
+
+import msgspec
+
+
+class RankLora(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Read an adapter, see `LoadLoraReq`."""
+
+    lora_id: int
+    path: str
+    fingerprint: str
+
+
+RankWork = RankLora
+
+
+class RankJob(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Begin this work."""
+
+    id: int
+    work: RankWork
+
+
+class RankPoll(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Say how far the job is, as a `RankAnswer`."""
+
+    id: int
+
+
+class RankInstall(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Take up the result of the job."""
+
+    id: int
+
+
+class RankDrop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Forget the job. Unknown ids are ignored."""
+
+    id: int
+
+
+class RankUnload(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Unload an adapter, see `Adapters.unload`."""
+
+    lora_id: int
+
+
+RankBesideSteps = RankJob | RankPoll | RankInstall | RankDrop | RankUnload

@@ -1,0 +1,128 @@
+"""A step on its way from the leader of a tensor-parallel group to its followers: the wire form of a plan.
+
+The followers compute the same step, each its part, but sample nothing: what was sampled comes with the next step.
+"""
+
+import msgspec
+import numpy as np
+
+from headrace.messages.rank_job import RankBesideSteps
+from headrace.messages.requests import EngineTask, PromptContent
+from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
+
+
+class RankSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A `NewSequence` without its grammar, which only the leader needs. Arrays as their bytes."""
+
+    seq: int
+    rid: str
+    token_ids: bytes
+    num_prompt_tokens: int
+    prefix_slots: bytes
+    task: EngineTask
+    end_token_ids: tuple[int, ...]
+    embeds: bytes
+    lora_id: int
+
+
+class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens that the last step wrote to the token buffer: token ids[i] of sequence seqs[i] at positions[i]."""
+
+    seqs: list[int] = []
+    positions: list[int] = []
+    ids: list[int] = []
+
+
+class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """A plan. sampled: by the step before it. computes: False if the leader found a fault before the layers; then only its tables change."""
+
+    step: int
+    new: tuple[RankSequence, ...]
+    seqs: bytes
+    starts: bytes
+    counts: bytes
+    num_logits: bytes
+    out_slots: bytes
+    sampled: SampledTokens
+    computes: bool = True
+
+
+class RankStop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """There are no more steps."""
+
+
+RankMessage = RankStep | RankStop | RankBesideSteps
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RankMessage)
+
+
+def encode(message: RankMessage) -> bytes:
+    """As it is sent."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> RankMessage:
+    """As it was sent. Raises msgspec.DecodeError."""
+    message: RankMessage = _decoder.decode(data)
+    return message
+
+
+def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, computes: bool) -> RankStep:
+    """The wire form of a plan."""
+    return RankStep(
+        step=plan.step,
+        new=tuple(map(_rank_sequence, plan.new)),
+        seqs=plan.seqs.tobytes(),
+        starts=plan.starts.tobytes(),
+        counts=plan.counts.tobytes(),
+        num_logits=plan.num_logits.tobytes(),
+        out_slots=plan.out_slots.tobytes(),
+        sampled=sampled,
+        computes=computes,
+    )
+
+
+def plan_of(step: RankStep) -> ModelWorkerBatch:
+    """The plan as a follower runs it."""
+    return ModelWorkerBatch(
+        step=step.step,
+        new=tuple(map(_new_sequence, step.new)),
+        seqs=_int32(step.seqs),
+        starts=_int32(step.starts),
+        counts=_int32(step.counts),
+        num_logits=_int32(step.num_logits),
+        out_slots=_int32(step.out_slots),
+    )
+
+
+def _rank_sequence(new: NewSequence) -> RankSequence:
+    return RankSequence(
+        seq=new.seq,
+        rid=new.rid,
+        token_ids=new.token_ids.astype(np.int32, copy=False).tobytes(),
+        num_prompt_tokens=new.num_prompt_tokens,
+        prefix_slots=new.prefix_slots.astype(np.int32, copy=False).tobytes(),
+        task=new.task,
+        end_token_ids=new.end_token_ids,
+        embeds=new.content.embeds,
+        lora_id=new.lora_id,
+    )
+
+
+def _new_sequence(sent: RankSequence) -> NewSequence:
+    return NewSequence(
+        seq=sent.seq,
+        rid=sent.rid,
+        token_ids=_int32(sent.token_ids),
+        num_prompt_tokens=sent.num_prompt_tokens,
+        prefix_slots=_int32(sent.prefix_slots),
+        task=sent.task,
+        end_token_ids=sent.end_token_ids,
+        content=PromptContent(b"", sent.embeds),
+        lora_id=sent.lora_id,
+    )
+
+
+def _int32(data: bytes) -> Int32Array:
+    return np.frombuffer(bytearray(data), np.int32)  # torch wants memory that may be written

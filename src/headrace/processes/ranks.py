@@ -1,0 +1,89 @@
+"""The other ranks of a scheduler with --tp-size: processes that it starts, watches, and takes with it when it ends.
+
+The ranks of a group live and die together: when one is gone, the scheduler's process exits, and its parent starts the scheduler again, which
+starts new ranks. So nobody else needs to know of them.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from headrace.config.server_args import ServerArgs
+from headrace.distributed.base import Shard
+from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.log import get_logger
+from headrace.messages.channel import Ports
+from headrace.processes.child import ChildProcess
+from headrace.processes.handshake import RankStart
+from headrace.processes.supervisor import describe_exit
+
+logger = get_logger(__name__)
+
+CHECK_S = 0.1
+STOP_S = 2.0
+
+
+def _exit() -> None:
+    os._exit(4)
+
+
+class Ranks:
+    """The followers of one scheduler, from the start of the first to the end of the last; a context manager.
+
+    shard: the leader's part of the model. on_death: called, from a thread, when the ranks cannot go on.
+    """
+
+    def __init__(self, args: ServerArgs, ports: Ports, replica: int, on_death: Callable[[], None] = _exit) -> None:
+        self.group, fd = SharedMemoryGroup.create(args.tp_size, args.rank_timeout_s)
+        self.shard = Shard(0, args.tp_size, self.group)
+        self._on_death = on_death
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._followers: list[ChildProcess] = []
+        try:
+            for rank in range(1, args.tp_size):
+                start = RankStart(rank, args.tp_size, fd)
+                self._followers.append(ChildProcess("follower", args, ports, replica, rank=start))
+        finally:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        if error is not None:
+            self.group.break_up("the leader ends")
+        deadline = time.monotonic() + STOP_S
+        for follower in self._followers:
+            follower.stop(max(0.0, deadline - time.monotonic()))
+        self.group.close()
+
+    def wait_ready(self) -> None:
+        """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""
+        for follower in self._followers:
+            follower.wait_ready()
+        self._watcher.start()
+
+    def give_up(self, reason: str) -> None:
+        """End every rank: they no longer agree on where they are."""
+        if self._stopping.is_set():
+            return
+        logger.error("the ranks cannot go on: %s", reason)
+        self.group.break_up(reason)
+        for follower in self._followers:
+            follower.end()
+        self._on_death()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(CHECK_S):
+            for follower in self._followers:
+                code = follower.exit_code
+                if code:  # one that was told to stop ends with 0
+                    self.give_up(f"{follower.name} died ({describe_exit(code)})")
+                    return

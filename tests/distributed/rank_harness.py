@@ -1,0 +1,199 @@
+"""Ranks that are processes, and what they compute together. Run as a program: such a process, which plays one rank after another.
+
+Every task is called by all ranks of a group; each checks what it gets.
+"""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.distributed.base import Group
+from headrace.distributed.shared_memory import SharedMemoryGroup
+
+LIMIT_S = 60.0
+"""Reached only when a test fails."""
+
+
+@cache
+def _many_floats(rank: int, count: int) -> np.ndarray:
+    generator = np.random.default_rng((rank, count))
+    return (generator.standard_normal(count) * 10.0 ** generator.integers(-6, 6, count)).astype(np.float32)
+
+
+def floats(rank: int, call: int, count: int) -> np.ndarray:
+    """What a rank gives to a call: float32 of very different sizes, so that the order of a sum shows."""
+    if count > 10_000:
+        return _many_floats(rank, count).copy()
+    begin = call * 37 % 50_000
+    return _many_floats(rank, 60_000)[begin : begin + count].copy()
+
+
+def sum_once(group: Group, call: int, count: int) -> None:
+    x = torch.from_numpy(floats(group.rank, call, count))
+    group.all_reduce(x)
+    want = floats(0, call, count)
+    for rank in range(1, group.size):
+        want += floats(rank, call, count)
+    assert x.numpy().tobytes() == want.tobytes(), f"sum {call} of {count} floats in rank {group.rank}"
+
+
+def gather_once(group: Group, call: int, rows: int, columns: list[int]) -> None:
+    parts = [floats(rank, call, rows * n).reshape(rows, n) for rank, n in enumerate(columns)]
+    wide = torch.full((rows, columns[group.rank] + 3), -1.0)  # rows that lie apart
+    own = wide[:, : columns[group.rank]]
+    own.copy_(torch.from_numpy(parts[group.rank]))
+    if group.rank > 0:
+        group.gather(own, columns, None)
+        return
+    out = torch.full((rows, sum(columns) + 2), -1.0)
+    group.gather(own, columns, out[:, : sum(columns)])
+    assert np.array_equal(out[:, : sum(columns)].numpy(), np.concatenate(parts, axis=1)), f"gather {call} of {columns}"
+    assert (out[:, sum(columns) :] == -1).all()
+
+
+def message_once(group: Group, call: int, size: int) -> None:
+    message = random.Random(call).randbytes(size)
+    if group.rank == 0:
+        group.send(message)
+    else:
+        assert group.receive() == message, f"message {call} of {size} bytes"
+
+
+def sums(group: Group) -> None:
+    for call, count in enumerate((0, 1, 7, 576, 8191, 8193, 131_072, 3_000_001)):
+        sum_once(group, call, count)
+
+
+def gathers(group: Group) -> None:
+    for call, (rows, unit) in enumerate(((1, 100), (3, 1), (0, 5), (7, 20_000))):
+        gather_once(group, call, rows, [unit + rank for rank in range(group.size)])
+        gather_once(group, call, rows, [unit * (rank % 2) for rank in range(group.size)])  # nothing from the leader
+
+
+def messages(group: Group) -> None:
+    for call, size in enumerate((0, 1, 65_536, 65_537, 5_000_000, 0, 12)):
+        message_once(group, call, size)
+
+
+def mixed(group: Group) -> None:
+    dice = random.Random(group.size)
+    for call in range(3_000):
+        size = dice.choice((1, 10, 600, 600, 9_000))
+        count = dice.randrange(size)
+        kind = dice.randrange(6)
+        if kind == 0:
+            gather_once(group, call, dice.randrange(1, 4), [count + rank for rank in range(group.size)])
+        elif kind == 1:
+            message_once(group, call, count)
+        else:
+            sum_once(group, call, count)
+
+
+def one_sum(group: Group) -> None:
+    sum_once(group, 0, 10)
+
+
+def one_gather(group: Group) -> None:
+    gather_once(group, 0, 2, [3] * group.size)
+
+
+def one_message(group: Group) -> None:
+    message_once(group, 0, 10)
+
+
+TASKS = {task.__name__: task for task in (sums, gathers, messages, mixed, one_sum, one_gather, one_message)}
+
+
+class RankProcess:
+    """A process that plays a rank of one group after another."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(2 * LIMIT_S)
+        self._answers = self._socket.makefile("rb")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, task: Callable[[Group], None], fd: int, rank: int, size: int) -> None:
+        """Join the group of this descriptor and run the task, one of TASKS."""
+        socket.send_fds(self._socket, [json.dumps([task.__name__, rank, size]).encode()], [fd])
+
+    def has_joined(self) -> None:
+        """Wait until it has joined."""
+        assert self._answers.readline() == b"joined\n"
+
+    def result(self) -> str:
+        """Wait for the end of the task, after `has_joined`: "", or its error."""
+        return json.loads(self._answers.readline())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+        self.kill()
+
+
+@contextmanager
+def rank_processes(count: int) -> Iterator[list[RankProcess]]:
+    processes = [RankProcess() for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.close()
+
+
+@contextmanager
+def new_group(size: int, limit_s: float = LIMIT_S) -> Iterator[tuple[SharedMemoryGroup, int]]:
+    """A group for the leader, and its descriptor."""
+    group, fd = SharedMemoryGroup.create(size, limit_s)
+    try:
+        yield group, fd
+    finally:
+        os.close(fd)
+        group.break_up("the test has ended")  # nobody waits for it any longer
+        group.close()
+
+
+def main(ours: socket.socket) -> None:
+    torch.set_num_threads(1)
+    while True:
+        told, fds, _, _ = socket.recv_fds(ours, 4096, 1)
+        if not told:
+            return
+        name, rank, size = json.loads(told)
+        group = SharedMemoryGroup.join(fds[0], rank, size, LIMIT_S)
+        os.close(fds[0])
+        ours.sendall(b"joined\n")
+        error = ""
+        try:
+            TASKS[name](group)
+        except Exception as exception:
+            error = f"{type(exception).__name__}: {exception}"
+            group.break_up(error)  # the others need not wait for this rank
+        group.close()
+        ours.sendall(json.dumps(error).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,114 @@
+"""One model on two ranks, through whole engines: the text of one process, the same bits however it is computed, and what happens when a rank dies."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import GREEDY, SEEDED, Answer, make_cases, one_by_one, running_engine, together
+from rank_processes import followers
+
+from headrace.api.engine import Engine
+from headrace.errors import ConfigError, HeadraceError
+
+TWO: dict[str, Any] = {"tp_size": 2, "single_process": False}
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time there was a lighthouse keeper who",
+    "1, 2, 3, 4,",
+    "Water boils at",
+    "The three primary colors are",
+]
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: str) -> Iterator[Engine]:
+    with running_engine(tiny_model, **TWO) as engine:
+        yield engine
+
+
+def test_greedy_text_and_logprobs_are_those_of_one_process():
+    """smollm2 has 3 KV heads: one rank has two of them."""
+    found = []
+    for options in ({}, TWO):
+        with running_engine("smollm2", dtype="float32", **options) as engine:
+            sampling = {"temperature": 0.0, "max_new_tokens": 12}
+            found.append(
+                engine.generate(PROMPTS, sampling, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+            )
+    for one, two in zip(*found, strict=True):
+        assert two["text"] == one["text"]
+        for side in ("input_token_logprobs", "output_token_logprobs"):
+            for a, b in zip(one["meta_info"][side], two["meta_info"][side], strict=True):
+                assert a[1] == b[1]
+                assert a[0] is None or abs(a[0] - b[0]) < 2e-3
+
+
+def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(tiny_model: str, ranks: Engine):
+    cases = make_cases([1, 17, 130], {"greedy": GREEDY, "seeded": SEEDED})
+    alone: dict[str, Answer] = one_by_one(ranks, cases)
+
+    assert together(ranks, cases) == alone
+    with running_engine(tiny_model, chunked_prefill_size=16, disable_overlap_schedule=True, **TWO) as engine:
+        assert together(engine, cases) == alone
+
+
+def test_quantised_and_with_hidden_states(tiny_model: str):
+    with running_engine(tiny_model, quantization="int8", **TWO) as engine:
+        first, second = (engine.generate("Water boils at", GREEDY, return_hidden_states=True) for _ in range(2))
+        assert first["output_ids"] == second["output_ids"]
+        assert len(first["meta_info"]["hidden_states"]) == len(second["meta_info"]["hidden_states"])
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_lost_costs_no_token(tiny_model: str, end: signal.Signals):
+    prompts = [[5 + i, 6, 7, 8, 9] for i in range(4)]
+    sampling = {"temperature": 0.9, "seed": 5, "max_new_tokens": 200, "ignore_eos": True}
+    others = followers()
+    with running_engine(tiny_model, rank_timeout_s=1.0, **TWO) as engine:
+        whole = [out["output_ids"] for out in engine.generate(input_ids=prompts, sampling_params=sampling)]
+        [lost] = followers() - others
+        begun = threading.Event()
+        outputs: list[list[int]] = []
+
+        def generate() -> None:
+            last: dict[int, list[int]] = {}
+            for item in engine.generate(input_ids=prompts, sampling_params=sampling, stream=True):
+                last[item.get("index", 0)] = item["output_ids"]
+                begun.set()
+            outputs.extend(last[i] for i in sorted(last))
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        assert begun.wait(LIMIT_S)
+        os.kill(lost.pid, end)
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+        assert outputs == whole
+        [new] = followers() - others
+        assert new != lost
+
+
+def test_ranks_end_with_their_engine(tiny_model: str):
+    others = followers()
+    with running_engine(tiny_model, **TWO):
+        assert len(followers() - others) == 1
+    assert followers() == others
+
+
+def test_what_ranks_cannot_do_is_refused(tiny_model: str, ranks: Engine):
+    with pytest.raises(ConfigError, match="--single-process"):
+        Engine(model_path=tiny_model, tp_size=2, single_process=True)
+    with (
+        pytest.raises(HeadraceError, match="cannot be split over"),
+        running_engine(tiny_model, tp_size=5, single_process=False),
+    ):
+        pass
+    reply = ranks.update_weights_from_disk(tiny_model)
+    assert not reply[0]
+    assert "--tp-size" in reply[1]
+    assert ranks.generate("a", GREEDY)["output_ids"]
