@@ -108,20 +108,20 @@ class TypedInput:
         """The next message or command, stripped; None at the end of input. Ctrl-C empties what has been typed."""
         while True:
             try:
-                typed = self._read()
+                with interrupts_heard():
+                    return self._read()
             except EOFError:
                 self._console.print()
                 return None
             except KeyboardInterrupt:
                 self._console.print()
-                continue
-            return typed
 
     def read_result(self, name: str) -> str | None:
         """The result of a call of the tool `name`, stripped; None at the end of input."""
         while True:
             try:
-                return input(self._coloured(f"result of {name}>", 33)).strip()
+                with interrupts_heard():
+                    return input(self._coloured(f"result of {name}>", 33)).strip()
             except EOFError:
                 self._console.print()
                 return None
@@ -131,7 +131,8 @@ class TypedInput:
     def confirm(self, question: str) -> bool:
         """Whether the answer is yes."""
         try:
-            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+            with interrupts_heard():
+                return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
         except (EOFError, KeyboardInterrupt):
             self._console.print()
             return False
@@ -193,7 +194,8 @@ _WAKE_S = 0.2
 def interrupts_heard() -> Iterator[None]:
     """Ctrl-C is noticed although it came just before a system call that waits.
 
-    Python handles a signal between two instructions, and such a call is one of them; a timer interrupts it now and then. In the main thread.
+    Python handles a signal between two instructions, and such a call, or readline's wait for a key, is one of them; a timer
+    interrupts it now and then. In the main thread.
     """
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     # A parent that runs in the background may have left it ignored.
