@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJob
 from headrace.layers.weight import Placement
 from headrace.messages.rank_step import RankStep, RankStop, decode, encode
 
+NO_WEIGHTS: Any = None
 # Float32 sums in another order.
 TOLERANCE = 2e-4
 CASES = {
@@ -78,7 +80,7 @@ def serve(shard: Shard, pool: LoraPool, act) -> list[int]:
         act(LeaderAdapters(pool, LeaderJobs(shard.group, Turn())))
         shard.group.send(encode(RankStop()))
     else:
-        jobs = FollowerJobs(shard.group, pool)
+        jobs = FollowerJobs(shard.group, pool, NO_WEIGHTS)
         while not isinstance(message := decode(shard.group.receive()), RankStop):
             assert not isinstance(message, RankStep), message
             jobs.handle(message)

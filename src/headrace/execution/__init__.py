@@ -8,7 +8,7 @@ Read first: build.py (start-up), model_runner.py (one step), worker.py (`TpModel
 - On a GPU: device_worker.py, device_runner.py (queues steps on the device), queued_step.py (such a step, and when its
   constrained rows are sampled), graphs.py (CUDA graphs of decode), device.py (the seam)
 - Weights: load_weights.py, load_threads.py (several tensors at a time), weight_cache.py (packed, from a file),
-  update_weights.py, save_weights.py
+  update_weights.py, save_weights.py, gather_weights.py (whole weights from the parts of ranks)
 - Memory: memory.py (how much there is), released.py (given back for a while)
 - Watching: profiler.py, expert_recorder.py
 - `headrace quantize`: calibrate.py, perplexity.py

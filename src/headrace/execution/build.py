@@ -35,6 +35,7 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, check_pool_fits, kv_token_budget, naming_memory
 from headrace.execution.model_runner import ModelRunner, logits_shape
 from headrace.execution.overlap_worker import TpModelWorkerClient
+from headrace.execution.rank_jobs import LeaderWeights
 from headrace.execution.ranks import FollowerRunner, LeaderRunner
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
@@ -49,6 +50,7 @@ from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.packing import pack_int32, unpack_int32
 from headrace.messages.step import Worker
+from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
 from headrace.models.registry import model_class_for
 from headrace.models.spec import CausalLM, ModelSpec, kv_shape
@@ -167,17 +169,24 @@ def _build(args: ServerArgs, progress: Progress, shard: Shard, resources: ExitSt
     weights = _updatable_weights(setup, model, memory, rename)
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, shard)
-    runner = _runner(shard, model, memory.attention, table, sampler, loras)
+    runner = _runner(shard, model, memory.attention, table, sampler, loras, weights)
     return _Built(setup, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
 
 
 def _runner(
-    shard: Shard, model: CausalLM, attention: AttentionBackend, table: SequenceTable, sampler: Sampler, loras: LoraPool
+    shard: Shard,
+    model: CausalLM,
+    attention: AttentionBackend,
+    table: SequenceTable,
+    sampler: Sampler,
+    loras: LoraPool,
+    weights: ModelWeights,
 ) -> ModelRunner:
     if shard.group is None:
         return ModelRunner(model, attention, table, sampler, loras)
-    kind = LeaderRunner if shard.leads else FollowerRunner
-    return kind(model, attention, table, sampler, loras, shard.group)
+    if shard.leads:
+        return LeaderRunner(model, attention, table, sampler, loras, shard.group)
+    return FollowerRunner(model, attention, table, sampler, loras, shard.group, weights)
 
 
 def _set_up(args: ServerArgs, checkpoint: Checkpoint, shard: Shard) -> _Setup:
@@ -338,8 +347,6 @@ def _updatable_weights(setup: _Setup, model: CausalLM, memory: _Memory, rename: 
     weights = ModelWeights(model, memory.attention, memory.pool, rename, spec.ignored, load)
     # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
     weights.holds_steps = spec.name == "transformers" and not setup.is_cpu
-    if not setup.placement.shard.is_whole:
-        weights.refusal = "with --tp-size, weights cannot be read, replaced or released while serving yet"
     weights.saver = WeightSaver(args.save_dir, model_config.raw, setup.config.quantization)
     return weights
 
@@ -348,7 +355,10 @@ def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     """The worker takes over `resources`."""
     setup, runner = built.setup, built.runner
     experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device)
-    worker = TpModelWorker(runner, built.weights, resources.pop_all(), setup.args.profile_dir, experts)
+    weights: WeightExecutor = built.weights
+    if isinstance(runner, LeaderRunner):
+        weights = LeaderWeights(built.weights, runner.jobs, setup.placement.shard.size)
+    worker = TpModelWorker(runner, weights, resources.pop_all(), setup.args.profile_dir, experts)
     return TpModelWorkerClient(worker) if setup.config.overlap else worker
 
 

@@ -1,4 +1,4 @@
-"""What all ranks do beside their steps, or none of them does: loading an adapter.
+"""What all ranks do beside their steps, or none of them does: loading an adapter, replacing or releasing the weights.
 
 The leader says when a job begins, asks until no rank is busy with it, and says when all take up its result: between the same two steps, since
 messages are in the order of the steps. If a rank fails, no rank has changed. Its messages come from threads beside the one that runs the
@@ -7,18 +7,22 @@ steps, so a `Turn` goes between them.
 
 import contextlib
 import itertools
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 import torch
 
+from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, ModelError
+from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.lora import LoraPool
-from headrace.execution.update_weights import Job
+from headrace.execution.update_weights import Job, ModelWeights
 from headrace.log import get_logger
 from headrace.messages.rank_job import (
     RankBesideSteps,
@@ -26,12 +30,28 @@ from headrace.messages.rank_job import (
     RankInstall,
     RankJob,
     RankLora,
+    RankParts,
     RankPoll,
     RankUnload,
+    RankWeights,
     RankWork,
 )
 from headrace.messages.rank_step import encode
-from headrace.messages.weights import Prepared
+from headrace.messages.safetensors_bytes import safetensors_parts
+from headrace.messages.weights import (
+    DestroyGroup,
+    GetWeight,
+    InitGroup,
+    Prepared,
+    ReleaseMemory,
+    ResumeMemory,
+    SaveWeights,
+    UpdateFromDisk,
+    UpdateFromDistributed,
+    UpdateFromTensors,
+    WeightJob,
+    WorkerOperation,
+)
 
 _logger = get_logger(__name__)
 
@@ -182,6 +202,89 @@ class LeaderAdapters:
         self._jobs.tell(RankUnload(lora_id))
 
 
+class LeaderWeights:
+    """The `WeightExecutor` of all ranks. weights: the leader's own part. size: the number of ranks."""
+
+    holds_steps = False
+
+    def __init__(self, weights: ModelWeights, jobs: LeaderJobs, size: int) -> None:
+        self._weights = weights
+        self._jobs = jobs
+        self._size = size
+
+    def start(self, operation: WorkerOperation) -> WeightJob:
+        """See `WeightExecutor`."""
+        match operation:
+            case UpdateFromDisk() | UpdateFromTensors() | ReleaseMemory() | ResumeMemory():
+                return _JobOfAll(self._jobs, lambda begun, abandoned: self._prepare(operation, begun, abandoned))
+            case UpdateFromDistributed():
+                return _JobOfAll(self._jobs, lambda begun, abandoned: self._received(operation, begun, abandoned))
+            case GetWeight() | SaveWeights():
+                return Job(lambda abandoned: self._whole(operation, abandoned))
+            case InitGroup() | DestroyGroup():
+                # A trainer has one connection to the server: the leader's.
+                return self._weights.start(operation)
+
+    def _prepare(self, operation: RankWeights, begun: list[int], abandoned: threading.Event) -> Prepared:
+        job, prepared = self._jobs.prepare(
+            operation, lambda: self._weights.prepare(operation, abandoned), lambda: not abandoned.is_set()
+        )
+        begun.append(job)
+        if abandoned.is_set():  # just now, so nobody else tells them
+            self._jobs.drop(job)
+        return prepared
+
+    def _whole(self, operation: GetWeight | SaveWeights, abandoned: threading.Event) -> Prepared:
+        """Read whole weights, of which the other ranks put their parts into files."""
+        names, place = None, None
+        if isinstance(operation, GetWeight):
+            names = (self._weights.weight(operation.name).name,)
+        else:
+            # There is room for a copy.
+            place = self._weights.saver.target(operation.path).parent
+            place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".headrace-ranks-", dir=place, ignore_cleanup_errors=True) as folder:
+            job, _ = self._jobs.prepare(
+                RankParts(folder, names), lambda: Prepared("nothing of its own"), lambda: not abandoned.is_set()
+            )
+            self._jobs.drop(job)
+            files = [SafetensorsFile(Path(folder) / f"rank-{rank}") for rank in range(1, self._size)]
+            return self._weights.prepare(operation, abandoned, lambda weight: read_whole(weight, files))
+
+    def _received(self, operation: UpdateFromDistributed, begun: list[int], abandoned: threading.Event) -> Prepared:
+        """Receive the tensors here and hand them to all ranks in a file."""
+        tensors = self._weights.receive(operation, abandoned)
+        with tempfile.NamedTemporaryFile(prefix="headrace-weights-") as file:
+            try:
+                for data in safetensors_parts([(name, tensor.cpu().contiguous()) for name, tensor in tensors]):
+                    file.write(data)
+                file.flush()
+            except OSError as error:
+                raise ExecutionError(
+                    f"the weights could not be written to the temporary directory: {error.strerror}"
+                ) from error
+            tensors.clear()
+            return self._prepare(UpdateFromTensors(file.name), begun, abandoned)
+
+
+class _JobOfAll(Job):
+    """A job of every rank: when it is given up, the others forget it too.
+
+    work: appends the id of the ranks' job to the list that it gets once all of them have done it.
+    """
+
+    def __init__(self, jobs: LeaderJobs, work: Callable[[list[int], threading.Event], Prepared]) -> None:
+        self._jobs = jobs
+        self._begun: list[int] = []
+        super().__init__(lambda abandoned: work(self._begun, abandoned))
+
+    def abandon(self) -> None:
+        """See `WeightJob`. While it is being prepared, its own thread notices and tells the others."""
+        super().abandon()
+        for job in self._begun:
+            self._jobs.drop(job)
+
+
 @dataclass(slots=True)
 class _Begun:
     """A follower's job. outcome: once it is done."""
@@ -195,17 +298,17 @@ class _Begun:
 class FollowerJobs:
     """A follower's side. Used by the thread that runs the steps."""
 
-    def __init__(self, group: Group, loras: LoraPool) -> None:
+    def __init__(self, group: Group, loras: LoraPool, weights: ModelWeights) -> None:
         self._group = group
         self._loras = loras
+        self._weights = weights
         self._begun: dict[int, _Begun] = {}
 
     def handle(self, message: RankBesideSteps) -> None:
         """Do what the leader says. What an installation raises must end the rank: the others have the result."""
         match message:
             case RankJob():
-                work = message.work
-                self._begun[message.id] = _Begun(work, Job(lambda abandoned: self._prepare(work)))
+                self._begun[message.id] = _Begun(message.work, self._start(message.work))
             case RankPoll():
                 columns = [1 + ANSWER_BYTES] * self._group.size
                 self._group.gather(self._progress(self._begun[message.id]).row(), columns, None)
@@ -217,12 +320,25 @@ class FollowerJobs:
                 begun = self._begun.pop(message.id, None)
                 if begun is not None:
                     begun.job.abandon()
-                    self._loras.unload(begun.work.lora_id)
+                    if isinstance(begun.work, RankLora):
+                        self._loras.unload(begun.work.lora_id)
             case RankUnload():
                 self._loras.unload(message.lora_id)
 
-    def _prepare(self, work: RankWork) -> Prepared:
-        return _stage_adapter(self._loras, work)
+    def _start(self, work: RankWork) -> Job:
+        match work:
+            case RankLora():
+                return Job(lambda abandoned: _stage_adapter(self._loras, work))
+            case RankParts():
+                return Job(lambda abandoned: self._write_parts(work))
+            case _:
+                return self._weights.start(work)
+
+    def _write_parts(self, work: RankParts) -> Prepared:
+        weights = self._weights.model.weights()
+        chosen = [weight for weight in weights if work.names is None or weight.name in work.names]
+        write_parts(chosen, Path(work.folder) / f"rank-{self._group.rank}")
+        return Prepared("written")
 
     def _progress(self, begun: _Begun) -> _Answer:
         if begun.answer.state == "busy" and begun.job.is_done:

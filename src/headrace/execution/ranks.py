@@ -18,6 +18,7 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, ModelRunner, Outcome
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.update_weights import ModelWeights
 from headrace.log import get_logger
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
@@ -89,7 +90,7 @@ class LeaderRunner(ModelRunner):
 
 
 class FollowerRunner(ModelRunner):
-    """Runs its part of the leader's steps."""
+    """Runs its part of the leader's steps. weights: of its part of the model."""
 
     def __init__(
         self,
@@ -99,11 +100,12 @@ class FollowerRunner(ModelRunner):
         sampler: Sampler,
         loras: LoraPool,
         group: Group,
+        weights: ModelWeights,
     ) -> None:
         super().__init__(model, attention, table, sampler, loras)
         self._logits = None
         self._group = group
-        self._jobs = FollowerJobs(group, loras)
+        self._jobs = FollowerJobs(group, loras, weights)
 
     def follow(self) -> None:
         """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""

@@ -1,13 +1,14 @@
 """Writes the current weights to a folder, from which they can be served again.
 
-Owns the files: config.json, and `model-rank-0-part-N.safetensors` as SGLang names them (there is one rank). They are written beside the
-steps under a temporary name, and the folder appears when it is complete. Does not write a tokenizer. Runs in the thread of the operation.
+Owns the files: config.json, and `model-rank-0-part-N.safetensors` as SGLang names them, of whole weights however many ranks there are.
+They are written beside the steps under a temporary name, and the folder appears when it is complete. Does not write a tokenizer. Runs in
+the thread of the operation.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ class WeightSaver:
         self._config = config
         self._quantization = quantization
 
-    def save(self, weights: Iterable[Weight], name: str) -> Prepared:
-        """Write them to the new folder `name` of `save_dir`. Raises RequestError, and ExecutionError if there is no room."""
+    def target(self, name: str) -> Path:
+        """The new folder `name` of `save_dir`. Raises RequestError if it cannot be written."""
         if self._save_dir is None:
             raise RequestError("saving weights is off: start the server with --save-dir FOLDER", "path")
         if _NAME.fullmatch(name) is None:
@@ -49,13 +50,26 @@ class WeightSaver:
         target = Path(self._save_dir) / name
         if target.exists():
             raise RequestError(f"{name!r} already exists below --save-dir; choose a new name", "path")
+        return target
+
+    def save(
+        self,
+        weights: Iterable[Weight],
+        name: str,
+        read: Callable[[Weight], torch.Tensor] = lambda weight: weight.read(),
+    ) -> Prepared:
+        """Write them to the new folder `name` of `save_dir`. read: returns a whole weight.
+
+        Raises RequestError, and ExecutionError if there is no room.
+        """
+        target = self.target(name)
         unfinished = target.with_name(f".{name}.unfinished")
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             (unfinished / "config.json").write_text(json.dumps(dict(self._config), indent=2))
             num_bytes, num_files = 0, 0
-            for number, part in enumerate(_parts(weights)):
+            for number, part in enumerate(_parts(weights, read)):
                 num_files = number + 1
                 with (unfinished / f"model-rank-0-part-{number}.safetensors").open("xb") as file:
                     for data in safetensors_parts(part):
@@ -73,12 +87,14 @@ class WeightSaver:
         return Prepared(f"saved {num_bytes} bytes to {name!r} below --save-dir ({num_files} files)", appear)
 
 
-def _parts(weights: Iterable[Weight]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def _parts(
+    weights: Iterable[Weight], read: Callable[[Weight], torch.Tensor]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The weights in Hugging Face's layout, in the precision in which they are kept, about PART_BYTES at a time."""
     part: list[tuple[str, torch.Tensor]] = []
     num_bytes = 0
     for weight in weights:
-        tensor = weight.read().detach().cpu().contiguous()
+        tensor = read(weight).detach().cpu().contiguous()
         if part and num_bytes + tensor.nbytes > PART_BYTES:
             yield part
             part, num_bytes = [], 0

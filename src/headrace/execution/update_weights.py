@@ -181,7 +181,7 @@ class ModelWeights:
     pool: the KV cache. rename: maps names of tensors to the model's. ignored: name parts of tensors that may be sent but are not needed.
     load: loads a checkpoint as a second model and returns it with the fingerprint of its files. Raises ModelError.
     moved: called when the addresses of the weights have changed. holds_steps: see `WeightExecutor`.
-    saver: writes the weights to the operator's folder. refusal: why no operation is possible, or "".
+    saver: writes the weights to the operator's folder.
     """
 
     model: CausalLM
@@ -193,32 +193,35 @@ class ModelWeights:
     moved: Callable[[], None] = lambda: None
     holds_steps: bool = False
     saver: WeightSaver = field(default_factory=lambda: WeightSaver(None, {}, "none"))
-    refusal: str = ""
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
     _released: dict[MemoryTag, Released] = field(default_factory=dict)
 
     def start(self, operation: WorkerOperation) -> Job:
         """See `WeightExecutor`."""
-        return Job(lambda abandoned: self._prepare(operation, abandoned))
+        return Job(lambda abandoned: self.prepare(operation, abandoned))
 
-    def _prepare(self, operation: WorkerOperation, abandoned: threading.Event) -> Prepared:
-        if self.refusal:
-            raise ModelError(self.refusal)
+    def prepare(
+        self,
+        operation: WorkerOperation,
+        abandoned: threading.Event,
+        read: Callable[[Weight], torch.Tensor] = lambda weight: weight.read(),
+    ) -> Prepared:
+        """What `start` does in its thread. read: returns a whole weight. Raises HeadraceError; then nothing has changed."""
         match operation:
             case UpdateFromDisk():
                 return self._from_disk(operation)
             case UpdateFromTensors():
                 return self._updated(_file_tensors(Path(operation.file), operation.bucketed))
             case UpdateFromDistributed():
-                return self._updated(self._receive(operation, abandoned))
+                return self._updated(self.receive(operation, abandoned))
             case InitGroup():
                 return self._init_group(operation)
             case DestroyGroup():
                 return self._destroy_group(operation.group_name)
             case GetWeight():
-                return self._get(operation)
+                return self._get(operation, read)
             case SaveWeights():
-                return self.saver.save(self.model.weights(), operation.path)
+                return self.saver.save(self.model.weights(), operation.path, read)
             case ReleaseMemory():
                 return self._release(operation.tags)
             case ResumeMemory():
@@ -278,7 +281,7 @@ class ModelWeights:
             raise RequestError(f"there is no group {name!r}; call init_weights_update_group first", "group_name")
         return self._groups.pop(name)
 
-    def _receive(self, operation: UpdateFromDistributed, abandoned: threading.Event) -> list[tuple[str, torch.Tensor]]:
+    def receive(self, operation: UpdateFromDistributed, abandoned: threading.Event) -> list[tuple[str, torch.Tensor]]:
         """Receive everything that rank 0 sends, even tensors that will be refused, or the trainer would wait forever."""
         dtypes = [_dtype(name) for name in operation.dtypes]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(operation.shapes, dtypes, strict=True)]
@@ -308,13 +311,17 @@ class ModelWeights:
 
     # -- reading
 
-    def _get(self, operation: GetWeight) -> Prepared:
-        name = self.rename(operation.name)
+    def weight(self, name: str) -> Weight:
+        """The weight of this Hugging Face name. Raises RequestError."""
+        ours = self.rename(name)
         for weight in self.model.weights():
-            if weight.name == name:
-                rows = weight.read()[: operation.truncate_size].float().cpu().contiguous()
-                return Prepared("read", shape=tuple(rows.shape), values=rows.numpy().tobytes())
-        raise RequestError(f"the model has no weight {operation.name!r}", "name")
+            if weight.name == ours:
+                return weight
+        raise RequestError(f"the model has no weight {name!r}", "name")
+
+    def _get(self, operation: GetWeight, read: Callable[[Weight], torch.Tensor]) -> Prepared:
+        rows = read(self.weight(operation.name))[: operation.truncate_size].float().cpu().contiguous()
+        return Prepared("read", shape=tuple(rows.shape), values=rows.numpy().tobytes())
 
     # -- memory
 
@@ -407,11 +414,11 @@ def _file_tensors(path: Path, bucketed: bool) -> list[tuple[str, torch.Tensor]]:
             f"{reason}. Tensors are sent as a safetensors file (safetensors.torch.save), its bytes as the body or in base64 in "
             "serialized_named_tensors; pickled objects are not accepted, because reading them runs code"
         ) from None
-    named = [(name, _view(file, entry)) for name, entry in file.entries.items()]
+    named = [(name, tensor_in_file(file, entry)) for name, entry in file.entries.items()]
     return bucket.unpack(dict(named), file.metadata, _FLOATS) if bucketed else named
 
 
-def _view(file: SafetensorsFile, entry: SafetensorsEntry) -> torch.Tensor:
+def tensor_in_file(file: SafetensorsFile, entry: SafetensorsEntry) -> torch.Tensor:
     """The tensor in the mapped file; a copy where it does not begin at a multiple of its element's size."""
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:

@@ -59,7 +59,7 @@ class Embedding:
             load_quantized=self._load_quantized if head is not None and head.load_quantized is not None else None,
             keepers=own if self._tied is None else (*own, self._tied),
             part="weight" if head is None else head.part,
-            share=length(self._own) / self._shape[0],
+            own=(self._own,),
         )
 
     def kept(self) -> Kept:

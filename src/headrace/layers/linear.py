@@ -94,7 +94,6 @@ class Linear:
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix><projection>.weight`, and `.bias` where there is one."""
         for name, shape in self._whole.items():
-            own_rows = self.outputs[name] / shape[0]
             yield Weight(
                 f"{prefix}{name}.weight",
                 shape,
@@ -107,7 +106,7 @@ class Linear:
                 layer=self,
                 keepers=(self,),
                 part=f"{name}.weight",
-                share=own_rows * self.in_size / shape[1],
+                own=self.own(name),
             )
             if self._bias:
                 yield Weight(
@@ -119,7 +118,7 @@ class Linear:
                     itemsize=self._placement.weight_dtype.itemsize,
                     keepers=(self,),
                     part=f"{name}.bias",
-                    share=own_rows,
+                    own=self.own(name)[:1],
                 )
 
     def kept(self) -> Kept:
@@ -140,9 +139,9 @@ class Linear:
                 whole[f"{name}.bias"] = self._read_bias(name)
         packed = self._pack(whole)
         kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
-        given = {tensor.data_ptr() for tensor in parts.values() if isinstance(tensor, torch.Tensor)}
-        if packed.data.data_ptr() in given:
-            # Nothing had to be converted, so the tensor was kept unchanged.
+        given = {tensor.untyped_storage().data_ptr() for tensor in parts.values() if isinstance(tensor, torch.Tensor)}
+        if packed.data.untyped_storage().data_ptr() in given:
+            # Nothing had to be converted, so the tensor, or this rank's rows of it, was kept unchanged.
             kept["data"] = packed.data.clone()
         return kept
 

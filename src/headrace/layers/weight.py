@@ -13,7 +13,7 @@ import torch
 
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme
-from headrace.distributed.base import WHOLE, Shard
+from headrace.distributed.base import WHOLE, Shard, length
 from headrace.layers.quantization import WeightFormat, weight_format
 
 Kept = Mapping[str, torch.Tensor | int | str | None]
@@ -55,7 +55,8 @@ class Weight:
     load_quantized: takes a quantised tensor instead, if the layer can compute with it; else None.
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
     keepers: the layers that convert this tensor; it need not be loaded if all of them have been restored. Empty: it cannot be replaced
-    while the model serves. part: its name in the keepers, which may also keep other weights. share: of its elements, how many this rank keeps.
+    while the model serves. part: its name in the keepers, which may also keep other weights.
+    own: by dimension, what this rank keeps of it and `read` returns; of a dimension that is not listed, all.
     """
 
     name: str
@@ -68,12 +69,17 @@ class Weight:
     layer: Observable | None = None
     keepers: tuple[Keeper, ...] = ()
     part: str = ""
-    share: float = 1.0
+    own: tuple[slice, ...] = ()
 
     @property
     def num_bytes(self) -> float:
         """Bytes that are kept."""
-        return math.prod(self.shape) * self.itemsize * self.share
+        return math.prod(self.own_shape) * self.itemsize
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank keeps."""
+        return (*map(length, self.own), *self.shape[len(self.own) :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ RankInstall: all are done, so all have the result from here on       RankDrop: o
 
 import msgspec
 
+from headrace.messages.weights import ReleaseMemory, ResumeMemory, UpdateFromDisk, UpdateFromTensors
+
 
 class RankLora(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Read an adapter, see `LoadLoraReq`."""
@@ -16,7 +18,16 @@ class RankLora(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     fingerprint: str
 
 
-RankWork = RankLora
+class RankParts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Write its parts of these weights to a file `rank-N` in this folder. names: as the model has them; None = all."""
+
+    folder: str
+    names: tuple[str, ...] | None
+
+
+RankWeights = UpdateFromDisk | UpdateFromTensors | ReleaseMemory | ResumeMemory
+"""Operations on weights in which every rank does its part."""
+RankWork = RankLora | RankParts | RankWeights
 
 
 class RankJob(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

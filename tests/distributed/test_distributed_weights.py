@@ -1,0 +1,182 @@
+"""Weights that several ranks share: replaced in every rank, or in none; and put together from the parts of all."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+
+from model_harness import CPU, FAMILIES, MAX_POSITIONS, randomise, save_tiny, tiny_config
+from thread_group import on_ranks
+
+from headrace.attention.torch_native import TorchNativeAttention
+from headrace.checkpoint.safetensors_file import SafetensorsFile
+from headrace.checkpoint.source import open_checkpoint
+from headrace.distributed.base import Shard
+from headrace.errors import ExecutionError, ModelError
+from headrace.execution.gather_weights import read_whole, write_parts
+from headrace.execution.load_weights import load_model
+from headrace.execution.rank_jobs import FollowerJobs, LeaderJobs, LeaderWeights, Turn
+from headrace.execution.update_weights import ModelWeights
+from headrace.layers.weight import Placement
+from headrace.messages.rank_step import RankStep, RankStop, decode, encode
+from headrace.messages.weights import Prepared, UpdateFromTensors, WorkerOperation
+from headrace.models.registry import model_class_for
+
+SIZE = 3
+NO_GROUP: Any = None
+NO_ADAPTERS: Any = None
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    def make(family: str) -> tuple[Path, Path]:
+        for name, seed in (("old", 1), ("new", 2)):
+            monkeypatch.setattr(randomise, "__defaults__", (seed,))
+            save_tiny(tiny_config(family), tmp_path / name)
+        return tmp_path / "old", tmp_path / "new"
+
+    return make
+
+
+def weights_of(folder: Path, shard: Shard, kind: type[ModelWeights] = ModelWeights) -> ModelWeights:
+    checkpoint = open_checkpoint(folder)
+    spec = model_class_for(checkpoint.config, "auto")
+    model = load_model(checkpoint, spec, Placement(CPU, torch.float32, MAX_POSITIONS, shard=shard))
+    pool: Any = None
+    load: Any = None
+    return kind(model, TorchNativeAttention(), pool, spec.renaming(checkpoint.config), spec.ignored, load)
+
+
+def parts_of(weights: ModelWeights) -> list[torch.Tensor]:
+    return [weight.read().clone() for weight in weights.model.weights()]
+
+
+def are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_each_rank_replaces_its_part_and_all_parts_are_the_whole(family, folders, tmp_path):
+    old, new = folders(family)
+    ranks = [weights_of(old, Shard(rank, SIZE, NO_GROUP)) for rank in range(SIZE)]
+    for rank, weights in enumerate(ranks):
+        prepared = weights.prepare(UpdateFromTensors(str(new / "model.safetensors")), threading.Event())
+        want = parts_of(weights_of(new, Shard(rank, SIZE, NO_GROUP)))
+        assert not are_equal(parts_of(weights), want)
+        prepared.install()
+        assert are_equal(parts_of(weights), want)
+
+    leader, *followers = ranks
+    for rank, weights in enumerate(followers):
+        write_parts(weights.model.weights(), tmp_path / f"rank-{rank}")
+    files = [SafetensorsFile(tmp_path / f"rank-{rank}") for rank in range(len(followers))]
+    whole = weights_of(new, Shard())
+    for weight, want in zip(leader.model.weights(), whole.model.weights(), strict=True):
+        assert torch.equal(read_whole(weight, files), want.read()), weight.name
+
+
+class CannotPrepare(ModelWeights):
+    def prepare(self, operation: WorkerOperation, abandoned: threading.Event, read: Any = None) -> Prepared:
+        raise ModelError("it has no room")
+
+
+def serve(shard: Shard, weights: ModelWeights, act) -> list[torch.Tensor]:
+    """`act` on the weights of all ranks, for the leader; followers do what it says. Returns what the rank then has."""
+    assert shard.group is not None
+    if shard.leads:
+        jobs = LeaderJobs(shard.group, Turn())
+        act(LeaderWeights(weights, jobs, shard.size))
+        shard.group.send(encode(RankStop()))
+    else:
+        followers_jobs = FollowerJobs(shard.group, NO_ADAPTERS, weights)
+        while not isinstance(message := decode(shard.group.receive()), RankStop):
+            assert not isinstance(message, RankStep), message
+            followers_jobs.handle(message)
+    return parts_of(weights)
+
+
+def update(folder: Path) -> UpdateFromTensors:
+    return UpdateFromTensors(str(folder / "model.safetensors"))
+
+
+def test_all_ranks_switch_together(folders):
+    old, new = folders("llama")
+
+    def act(weights: LeaderWeights) -> None:
+        weights.start(update(new)).result().install()
+
+    found = on_ranks(SIZE, lambda shard: serve(shard, weights_of(old, shard), act))
+
+    for rank, parts in enumerate(found):
+        assert are_equal(parts, parts_of(weights_of(new, Shard(rank, SIZE, NO_GROUP))))
+
+
+def test_when_one_rank_cannot_none_changes(folders):
+    old, new = folders("llama")
+
+    def act(weights: LeaderWeights) -> None:
+        with pytest.raises(ModelError, match="no room"):
+            weights.start(update(new)).result()
+
+    def rank(shard: Shard) -> list[torch.Tensor]:
+        kind = CannotPrepare if shard.rank == 1 else ModelWeights
+        return serve(shard, weights_of(old, shard, kind), act)
+
+    for number, parts in enumerate(on_ranks(SIZE, rank)):
+        assert are_equal(parts, parts_of(weights_of(old, Shard(number, SIZE, NO_GROUP))))
+
+
+def test_what_is_given_up_is_forgotten_by_all(folders):
+    """Before it is done and after it; the next update is not in its way."""
+    old, new = folders("llama")
+
+    def act(weights: LeaderWeights) -> None:
+        early: Any = weights.start(update(new))
+        early.abandon()
+        early._thread.join(LIMIT_S)
+        late = weights.start(update(new))
+        late.result()
+        late.abandon()
+        weights.start(update(new)).result().install()
+
+    jobs: list[FollowerJobs] = []
+
+    def rank(shard: Shard) -> list[torch.Tensor]:
+        return serve(shard, weights_of(old, shard), act)
+
+    original = FollowerJobs.__init__
+
+    def remember(self, *args):
+        original(self, *args)
+        jobs.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FollowerJobs, "__init__", remember)
+        found = on_ranks(SIZE, rank)
+
+    assert len(jobs) == SIZE - 1
+    assert all(not follower._begun for follower in jobs)
+    assert are_equal(found[0], parts_of(weights_of(new, Shard(0, SIZE, NO_GROUP))))
+
+
+def test_parts_that_cannot_be_written_are_an_error(folders, tmp_path):
+    old, _ = folders("llama")
+    weights = weights_of(old, Shard(1, SIZE, NO_GROUP))
+    with pytest.raises(ExecutionError, match="could not write its part"):
+        write_parts(weights.model.weights(), tmp_path / "absent" / "rank-1")
+
+
+def test_the_tensors_of_a_checkpoint_are_all_there(folders):
+    """`own` and `read` agree for every weight."""
+    old, _ = folders("llama")
+    tensors = load_file(old / "model.safetensors")
+    for weight in weights_of(old, Shard(1, SIZE, NO_GROUP)).model.weights():
+        assert weight.own_shape == tuple(weight.read().shape)
+        assert torch.equal(tensors[weight.name][weight.own], weight.read()), weight.name

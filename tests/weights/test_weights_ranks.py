@@ -1,0 +1,144 @@
+"""Weights that several ranks share: every rank takes up its part, between the same two steps, or none does."""
+
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from engines import running_engine
+from rank_processes import followers
+from weights_harness import GREEDY, LONG, PROMPTS, fresh, tensors_of, tokens
+
+from headrace.api.engine import Engine
+from headrace.errors import RequestError
+from headrace.weight_sync.sender import WeightSender, describe
+
+TWO: dict[str, Any] = {
+    "tp_size": 2,
+    "single_process": False,
+    "num_threads": 2,
+    "max_total_tokens": 2048,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def answers(old, new):
+    return fresh(old), fresh(new)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def ranks(old, folder):
+    with running_engine(old, save_dir=str(folder), **TWO) as engine:
+        yield engine
+
+
+def served(engine: Engine) -> list[list[int]]:
+    return tokens(engine)
+
+
+def test_a_checkpoint_replaces_the_weights_while_requests_run(ranks, old, new, answers):
+    for folder, want in ((new, answers[1]), (old, answers[0])):
+        stream = ranks.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True)
+        next(stream)
+        assert ranks.update_weights_from_disk(folder, weight_version=folder)[0]
+        *_, last = stream
+        assert len(last["output_ids"]) == LONG["max_new_tokens"]
+        assert served(ranks) == want
+    assert ranks.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["meta_info"]["weight_version"] == old
+
+
+@pytest.mark.parametrize("count", [1, 1000], ids=["one layer at a time", "all at once"])
+def test_tensors_replace_the_weights(count, ranks, old, new, answers):
+    for folder, want in ((new, answers[1]), (old, answers[0])):
+        named = list(tensors_of(folder).items())
+        size = max(1, len(named) // 4) if count == 1 else count
+        for begin in range(0, len(named), size):
+            assert ranks.update_weights_from_tensor(named[begin : begin + size])[0]
+        assert served(ranks) == want
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["one by one", "bucketed"])
+def test_what_a_trainer_sends_reaches_all_ranks(bucketed, ranks, old, new, answers):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    name = f"group-{bucketed}"
+    with ThreadPoolExecutor(1) as trainer:
+        joining = trainer.submit(WeightSender, "127.0.0.1", port, 2, name, timeout_s=20.0)
+        assert ranks.init_weights_update_group("127.0.0.1", port, 1, 2, name, "gloo", timeout_s=20.0)[0]
+        sender = joining.result()
+        for folder, want in ((new, answers[1]), (old, answers[0])):
+            named = list(tensors_of(folder).items())
+            sent = trainer.submit(sender.send, named, bucketed=bucketed)
+            assert ranks.update_weights_from_distributed(*describe(named), name, bucketed=bucketed)[0]
+            sent.result()
+            assert served(ranks) == want
+        assert ranks.destroy_weights_update_group(name)[0]
+        sender.close()
+
+
+def test_what_one_rank_refuses_changes_nothing(ranks, new, answers, tmp_path):
+    before = served(ranks)
+    success, message = ranks.update_weights_from_tensor([("model.norm.weight", torch.ones(3))])
+    assert not success
+    assert "not [64]" in message
+    assert not ranks.update_weights_from_disk(str(tmp_path))[0]
+    assert served(ranks) == before == answers[0]
+
+
+def test_memory_is_released_and_taken_back(ranks, answers):
+    for tags in (["weights"], ["kv_cache"], ["kv_cache", "weights"]):
+        assert ranks.release_memory_occupation(tags)[0]
+        assert ranks.resume_memory_occupation(tags)[0]
+        assert served(ranks) == answers[0]
+
+
+def test_weights_are_read_whole(ranks, old):
+    for name, tensor in tensors_of(old).items():
+        read = torch.tensor(ranks.get_weights_by_name(name, truncate_size=1000))
+        assert torch.equal(read, tensor[:1000].float()), name
+    with pytest.raises(RequestError, match="no weight"):
+        ranks.get_weights_by_name("model.nothing.weight")
+
+
+def test_what_is_saved_is_whole(ranks, old, answers, folder):
+    assert ranks.save_sharded_state("step-7")[0]
+    assert [path.name for path in folder.iterdir()] == ["step-7"]
+    again = fresh(str(folder / "step-7"), load_format="sharded_state", tokenizer_path=old)
+    assert again == answers[0]
+    success, message = ranks.save_sharded_state("step-7")
+    assert not success
+    assert "already exists" in message
+
+
+def test_after_a_rank_was_lost_the_new_weights_are_served_again(old, new, answers):
+    others = followers()
+    with running_engine(old, **TWO) as engine:
+        assert engine.update_weights_from_disk(new)[0]
+        want = engine.generate(input_ids=PROMPTS[0], sampling_params=LONG)["output_ids"]
+        begun = threading.Event()
+        found: list[list[int]] = []
+
+        def read() -> None:
+            for output in engine.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True):
+                begun.set()
+                found[:] = [output["output_ids"]]
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(60)
+        [lost] = followers() - others
+        os.kill(lost.pid, signal.SIGKILL)
+        reader.join(60)
+        assert found == [want]
+        assert served(engine) == answers[1]
