@@ -133,12 +133,13 @@ class ChildProcess:
         if should_stop():
             raise ExecutionError("stopped during start-up")
         code = self._popen.wait()
-        if code == -signal.SIGKILL and self.kind == "scheduler":
+        who = f"the process of {self.name}" if self.kind == "follower" else f"the {self.name} process"
+        if code == -signal.SIGKILL and self.kind in ("scheduler", "follower"):
             raise ExecutionError(
-                f"the {self.name} process was killed during start-up, most likely because memory ran out: "
+                f"{who} was killed during start-up, most likely because memory ran out: "
                 "lower --mem-fraction-static or --max-total-tokens, or use --quantization int8 or int4"
             )
-        raise ExecutionError(f"the {self.name} process died during start-up (exit code {code})")
+        raise ExecutionError(f"{who} died during start-up (exit code {code})")
 
     def _reports(self, should_stop: Callable[[], bool]) -> Iterator[Report]:
         decoder = msgspec.json.Decoder(Report)

@@ -1,5 +1,7 @@
 """What the process of a follower runs, from loading its part of the model to the last step: `run_follower`."""
 
+import os
+
 from headrace.config.server_args import ServerArgs
 from headrace.processes.handshake import OnReady, RankStart
 from headrace.processes.share import share_of_machine
@@ -16,6 +18,7 @@ def run_follower(args: ServerArgs, on_ready: OnReady, rank: RankStart) -> None:
     from headrace.execution.ranks import follow
 
     group = SharedMemoryGroup.join(rank.group_fd, rank.rank, rank.size, args.rank_timeout_s)
+    os.close(rank.group_fd)
     runner, resources = build_follower(share_of_machine(args), Shard(rank.rank, rank.size, group))
     with resources:
         on_ready(None)

@@ -74,7 +74,7 @@ Report = Progress | Ready | Failed
 def process_name(kind: Kind, args: ServerArgs, index: int, rank: RankStart | None = None) -> str:
     """What a child is called in messages, heartbeats and metrics."""
     if rank is not None:
-        return f"rank {rank.rank} of {process_name('scheduler', args, index)}"
+        return f"rank {rank.rank} of the {process_name('scheduler', args, index)}"
     if kind == "http":
         return f"HTTP worker {index}"
     return f"{kind} {index}" if kind == "scheduler" and args.dp_size > 1 else kind

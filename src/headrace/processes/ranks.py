@@ -17,7 +17,7 @@ from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.log import get_logger
 from headrace.messages.channel import Ports
 from headrace.processes.child import ChildProcess
-from headrace.processes.handshake import RankStart
+from headrace.processes.handshake import OnProgress, RankStart
 from headrace.processes.supervisor import describe_exit
 
 logger = get_logger(__name__)
@@ -63,6 +63,17 @@ class Ranks:
         for follower in self._followers:
             follower.stop(max(0.0, deadline - time.monotonic()))
         self.group.close()
+
+    def checked(self, on_progress: OnProgress) -> OnProgress:
+        """What the leader calls while it loads: raises the error of a follower that has ended instead of loading its part."""
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            for follower in self._followers:
+                if follower.exit_code is not None:
+                    follower.wait_ready()
+            on_progress(done_bytes, total_bytes)
+
+        return report
 
     def wait_ready(self) -> None:
         """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""

@@ -78,7 +78,7 @@ def run_scheduler(
         if ranks is None:
             worker, ready = build_worker(args, on_progress)
         else:
-            worker, ready = build_worker(args, on_progress, ranks.shard, ranks.give_up)
+            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.shard, ranks.give_up)
             ranks.wait_ready()
         preparation.join()
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
