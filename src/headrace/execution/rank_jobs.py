@@ -236,20 +236,26 @@ class LeaderWeights:
 
     def _whole(self, operation: GetWeight | SaveWeights, abandoned: threading.Event) -> Prepared:
         """Read whole weights, of which the other ranks put their parts into files."""
-        names, place = None, None
-        if isinstance(operation, GetWeight):
-            names = (self._weights.weight(operation.name).name,)
-        else:
-            # There is room for a copy.
-            place = self._weights.saver.target(operation.path).parent
-            place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".headrace-ranks-", dir=place, ignore_cleanup_errors=True) as folder:
+        with self._folder(operation) as folder:
+            names = (self._weights.weight(operation.name).name,) if isinstance(operation, GetWeight) else None
             job, _ = self._jobs.prepare(
                 RankParts(folder, names), lambda: Prepared("nothing of its own"), lambda: not abandoned.is_set()
             )
             self._jobs.drop(job)
             files = [SafetensorsFile(Path(folder) / f"rank-{rank}") for rank in range(1, self._size)]
             return self._weights.prepare(operation, abandoned, lambda weight: read_whole(weight, files))
+
+    def _folder(self, operation: GetWeight | SaveWeights) -> tempfile.TemporaryDirectory[str]:
+        """For the parts: where they are to be saved there is room. Raises RequestError or ExecutionError."""
+        place = None
+        try:
+            if isinstance(operation, SaveWeights):
+                place = self._weights.saver.target(operation.path).parent
+                place.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryDirectory(prefix=".headrace-ranks-", dir=place, ignore_cleanup_errors=True)
+        except OSError as error:
+            where = "the temporary directory" if place is None else "--save-dir"
+            raise ExecutionError(f"{where} cannot be written: {error.strerror}") from error
 
     def _received(self, operation: UpdateFromDistributed, begun: list[int], abandoned: threading.Event) -> Prepared:
         """Receive the tensors here and hand them to all ranks in a file."""
