@@ -189,8 +189,9 @@ class Ending:
 def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     ready = engine.ready
     gib = 2**30
+    ranks = f" on {engine.args.tp_size} ranks" if engine.args.tp_size > 1 else ""
     rows = (
-        ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB)"),
+        ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB{ranks})"),
         ("precision", f"{ready.precision}, {ready.kv_cache_dtype} KV, on {ready.device}"),
         *(("because", choice) for choice in ready.decisions if choice.startswith(_PRECISION)),
         ("KV cache", f"{ready.max_total_tokens} tokens in pages of {ready.page_size} ({ready.kv_bytes / gib:.2f} GiB)"),

@@ -57,6 +57,40 @@ def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(tiny_mo
         assert together(engine, cases) == alone
 
 
+def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model: str):
+    """More prompts than the pool has room for, some with a grammar; and a pause that sends all of them back to the queue."""
+    plain = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+    sampling = [
+        plain,
+        {**plain, "ignore_eos": False, "regex": "[a-z ]{5,20}"},
+        {**plain, "temperature": 0.8, "seed": 3},
+    ] * 4
+    prompts = [[5 + i] * 40 for i in range(len(sampling))]
+    with running_engine(tiny_model, max_total_tokens=512, **TWO) as engine:
+        alone = [
+            engine.generate(input_ids=prompt, sampling_params=one)["output_ids"]
+            for prompt, one in zip(prompts, sampling, strict=True)
+        ]
+        together = engine.generate(input_ids=prompts, sampling_params=sampling)
+        assert [one["output_ids"] for one in together] == alone
+
+        begun = threading.Event()
+        last: dict[int, list[int]] = {}
+
+        def read() -> None:
+            for item in engine.generate(input_ids=prompts, sampling_params=sampling, stream=True):
+                last[item["index"]] = item["output_ids"]
+                begun.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(LIMIT_S)
+        assert engine.pause_generation("retract")[0]
+        assert engine.continue_generation()[0]
+        reader.join(LIMIT_S)
+        assert [last[i] for i in range(len(prompts))] == alone
+
+
 def test_quantised_and_with_hidden_states(tiny_model: str):
     with running_engine(tiny_model, quantization="int8", **TWO) as engine:
         first, second = (engine.generate("Water boils at", GREEDY, return_hidden_states=True) for _ in range(2))

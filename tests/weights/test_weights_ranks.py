@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import running_engine
 from rank_processes import followers
-from weights_harness import GREEDY, LONG, PROMPTS, fresh, tensors_of, tokens
+from weights_harness import GREEDY, LONG, PROMPTS, engine_of, fresh, tensors_of, tokens
 
 from headrace.api.engine import Engine
 from headrace.errors import RequestError
@@ -40,6 +40,15 @@ def folder(tmp_path_factory):
 def ranks(old, folder):
     with running_engine(old, save_dir=str(folder), **TWO) as engine:
         yield engine
+
+
+def test_the_server_tells_the_bytes_of_all_ranks(ranks, old):
+    with engine_of(old) as one:
+        want = one.get_server_info()
+    found = ranks.get_server_info()
+    assert [found[name] for name in ("weight_bytes", "kv_bytes")] == [
+        want[name] for name in ("weight_bytes", "kv_bytes")
+    ]
 
 
 def served(engine: Engine) -> list[list[int]]:

@@ -381,6 +381,10 @@ def _device_worker(built: _Built, link: CudaDevice, resources: ExitStack) -> Wor
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
     setup, memory, config = built.setup, built.memory, built.setup.config
+    kv_dtype = getattr(torch, config.kv_cache_dtype)
+    of_all, of_this = (
+        kv_shape(setup.model_config, kv_dtype, shard).bytes_per_token for shard in (WHOLE, setup.placement.shard)
+    )
     return ReadyInfo(
         max_total_tokens=memory.plan.num_tokens,
         max_running_requests=config.max_running_requests,
@@ -393,8 +397,8 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
         device=config.device,
         attention_backend=config.attention_backend,
         model_class=setup.spec.name,
-        weight_bytes=memory.weight_bytes,
-        kv_bytes=memory.pool.num_bytes,
+        weight_bytes=round(sum(weight.whole_bytes for weight in built.runner.model.weights())),
+        kv_bytes=memory.pool.num_bytes * of_all // of_this,
         load_s=load_s,
         quantization=config.quantization,
         activations=config.activations,

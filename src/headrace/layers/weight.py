@@ -73,8 +73,13 @@ class Weight:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that are kept."""
+        """Bytes that are kept by this rank."""
         return math.prod(self.own_shape) * self.itemsize
+
+    @property
+    def whole_bytes(self) -> float:
+        """Bytes that are kept by all ranks together, those of weights that every rank has whole counted once."""
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def own_shape(self) -> tuple[int, ...]:

@@ -218,7 +218,7 @@ class FaultReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
 class ReadyInfo(msgspec.Struct, frozen=True):
     """What a scheduler reports about its model and memory when it is ready (JSON on the ready pipe). fingerprint: of the checkpoint's files.
 
-    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound.
+    lora_fingerprints: of the adapters of --lora-paths, in their order. max_step_ms: None = no bound. weight_bytes, kv_bytes: of all ranks.
     """
 
     max_total_tokens: int
