@@ -321,11 +321,12 @@ class Server:
 
 
 class Oracle:
-    """What must hold after every test. Made before the test; a test may widen `rss_mb` or expect tracebacks, saying why."""
+    """What must hold after every test. Made before the test; a test may widen `rss_mb` or `vitals` or expect tracebacks, saying why."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.rss_mb = 20
+        self.vitals = 2
         self.expected_tracebacks = 0
         self._log_size = len(server.log())
         self._rss_bytes = server.rss_bytes()
@@ -350,7 +351,10 @@ class Oracle:
         assert server.state()["pool"]["free_tokens"] == self._total_tokens
         assert sorted(child.pid for child in server.process.children()) == [child.pid for child in server.children]
         # Connections close, and threads end, a moment after their client has left.
-        wait_until(self._vitals_are_back, "open descriptors and threads +-2")
+        try:
+            wait_until(self._vitals_are_back, f"open descriptors and threads +-{self.vitals}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {server.baseline} -> {server.vitals()}") from None
         grown_mb = (server.rss_bytes() - self._rss_bytes) / 2**20
         assert grown_mb <= self.rss_mb, f"memory grew by {grown_mb:.1f} MB"
         log = server.log()[self._log_size :]
@@ -363,7 +367,7 @@ class Oracle:
     def _vitals_are_back(self) -> bool:
         now = self.server.vitals()
         return all(
-            abs(fds - now[pid][0]) <= 2 and abs(threads - now[pid][1]) <= 2
+            abs(fds - now[pid][0]) <= self.vitals and abs(threads - now[pid][1]) <= self.vitals
             for pid, (fds, threads) in self.server.baseline.items()
         )
 
