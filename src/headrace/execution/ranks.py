@@ -49,6 +49,7 @@ class LeaderRunner(ModelRunner):
         self.jobs = LeaderJobs(group, self._turn)
         self._sampled = SampledTokens()
         self._is_sent = False
+        self._absent: set[int] = set()
 
     @property
     def adapters(self) -> Adapters:
@@ -67,6 +68,13 @@ class LeaderRunner(ModelRunner):
                     self.on_broken(error.message if isinstance(error, HeadraceError) else type(error).__name__)
                 raise
 
+    def add(self, plan: ModelWorkerBatch) -> None:
+        """See `ModelRunner.add`. If it fails, the followers do not have the new sequences, and steps with them fail here."""
+        entering = {new.seq for new in plan.new}
+        self._absent |= entering
+        super().add(plan)
+        self._absent -= entering
+
     def stop(self) -> None:
         """Let the followers end."""
         with contextlib.suppress(ExecutionError), self._turn:
@@ -76,6 +84,8 @@ class LeaderRunner(ModelRunner):
         """Let the followers begin the step, too; only their tables change if it has failed here already."""
         computes = False
         try:
+            if self._absent and not self._absent.isdisjoint(plan.seqs.tolist()):
+                raise ExecutionError("a sequence of this step could not be entered in the step before")
             super().begin(plan)
             computes = True
         finally:
