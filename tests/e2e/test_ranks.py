@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from engines import GREEDY, SEEDED, Answer, make_cases, one_by_one, running_engine, together
 from rank_processes import followers
@@ -142,3 +143,16 @@ def test_what_ranks_cannot_do_is_refused(tiny_model: str):
         running_engine(tiny_model, tp_size=5, single_process=False),
     ):
         pass
+
+
+def test_a_stopped_rank_ends_with_its_leader(tiny_model: str):
+    """It holds weights and shared memory, and nobody would continue it."""
+    others = followers()
+    with running_engine(tiny_model, **TWO) as engine:
+        want = engine.generate(PROMPTS[0], GREEDY)["output_ids"]
+        [stopped] = followers() - others
+        os.kill(stopped.pid, signal.SIGSTOP)
+        os.kill(stopped.ppid(), signal.SIGKILL)
+        psutil.wait_procs([stopped], LIMIT_S)
+        assert not stopped.is_running()
+        assert engine.generate(PROMPTS[0], GREEDY)["output_ids"] == want

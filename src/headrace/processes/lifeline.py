@@ -1,12 +1,14 @@
-"""Notices the death of the process that started this one.
+"""Notices the death of the process that started this one: `follow`, and for a child that may have been stopped `die_with`.
 
 The parent keeps the writing end of a pipe open and never writes. However the parent ends, SIGKILL included, the kernel closes that
 end and the reader sees the end of file. Unlike PR_SET_PDEATHSIG, which fires when the *thread* that forked ends, this works from any
 thread. Used by the children of an engine (on stdin) and by a server that a Runtime owns. One daemon thread per lifeline.
 """
 
+import ctypes
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable
 
@@ -16,6 +18,7 @@ VARIABLE = "HEADRACE_LIFELINE"
 """Names the lifeline of a server that has an owner: `descriptor:pid of the owner`."""
 
 POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
 
 
 def follow(fd: int, parent_pid: int, on_gone: Callable[[], None]) -> threading.Thread:
@@ -23,6 +26,18 @@ def follow(fd: int, parent_pid: int, on_gone: Callable[[], None]) -> threading.T
     thread = threading.Thread(target=_wait, args=(fd, parent_pid, on_gone), name="lifeline", daemon=True)
     thread.start()
     return thread
+
+
+def die_with(parent_pid: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends (prctl(2)), which must be one that lives as long as its process.
+
+    It reaches also a process that was stopped (SIGSTOP) and can notice nothing. Does nothing where there is no such call.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it was gone before
+        os._exit(1)
 
 
 def follow_owner(on_gone: Callable[[], None]) -> None:
