@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,10 +20,17 @@ _URL = re.compile(r"^\s+URL\s+(http://\S+)$")
 
 @dataclass
 class ServerProcess:
-    """The server's address and what it has written to stderr."""
+    """The server's address, its main process, and what it has written to stderr. exit_code: the one that it must leave with."""
 
     url: str
     log: list[str] = field(default_factory=list)
+    pid: int = 0
+    exit_code: int = 0
+
+    def kill(self) -> None:
+        """End the main process as `kill -9` does."""
+        self.exit_code = -signal.SIGKILL
+        os.kill(self.pid, signal.SIGKILL)
 
     def get(self, path: str) -> Any:
         """JSON of a GET that succeeds."""
@@ -63,7 +71,7 @@ class ServerProcess:
 
 @contextmanager
 def serving(model: str, *options: str, headrace: Path | None = None) -> Iterator[ServerProcess]:
-    """`headrace serve model --port 0 options`, until the block ends; then it must leave with code 0.
+    """`headrace serve model --port 0 options`, until the block ends; then it must leave with code 0, unless it was killed.
 
     headrace: the command of another environment, which sees nothing of this checkout.
     """
@@ -76,7 +84,7 @@ def serving(model: str, *options: str, headrace: Path | None = None) -> Iterator
         command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        server = ServerProcess("")
+        server = ServerProcess("", pid=process.pid)
         try:
             for line in process.stderr:
                 server.log.append(line)
@@ -92,7 +100,7 @@ def serving(model: str, *options: str, headrace: Path | None = None) -> Iterator
             code = process.wait(timeout=60)
             if server.url:
                 drain.join()
-    assert code == 0, f"exit code {code}:\n{''.join(server.log)}"
+    assert code == server.exit_code, f"exit code {code}:\n{''.join(server.log)}"
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:

@@ -189,6 +189,24 @@ async def test_a_named_replica_is_obeyed_and_one_that_is_not_there_refused():
     await house.manager.close()
 
 
+async def test_the_older_name_of_the_replica_means_the_same_and_must_not_contradict():
+    house = House()
+    calls = [
+        house.call("p", rid="old", data_parallel_rank=1),
+        house.call("p", rid="both", routed_dp_rank=1, data_parallel_rank=1),
+    ]
+    assert await house.until_sent(2) == [[], ["old", "both"], []]
+    with pytest.raises(RequestError, match="data_parallel_rank is 3, but the replicas are numbered 0 to 2"):
+        await house.call("p", data_parallel_rank=3)
+    with pytest.raises(RequestError, match="differ"):
+        await house.call("p", routed_dp_rank=1, data_parallel_rank=0)
+    for rid in ("old", "both"):
+        house.end(rid, 1)
+    for call in calls:
+        await call
+    await house.manager.close()
+
+
 async def test_the_samples_of_a_dead_replica_go_to_the_others():
     house = House()
     calls = [house.call("p", rid=f"r{i}") for i in range(6)] + [house.call("p", rid="named", routed_dp_rank=1)]

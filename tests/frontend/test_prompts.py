@@ -203,6 +203,7 @@ CARRIED = {
 SEEN_ELSEWHERE = {
     "lora_path",
     "routed_dp_rank",
+    "data_parallel_rank",
     "text",
     "input_ids",
     "input_embeds",

@@ -418,6 +418,7 @@ def served_model(
     )
     return ServedModel(
         output_format=output_format, name=MODEL, context_length=context_length, tokenizer=tokenizer, chat_template=chat, ready=ready, created=1,
+        model_type="fake", architectures=("FakeForCausalLM",),
         sampling_defaults=SamplingDefaults(temperature=0.25, origin="the card of the fake"),
     )  # fmt: skip
 

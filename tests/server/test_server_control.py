@@ -55,6 +55,7 @@ def test_information_routes_and_their_aliases(client: httpx.Client, server: Runn
     info = client.get("/model_info").json()
     assert info["served_model_name"] == MODEL
     assert info["context_length"] == 512
+    assert (info["model_type"], info["architectures"]) == ("fake", ["FakeForCausalLM"])
     assert info["sampling_defaults"]["temperature"] == 0.25
     assert info["sampling_defaults"]["origin"] == "the card of the fake"
     assert client.get("/get_model_info").json() == info
@@ -120,12 +121,14 @@ def test_server_info_tells_no_keys_and_no_folders():
 def test_model_info_says_where_the_weights_that_serve_were_read_from():
     """In full to the operator, whose clients open it; to others the name alone."""
     keys = {"api_key": "sesame-1", "admin_api_key": "sesame-2"}
-    with running_server(model_path="/srv/private/weights.gguf", **keys) as running:
+    with running_server(model_path="/srv/private/weights.gguf", tokenizer_path="/srv/private/tok", **keys) as running:
 
-        def path(key: str, route: str = "/model_info") -> str:
-            return httpx.get(running.url + route, headers={"authorization": f"Bearer {key}"}).json()["model_path"]
+        def path(key: str, route: str = "/model_info", name: str = "model_path") -> str:
+            return httpx.get(running.url + route, headers={"authorization": f"Bearer {key}"}).json()[name]
 
         assert (path("sesame-1"), path("sesame-2")) == ("weights.gguf", "/srv/private/weights.gguf")
+        tokenizers = [path(key, name="tokenizer_path") for key in ("sesame-1", "sesame-2")]
+        assert tokenizers == ["tok", "/srv/private/tok"]
         running.frontend.weights.model_path = "/srv/step-7"
         assert (path("sesame-1"), path("sesame-2")) == ("step-7", "/srv/step-7")
         assert path("sesame-2", "/get_model_info") == "/srv/step-7"

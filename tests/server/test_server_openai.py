@@ -379,7 +379,7 @@ def test_sampling_fields_reach_the_engine(client: httpx.Client, server: Running)
         "ignore_eos": True, "skip_special_tokens": False, "spaces_between_special_tokens": False, "no_stop_trim": True,
         "bad_words": ["b"], "allowed_token_ids": [1, 2], "stop_regex": "c",
     }  # fmt: skip
-    others = {"max_tokens": 9, "min_tokens": 2, "n": 2, "rid": "mine", "cache_salt": "salt"}
+    others = {"max_tokens": 9, "min_tokens": 2, "n": 2, "rid": "mine", "cache_salt": "salt", "data_parallel_rank": 0}
     for route, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"model": MODEL, "prompt": "hi"})):
         server.frontend.reset()
         reply = client.post(route, json=body | asked | others)
@@ -388,7 +388,7 @@ def test_sampling_fields_reach_the_engine(client: httpx.Client, server: Running)
         params = call.sampling_params
         assert {name: getattr(params, name) for name in asked} == asked
         assert (params.max_new_tokens, params.min_new_tokens, params.n) == (9, 2, 2)
-        assert (call.rid, call.cache_salt) == ("mine", "salt")
+        assert (call.rid, call.cache_salt, call.replica) == ("mine", "salt", 0)
 
 
 def test_messages_reach_the_template(client: httpx.Client, server: Running):

@@ -347,13 +347,14 @@ def test_sampling_parameters_reach_the_engine(client: httpx.Client, server: Runn
         presence_penalty=0.25,
         repetition_penalty=1.5,
         cache_salt="s",
+        data_parallel_rank=0,
     )
     found = server.frontend.resolved[-1]
     assert (found.temperature, found.top_p, found.top_k, found.min_p, found.seed) == (0.5, 0.25, 7, 0.1, 3)
     assert (found.stop, found.ignore_eos) == (("x",), True)
     assert (found.frequency_penalty, found.presence_penalty, found.repetition_penalty) == (0.5, 0.25, 1.5)
     call = server.frontend.calls[-1]
-    assert call.cache_salt == "s"
+    assert (call.cache_salt, call.replica) == ("s", 0)
     refused(client, "priority", priority=2)
     refused(client, "temperature", temperature=-1)
 

@@ -241,3 +241,4 @@ class GenerateOptions(TypedDict, total=False):
     lora_path: str | list[str | None] | None
     session_params: dict[str, Any] | list[dict[str, Any]] | None
     routed_dp_rank: int | None
+    data_parallel_rank: int | None

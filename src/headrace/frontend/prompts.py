@@ -158,11 +158,12 @@ def _refuse_not_yet(obj: GenerateReqInput) -> None:
 
 def _check_routing(obj: GenerateReqInput, limits: CallLimits) -> None:
     """Raises RequestError for a replica that does not exist and for a priority that is out of range or not used."""
-    replica = obj.routed_dp_rank
-    if replica is not None and not 0 <= replica < limits.num_replicas:
+    field = "data_parallel_rank" if obj.routed_dp_rank is None else "routed_dp_rank"
+    if obj.data_parallel_rank not in (None, obj.replica):
+        raise RequestError("routed_dp_rank and data_parallel_rank differ: give one of them", "data_parallel_rank")
+    if obj.replica is not None and not 0 <= obj.replica < limits.num_replicas:
         raise RequestError(
-            f"routed_dp_rank is {replica}, but the replicas are numbered 0 to {limits.num_replicas - 1}",
-            "routed_dp_rank",
+            f"{field} is {obj.replica}, but the replicas are numbered 0 to {limits.num_replicas - 1}", field
         )
     if obj.priority is not None and not -MAX_PRIORITY <= obj.priority <= MAX_PRIORITY:
         raise RequestError(

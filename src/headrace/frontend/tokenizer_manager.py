@@ -269,7 +269,7 @@ class TokenizerManager:
             state.timeout_s, state.queue_timeout_s = self.args.request_timeout_s, self.args.queue_timeout_s
         now = self._clock()
         for prompt in call.prompts:
-            state.add_prompt(prompt.rid, prompt.sampling.n, now, obj.routed_dp_rank)
+            state.add_prompt(prompt.rid, prompt.sampling.n, now, obj.replica)
         name = state.tenant.scope + call.rid
         if call.is_list and name not in state.names:
             state.name(name, state.samples)

@@ -37,6 +37,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
     Fields that take
     one value or one per prompt are lists in the second case. What is not supported yet (images, disaggregation) is refused by name.
+    data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes.
     """
 
     text: str | list[str] | None = None
@@ -61,9 +62,15 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     audio_data: NotYet = None
     video_data: NotYet = None
     routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
     bootstrap_host: NotYet = None
     bootstrap_port: NotYet = None
     bootstrap_room: NotYet = None
+
+    @property
+    def replica(self) -> int | None:
+        """The replica that the call names, by either name; None = the balancer chooses."""
+        return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
 
 
 CONTEXT_TOKENS = 8

@@ -95,5 +95,6 @@ def served_model(
         output_format=open_output_format(args, tokenizer, tool_template or template),
         ready=ready,
         model_type=model.model_type,
+        architectures=model.architectures,
         sampling_defaults=sampling_defaults(args, model),
     )

@@ -45,7 +45,7 @@ class ServedModel:
     """The model as clients see it.
 
     chat_template: None if it has none. tool_template: another one for conversations with tools; None = the same. output_format: how it writes tool
-    calls and reasoning; None = it writes neither.
+    calls and reasoning; None = it writes neither. model_type, architectures: as the checkpoint's config.json says.
     """
 
     name: str
@@ -56,6 +56,7 @@ class ServedModel:
     tool_template: ChatTemplate | None = None
     output_format: OutputFormat | None = None
     model_type: str = ""
+    architectures: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -99,11 +99,14 @@ class ControlAPI:
         """The served model: name, type, sizes. The admin key sees the full path, other keys only its last part."""
         model = self.context.model
         path = self.context.frontend.weights.model_path or self.context.args.model_path
+        tokenizer_path = self.context.args.tokenizer_path or self.context.args.model_path
         await exchange.reply_json(
             {
                 "model_path": path if exchange.is_admin else model_name_of(path),
+                "tokenizer_path": tokenizer_path if exchange.is_admin else model_name_of(tokenizer_path),
                 "served_model_name": model.name,
                 "model_type": model.model_type,
+                "architectures": model.architectures,
                 "model_class": model.ready.model_class,
                 "is_generation": True,
                 "has_chat_template": model.chat_template is not None,

@@ -100,6 +100,8 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             cache_salt=request.cache_salt,
             lora_path=request.lora_path,
             session_params=request.session_params,
+            routed_dp_rank=request.routed_dp_rank,
+            data_parallel_rank=request.data_parallel_rank,
         )
         return ChatGeneration(request, chat.call, generation_id, chat=chat)
 

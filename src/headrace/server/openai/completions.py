@@ -83,6 +83,8 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, Generation[Completi
             cache_salt=request.cache_salt,
             lora_path=request.lora_path,
             session_params=request.session_params,
+            routed_dp_rank=request.routed_dp_rank,
+            data_parallel_rank=request.data_parallel_rank,
         )
         return Generation(request, call, generation_id)
 

@@ -126,6 +126,8 @@ class ResponsesRequest(GrammarFields, frozen=True, kw_only=True, forbid_unknown_
     lora_path: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    routed_dp_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
+    data_parallel_rank: Annotated[int | None, Meta(extra_json_schema={"minimum": 0})] = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -201,6 +201,8 @@ class ResponsesAPI:
             "priority": request.priority,
             "cache_salt": request.cache_salt,
             "lora_path": adapter,
+            "routed_dp_rank": request.routed_dp_rank,
+            "data_parallel_rank": request.data_parallel_rank,
         }
         conversation = asked.conversation
         if request.truncation == "auto":

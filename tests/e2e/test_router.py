@@ -1,0 +1,193 @@
+"""sglang-router in front of two real servers. Skipped without it: it is 31 MB, so `pip install sglang-router==0.3.2` where you want these tests."""
+
+import contextlib
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from server_process import ServerProcess, events, serving
+
+if importlib.util.find_spec("sglang_router") is None:
+    pytest.skip("sglang-router is not installed", allow_module_level=True)
+
+OPTIONS = (
+    "--max-total-tokens",
+    "4096",
+    "--served-model-name",
+    "tiny",
+    "--skip-server-warmup",
+    "--enable-fault-injection",
+)
+LIMIT_S = 60.0
+
+
+class Fleet(NamedTuple):
+    """A router and the servers behind it. The second one has two replicas."""
+
+    url: str
+    servers: list[ServerProcess]
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=30).raise_for_status().json()
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        reply = httpx.post(self.url + path, json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def wait_for_workers(self, count: int) -> None:
+        """Until the router says that `count` workers are healthy."""
+        end_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < end_s:
+            try:
+                if self.get("/readiness")["healthy_workers"] == count:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"the router did not come to have {count} workers")
+
+
+@contextmanager
+def routing(servers: list[ServerProcess], num_workers: int, *options: str) -> Iterator[Fleet]:
+    """A router, once it has registered all workers."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        port, metrics_port = one.getsockname()[1], other.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+        *("--log-level", "warn", "--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
+        *("--worker-urls", *(server.url for server in servers), *options),
+    ]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
+    ):
+        try:
+            fleet = Fleet(f"http://127.0.0.1:{port}", servers)
+            fleet.wait_for_workers(num_workers)
+            yield fleet
+        finally:
+            process.kill()
+            log.seek(0)
+            print(log.read())
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model: str) -> Iterator[list[ServerProcess]]:
+    with ExitStack() as stack:
+        two = ("--dp-size", "2", "--load-balance-method", "cache_aware")
+        yield [stack.enter_context(serving(tiny_model, *OPTIONS, *more)) for more in ((), two)]
+
+
+@pytest.fixture(scope="module")
+def fleet(servers: list[ServerProcess]) -> Iterator[Fleet]:
+    with routing(servers, 2, "--policy", "cache_aware") as fleet:
+        yield fleet
+
+
+CHAT = {"model": "tiny", "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": "One two"}]}
+COMPLETION = {"model": "tiny", "max_tokens": 6, "temperature": 0, "prompt": "One two three"}
+GENERATE = {"text": "One two three", "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
+BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/generate": GENERATE}
+
+
+def text_of(reply: dict[str, Any]) -> str:
+    """The text of a whole reply, or the new text of a chunk."""
+    if "text" in reply:
+        return str(reply["text"])
+    [choice] = reply["choices"]
+    part = choice.get("message") or choice.get("delta") or choice
+    return str(part.get("content") or part.get("text") or "")
+
+
+def streamed_text(url: str, path: str, body: dict[str, Any]) -> str:
+    chunks = events(ServerProcess(url).stream(path, body))
+    return text_of(chunks[-1]) if path == "/generate" else "".join(map(text_of, chunks))
+
+
+def test_a_router_learns_what_each_server_serves(fleet):
+    workers = fleet.get("/workers")["workers"]
+
+    assert [worker["is_healthy"] for worker in workers] == [True, True]
+    assert {worker["model_id"] for worker in workers} == {"tiny"}
+    assert {worker["metadata"]["model_type"] for worker in workers} == {"llama"}
+    assert {worker["metadata"]["dp_size"] for worker in workers} == {"1", "2"}
+    assert [model["id"] for model in fleet.get("/v1/models")["data"]] == ["tiny"]
+    assert fleet.get("/get_model_info")["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_router_reads_loads_and_metrics_and_flushes_caches(fleet):
+    assert [worker["load"] for worker in fleet.get("/get_loads")["workers"]] == [0, 0]
+    metrics = httpx.get(fleet.url + "/engine_metrics", timeout=30).text
+    assert all(f'worker_addr="{server.url}"' in metrics for server in fleet.servers)
+    assert fleet.post("/flush_cache", {})["workers_flushed"] == 2
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_reply_through_a_router_is_that_of_the_server(fleet, path):
+    want = text_of(fleet.servers[0].post(path, BODIES[path]))
+
+    assert want
+    for _ in range(2):
+        assert text_of(fleet.post(path, BODIES[path])) == want
+        assert streamed_text(fleet.url, path, BODIES[path]) == want
+
+
+def test_prompts_with_the_same_beginning_go_to_the_server_that_has_it(fleet):
+    for subject in ("apples", "boats", "clouds", "dogs"):
+        beginning = f"All that is known about {subject}: " * 20
+        replies = [fleet.post("/v1/completions", COMPLETION | {"prompt": beginning + end}) for end in ("a", "b", "c")]
+        cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
+        assert min(cached[1:]) > 0.8 * replies[0]["usage"]["prompt_tokens"], cached
+
+
+def test_a_router_that_knows_replicas_reaches_each_of_them(servers):
+    long = "The same prompt, which the server alone would send to one replica. " * 8
+    with routing(servers, 3, "--policy", "round_robin", "--dp-aware") as fleet:
+        for path, body in (
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": long}]}),
+            ("/v1/completions", COMPLETION | {"prompt": long}),
+            ("/generate", GENERATE | {"text": long}),
+        ):
+            replies = [fleet.post(path, body) for _ in range(3)]
+            assert len(set(map(text_of, replies))) == 1
+            latest = servers[1].get("/v1/requests?limit=2")["data"]
+            assert sorted(request["dp_rank"] for request in latest) == [0, 1]
+
+
+def test_when_a_server_is_killed_its_stream_ends_and_the_router_goes_on_with_the_other(fleet):
+    body = {
+        "text": "Once",
+        "stream": True,
+        "rid": "held",
+        "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
+    }
+    for server in fleet.servers:
+        server.post("/inject_fault", {"stage": "forward", "kind": "sleep", "rid": "held", "at_token": 4, "seconds": 60})
+    with httpx.stream("POST", fleet.url + "/generate", json=body, timeout=60) as reply:
+        chunks = reply.iter_raw()
+        received = next(chunks)
+        [victim] = [each for each in fleet.servers if httpx.get(each.url + "/v1/requests/held", timeout=30).is_success]
+        victim.kill()
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            received += b"".join(chunks)
+    assert b"[DONE]" not in received
+
+    # Until its health checks have failed, cache_aware goes on to send what the killed server had in its cache there.
+    fleet.wait_for_workers(1)
+    for path, answer in BODIES.items():
+        assert text_of(fleet.post(path, answer))
+        assert streamed_text(fleet.url, path, answer)
