@@ -1,6 +1,7 @@
 """Weights that several ranks share: every rank takes up its part, between the same two steps, or none does."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -105,11 +106,28 @@ def test_what_one_rank_refuses_changes_nothing(ranks, new, answers, tmp_path):
     assert served(ranks) == before == answers[0]
 
 
-def test_memory_is_released_and_taken_back(ranks, answers):
-    for tags in (["weights"], ["kv_cache"], ["kv_cache", "weights"]):
-        assert ranks.release_memory_occupation(tags)[0]
-        assert ranks.resume_memory_occupation(tags)[0]
-        assert served(ranks) == answers[0]
+def test_memory_of_all_ranks_is_released_and_taken_back(ranks, old, answers):
+    with engine_of(old) as one:
+        wanted = {tag: released(one, [tag]) for tag in ("weights", "kv_cache")}
+    found = {tag: released(ranks, [tag]) for tag in ("weights", "kv_cache")}
+    assert found["kv_cache"] == wanted["kv_cache"]
+    # Each rank has all the norms and, of an embedding that is not tied, all rows.
+    assert wanted["weights"] < found["weights"] < 2 * wanted["weights"]
+    assert released(ranks, ["kv_cache", "weights"]) == sum(found.values())
+    assert served(ranks) == answers[0]
+
+
+def released(engine: Engine, tags: list[str]) -> int:
+    """Release memory, take it back, and return how many bytes were said."""
+    texts = [act(tags) for act in (engine.release_memory_occupation, engine.resume_memory_occupation)]
+    sizes = [
+        re.fullmatch(rf"(\d+) bytes were {done}", text[1])
+        for done, text in zip(("released", "resumed"), texts, strict=True)
+    ]
+    assert all(sizes), texts
+    first, second = (int(size[1]) for size in sizes if size)
+    assert first == second
+    return first
 
 
 def test_weights_are_read_whole(ranks, old):

@@ -22,7 +22,7 @@ from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, ModelError
 from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.lora import LoraPool
-from headrace.execution.update_weights import Job, ModelWeights
+from headrace.execution.update_weights import Job, ModelWeights, bytes_message
 from headrace.log import get_logger
 from headrace.messages.rank_job import (
     RankBesideSteps,
@@ -58,6 +58,8 @@ _logger = get_logger(__name__)
 POLL_S = 0.01
 ANSWER_BYTES = 256
 """Of the text of an answer; the rest of a longer one is left out."""
+_COUNT_BYTES = 8
+_COLUMNS = 1 + _COUNT_BYTES + ANSWER_BYTES
 _State = Literal["busy", "done", "refused", "failed"]
 _STATES: tuple[_State, ...] = ("busy", "done", "refused", "failed")
 
@@ -81,22 +83,24 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """How far a rank is. text: why it failed, or the fingerprint of the files that it read."""
+    """How far a rank is. text: why it failed, or the fingerprint of the files that it read. num_bytes: see `Prepared`."""
 
     state: _State
     text: str = ""
+    num_bytes: int = 0
 
     def row(self) -> torch.Tensor:
-        """float32[1, 1 + ANSWER_BYTES], which a group can gather."""
-        data = self.text.encode()[:ANSWER_BYTES]
-        values = [_STATES.index(self.state), *data, *bytes(ANSWER_BYTES - len(data))]
-        return torch.tensor([values], dtype=torch.float32)
+        """float32[1, _COLUMNS], a byte in each, which a group can gather."""
+        count = self.num_bytes.to_bytes(_COUNT_BYTES, "little")
+        text = self.text.encode()[:ANSWER_BYTES].ljust(ANSWER_BYTES, b"\0")
+        return torch.tensor([[_STATES.index(self.state), *count, *text]], dtype=torch.float32)
 
     @classmethod
     def of_row(cls, row: torch.Tensor) -> "_Answer":
         """The inverse of `row`."""
         state, *data = row.int().tolist()
-        return cls(_STATES[state], bytes(data).rstrip(b"\0").decode(errors="ignore"))
+        count, text = bytes(data[:_COUNT_BYTES]), bytes(data[_COUNT_BYTES:])
+        return cls(_STATES[state], text.rstrip(b"\0").decode(errors="ignore"), int.from_bytes(count, "little"))
 
 
 class LeaderJobs:
@@ -112,18 +116,18 @@ class LeaderJobs:
     ) -> tuple[int, Prepared]:
         """Do `work` in every rank, in this one by `own`. Returns the job's id, and what its `install` then does in all of them.
 
-        Waits for all ranks, beside the steps. If it is not installed it must be dropped. Raises HeadraceError, also when `is_wanted` becomes
-        false; then every rank has forgotten it.
+        Its num_bytes are those of all ranks. Waits for them, beside the steps. If it is not installed it must be dropped. Raises HeadraceError,
+        also when `is_wanted` becomes false; then every rank has forgotten it.
         """
         job = next(self._ids)
         self.tell(RankJob(job, work))
         try:
             prepared = own()
-            self._wait(job, prepared, is_wanted)
+            num_bytes = prepared.num_bytes + self._wait(job, prepared, is_wanted)
         except BaseException:
             self.drop(job)
             raise
-        return job, replace(prepared, install=lambda: self._install(job, prepared))
+        return job, replace(prepared, install=lambda: self._install(job, prepared), num_bytes=num_bytes)
 
     def drop(self, job: int) -> None:
         """Let the followers forget a job. Ignored if it was installed."""
@@ -135,8 +139,8 @@ class LeaderJobs:
         with self._turn:
             self._group.send(encode(message))
 
-    def _wait(self, job: int, prepared: Prepared, is_wanted: Callable[[], bool]) -> None:
-        """Raises ModelError or ExecutionError if a rank failed."""
+    def _wait(self, job: int, prepared: Prepared, is_wanted: Callable[[], bool]) -> int:
+        """The followers' num_bytes, once all are done. Raises ModelError or ExecutionError if a rank failed."""
         pause = threading.Event()
         answers = self._poll(job)
         while any(answer.state == "busy" for answer in answers):
@@ -151,15 +155,16 @@ class LeaderJobs:
                 raise ExecutionError(f"rank {rank}: {answer.text}")
             if answer.text != prepared.fingerprint:
                 raise ModelError("its files changed while they were read; load it again")
+        return sum(answer.num_bytes for answer in answers)
 
     def _poll(self, job: int) -> list[_Answer]:
         """The followers' answers."""
-        size, columns = self._group.size, 1 + ANSWER_BYTES
-        out = torch.empty(1, size * columns)
+        size = self._group.size
+        out = torch.empty(1, size * _COLUMNS)
         with self._turn:
             self._group.send(encode(RankPoll(job)))
-            self._group.gather(_Answer("done").row(), [columns] * size, out)
-        return [_Answer.of_row(row) for row in out.view(size, columns)[1:]]
+            self._group.gather(_Answer("done").row(), [_COLUMNS] * size, out)
+        return [_Answer.of_row(row) for row in out.view(size, _COLUMNS)[1:]]
 
     def _install(self, job: int, prepared: Prepared) -> None:
         """Take up the result in every rank. If this rank cannot, none does."""
@@ -232,7 +237,13 @@ class LeaderWeights:
         begun.append(job)
         if abandoned.is_set():  # just now, so nobody else tells them
             self._jobs.drop(job)
-        return prepared
+        match operation:
+            case ReleaseMemory():
+                return replace(prepared, message=bytes_message("released", prepared.num_bytes))
+            case ResumeMemory():
+                return replace(prepared, message=bytes_message("resumed", prepared.num_bytes))
+            case _:
+                return prepared
 
     def _whole(self, operation: GetWeight | SaveWeights, abandoned: threading.Event) -> Prepared:
         """Read whole weights, of which the other ranks put their parts into files."""
@@ -316,8 +327,7 @@ class FollowerJobs:
             case RankJob():
                 self._begun[message.id] = _Begun(message.work, self._start(message.work))
             case RankPoll():
-                columns = [1 + ANSWER_BYTES] * self._group.size
-                self._group.gather(self._progress(self._begun[message.id]).row(), columns, None)
+                self._group.gather(self._progress(self._begun[message.id]).row(), [_COLUMNS] * self._group.size, None)
             case RankInstall():
                 prepared = self._begun.pop(message.id).prepared
                 assert prepared is not None, message
@@ -350,7 +360,7 @@ class FollowerJobs:
         if begun.answer.state == "busy" and begun.job.is_done:
             try:
                 begun.prepared = begun.job.result()
-                begun.answer = _Answer("done", begun.prepared.fingerprint)
+                begun.answer = _Answer("done", begun.prepared.fingerprint, begun.prepared.num_bytes)
             except HeadraceError as error:
                 begun.answer = _Answer("refused" if isinstance(error, ModelError) else "failed", error.message)
             except Exception:

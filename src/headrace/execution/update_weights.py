@@ -340,7 +340,8 @@ class ModelWeights:
                 self.model.fuse(TorchNativeAttention())
             give_back_free_memory()
 
-        return Prepared(f"{sum(one.num_bytes for one in new.values())} bytes were released", install)
+        num_bytes = sum(one.num_bytes for one in new.values())
+        return Prepared(bytes_message("released", num_bytes), install, num_bytes=num_bytes)
 
     def _resume(self, tags: Sequence[MemoryTag]) -> Prepared:
         again = {tag: self._released[tag].read() for tag in tags if tag in self._released}
@@ -354,7 +355,12 @@ class ModelWeights:
                 self.model.fuse(self.attention)
                 self.moved()
 
-        return Prepared(f"{taken} bytes were resumed", install)
+        return Prepared(bytes_message("resumed", taken), install, num_bytes=taken)
+
+
+def bytes_message(done: Literal["released", "resumed"], num_bytes: int) -> str:
+    """What the client is told of released or resumed memory."""
+    return f"{num_bytes} bytes were {done}"
 
 
 def _keepers(model: CausalLM) -> list[Keeper]:

@@ -189,6 +189,7 @@ class Prepared:
     """An operation whose slow part is done and has changed nothing. install: the quick rest, to be called between two steps.
 
     changes_weights: KV computed before it must not be used after it. fingerprint: of the files that were read; empty if there are none.
+    num_bytes: that are released or resumed.
     """
 
     message: str
@@ -197,6 +198,7 @@ class Prepared:
     shape: tuple[int, ...] = ()
     values: bytes = b""
     fingerprint: str = ""
+    num_bytes: int = 0
 
 
 class WeightJob(Protocol):
