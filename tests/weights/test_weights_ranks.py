@@ -5,7 +5,9 @@ import re
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -77,24 +79,49 @@ def test_tensors_replace_the_weights(count, ranks, old, new, answers):
         assert served(ranks) == want
 
 
-@pytest.mark.parametrize("bucketed", [False, True], ids=["one by one", "bucketed"])
-def test_what_a_trainer_sends_reaches_all_ranks(bucketed, ranks, old, new, answers):
+@contextmanager
+def trained(engine: Engine, name: str) -> Iterator[Callable[..., tuple[bool, str]]]:
+    """Sends named tensors to the engine, as its trainer, and returns the engine's answer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    name = f"group-{bucketed}"
     with ThreadPoolExecutor(1) as trainer:
         joining = trainer.submit(WeightSender, "127.0.0.1", port, 2, name, timeout_s=20.0)
-        assert ranks.init_weights_update_group("127.0.0.1", port, 1, 2, name, "gloo", timeout_s=20.0)[0]
+        assert engine.init_weights_update_group("127.0.0.1", port, 1, 2, name, "gloo", timeout_s=20.0)[0]
         sender = joining.result()
-        for folder, want in ((new, answers[1]), (old, answers[0])):
-            named = list(tensors_of(folder).items())
+
+        def update(named: list[tuple[str, torch.Tensor]], bucketed: bool) -> tuple[bool, str]:
             sent = trainer.submit(sender.send, named, bucketed=bucketed)
-            assert ranks.update_weights_from_distributed(*describe(named), name, bucketed=bucketed)[0]
+            answer = engine.update_weights_from_distributed(*describe(named), name, bucketed=bucketed)
             sent.result()
-            assert served(ranks) == want
-        assert ranks.destroy_weights_update_group(name)[0]
+            return answer
+
+        yield update
+        assert engine.destroy_weights_update_group(name)[0]
         sender.close()
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["one by one", "bucketed"])
+def test_what_a_trainer_sends_reaches_all_ranks(bucketed, ranks, old, new, answers):
+    with trained(ranks, f"group-{bucketed}") as update:
+        for folder, want in ((new, answers[1]), (old, answers[0])):
+            assert update(list(tensors_of(folder).items()), bucketed)[0]
+            assert served(ranks) == want
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_tensors_of_other_dtypes_are_refused_by_name(tp_size, ranks, old, answers):
+    """safetensors files cannot hold all of them, and the group stays."""
+    with ExitStack() as engines:
+        engine = ranks if tp_size > 1 else engines.enter_context(engine_of(old))
+        with trained(engine, "dtypes") as update:
+            for dtype in ("float8_e4m3fn", "complex64", "uint16", "int32"):
+                named = [("model.norm.weight", torch.ones(64).to(getattr(torch, dtype)))]
+                success, message = update(named, True)
+                assert not success
+                assert f"model.norm.weight is {dtype}, not float64, float32, float16 or bfloat16" in message
+            assert update(list(tensors_of(old).items()), True)[0]
+        assert served(engine) == answers[0]
 
 
 def test_what_one_rank_refuses_changes_nothing(ranks, new, answers, tmp_path):

@@ -34,7 +34,7 @@ GOOD = torch.ones(64, 64)
 BAD_TENSORS = {
     "unknown name": ([("model.layers.9.self_attn.q_proj.weight", GOOD)], "the model has no weight"),
     "wrong shape": ([(Q_PROJ, torch.ones(64, 63))], r"is \[64, 63\], not \[64, 64\]"),
-    "integers": ([(Q_PROJ, torch.ones(64, 64, dtype=torch.int32))], "not a float"),
+    "integers": ([(Q_PROJ, torch.ones(64, 64, dtype=torch.int32))], "is int32, not float64"),
     "NaN": ([(Q_PROJ, torch.full((64, 64), torch.nan))], "NaN or infinity"),
     "one of two is wrong": ([("model.norm.weight", torch.ones(64)), (Q_PROJ, torch.ones(3))], r"is \[3\]"),
     "nothing": ([], "no tensors"),

@@ -282,7 +282,10 @@ class ModelWeights:
         return self._groups.pop(name)
 
     def receive(self, operation: UpdateFromDistributed, abandoned: threading.Event) -> list[tuple[str, torch.Tensor]]:
-        """Receive everything that rank 0 sends, even tensors that will be refused, or the trainer would wait forever."""
+        """Receive everything that rank 0 sends, even tensors that will be refused, or the trainer would wait forever.
+
+        Raises RequestError and ExecutionError, and ModelError for a tensor whose dtype no weight can have.
+        """
         dtypes = [_dtype(name) for name in operation.dtypes]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(operation.shapes, dtypes, strict=True)]
         limit = MAX_RECEIVED_PER_WEIGHT_BYTE * sum(math.prod(w.shape) * 4 for w in self.model.weights())
@@ -307,7 +310,9 @@ class ModelWeights:
                 f"{error.message}. The group {operation.group_name!r} was left; join it again"
             ) from error
         self._groups[operation.group_name] = group
-        return list(zip(operation.names, tensors, strict=True))
+        named = list(zip(operation.names, tensors, strict=True))
+        _raise([fault for name, tensor in named if (fault := _dtype_fault(name, tensor))])
+        return named
 
     # -- reading
 
@@ -397,14 +402,27 @@ def _check_tensors(
                 faults.append(f"the model has no weight {name}")
         elif tuple(tensor.shape) != wanted[name].shape:
             faults.append(f"{name} is {list(tensor.shape)}, not {list(wanted[name].shape)}")
-        elif not tensor.dtype.is_floating_point:
-            faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not a float")
+        elif fault := _dtype_fault(name, tensor):
+            faults.append(fault)
         elif tensor.numel() and not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor)):
             faults.append(f"{name} contains NaN or infinity")
         else:
             _check_replaceable(wanted[name])
     if not given:
         faults.append("no tensors were given")
+    _raise(faults)
+
+
+def _dtype_fault(name: str, tensor: torch.Tensor) -> str:
+    """Why a tensor of this dtype cannot be a weight, or ""."""
+    if tensor.dtype in _FLOATS.values():
+        return ""
+    *others, last = _FLOATS
+    return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {', '.join(others)} or {last}"
+
+
+def _raise(faults: Sequence[str]) -> None:
+    """Raises ModelError if there are any."""
     if faults:
         more = f" and {len(faults) - _NAMES_IN_A_MESSAGE} more" if len(faults) > _NAMES_IN_A_MESSAGE else ""
         raise ModelError(f"the tensors do not fit the model: {'; '.join(faults[:_NAMES_IN_A_MESSAGE])}{more}")
