@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from headrace.benchmark.machine import NumaNode
 from headrace.cli.app import main, with_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
@@ -91,6 +92,21 @@ def test_doctor_as_json_tells_of_every_part(capsys):
     assert report["machine"]["num_cores"] >= 1
     assert {row["op"] for row in report["kernels"]} >= {"linear", "rms_norm", "paged_attention"}
     assert any(row["name"] == "torch_native" and not row["reasons_against"] for row in report["attention_backends"])
+
+
+def test_doctor_tells_what_each_rank_of_a_model_would_get(capsys, monkeypatch):
+    monkeypatch.setattr("headrace.kernels.cpu.threads.default_num_threads", lambda: 7)
+    monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 12 * 2**30)
+    nodes = (NumaNode(0, "0-3", 8.0), NumaNode(1, "4-7", 8.0))
+    monkeypatch.setattr("headrace.cli.doctor.numa_nodes", lambda: nodes)
+    assert run("doctor", "--json", "--tp-size", "3") == 0
+    report = json.loads(capsys.readouterr().out)
+
+    near = "any of 0, 1: ranks are not bound to nodes"
+    assert report["ranks"] == [
+        {"rank": rank, "num_threads": 2, "memory_gib": 2.0, "numa_node": near} for rank in range(3)
+    ]
+    assert [node["cores"] for node in report["numa_nodes"]] == ["0-3", "4-7"]
 
 
 def test_doctor_says_which_variant_of_the_kernels_runs_and_why_others_cannot(monkeypatch, capsys):

@@ -17,6 +17,7 @@ from thread_group import on_ranks
 from headrace.distributed.base import WHOLE, Shard
 from headrace.errors import ModelError
 from headrace.execution.lora import LoraPool, StagedAdapter
+from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.layers.weight import Placement
 from headrace.messages.rank_step import RankStep, RankStop, decode, encode
@@ -80,7 +81,7 @@ def serve(shard: Shard, pool: LoraPool, act) -> list[int]:
         act(LeaderAdapters(pool, LeaderJobs(shard.group, Turn())))
         shard.group.send(encode(RankStop()))
     else:
-        jobs = FollowerJobs(shard.group, pool, NO_WEIGHTS)
+        jobs = FollowerJobs(shard.group, pool, NO_WEIGHTS, StepProfiler(None))
         while not isinstance(message := decode(shard.group.receive()), RankStop):
             assert not isinstance(message, RankStep), message
             jobs.handle(message)

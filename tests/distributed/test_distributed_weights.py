@@ -21,6 +21,7 @@ from headrace.distributed.base import Shard
 from headrace.errors import ExecutionError, ModelError
 from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.load_weights import load_model
+from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderJobs, LeaderWeights, Turn
 from headrace.execution.update_weights import ModelWeights
 from headrace.layers.weight import Placement
@@ -95,7 +96,7 @@ def serve(shard: Shard, weights: ModelWeights, act) -> list[torch.Tensor]:
         act(LeaderWeights(weights, jobs, shard.size))
         shard.group.send(encode(RankStop()))
     else:
-        followers_jobs = FollowerJobs(shard.group, NO_ADAPTERS, weights)
+        followers_jobs = FollowerJobs(shard.group, NO_ADAPTERS, weights, StepProfiler(None))
         while not isinstance(message := decode(shard.group.receive()), RankStop):
             assert not isinstance(message, RankStep), message
             followers_jobs.handle(message)

@@ -1,9 +1,12 @@
 """One model on two ranks, through whole engines: the text of one process, the same bits however it is computed, and what happens when a rank dies."""
 
+import gzip
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,8 +30,13 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_model: str) -> Iterator[Engine]:
-    with running_engine(tiny_model, **TWO) as engine:
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: str, profiles: Path) -> Iterator[Engine]:
+    with running_engine(tiny_model, profile_dir=str(profiles), **TWO) as engine:
         yield engine
 
 
@@ -56,6 +64,29 @@ def test_an_answer_has_the_same_bits_alone_together_in_chunks_and_cached(tiny_mo
     assert together(ranks, cases) == alone
     with running_engine(tiny_model, chunked_prefill_size=16, disable_overlap_schedule=True, **TWO) as engine:
         assert together(engine, cases) == alone
+
+
+def test_a_profile_has_the_same_steps_of_every_rank(ranks: Engine, profiles: Path):
+    def steps_of(file: Path) -> set[str]:
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        return {event["name"] for event in events if event.get("name", "").startswith("headrace step")}
+
+    def traces(folder: str) -> list[Path]:
+        return sorted((profiles / folder).glob("steps-*-rank*.trace.json.gz"))
+
+    assert ranks.start_profile("until-stopped") == "profiling"
+    ranks.generate("Water boils at", GREEDY)
+    assert "and each other rank its own file" in ranks.stop_profile()
+    assert ranks.start_profile("three-steps", num_steps=3) == "profiling 3 steps"
+    ranks.generate("Water boils at", GREEDY)
+    # The answer needs the steps of all ranks, and each writes its file before the step after its profile.
+    for folder, num_steps in (("until-stopped", None), ("three-steps", 3)):
+        first, second = traces(folder)
+        assert first.name.replace("rank0", "rank1") == second.name
+        assert steps_of(first) == steps_of(second)
+        assert num_steps in (None, len(steps_of(first)))
+    with pytest.raises(HeadraceError, match="no profile is running"):
+        ranks.stop_profile()
 
 
 def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model: str):

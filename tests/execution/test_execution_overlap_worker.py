@@ -82,7 +82,7 @@ def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it
         return StepResult(batch.step, int32([7]), int32([0, 1]))
 
     client = client_of(run)
-    client._worker.profiler._start = lambda request: (
+    client._worker.profiler.start = lambda request, stem: (
         seen.append(("start", threading.current_thread().name)) or "profiling"
     )
     client.submit(plan(1))

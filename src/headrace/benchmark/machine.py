@@ -36,6 +36,15 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class NumaNode:
+    """Cores and memory that are near each other. cores: as the system lists them, such as "0-15,32-47"."""
+
+    number: int
+    cores: str
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
 class Revision:
     """The commit of the source tree that runs; None when it is not a git checkout."""
 
@@ -55,6 +64,17 @@ def this_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
     )
+
+
+def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
+    """The NUMA nodes with memory; empty where the system does not tell. Format: Documentation/ABI/stable/sysfs-devices-node of Linux."""
+    found = []
+    for node in folder.glob("node[0-9]*"):
+        kib = [line.split()[3] for line in _lines(node / "meminfo") if "MemTotal:" in line]
+        if kib and int(kib[0]):
+            number = int(node.name.removeprefix("node"))
+            found.append(NumaNode(number, _first_line(node / "cpulist"), round(int(kib[0]) * 1024 / _GIB, 1)))
+    return tuple(sorted(found, key=lambda node: node.number))
 
 
 def cpu_quota(cgroup: Path) -> float | None:
@@ -113,7 +133,11 @@ def cpuinfo(path: Path) -> tuple[str, frozenset[str]]:
 
 
 def _first_line(path: Path) -> str:
+    return next(iter(_lines(path)), "").strip()
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().partition("\n")[0].strip()
+        return path.read_text().splitlines()
     except OSError:
-        return ""
+        return []

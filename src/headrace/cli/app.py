@@ -321,12 +321,15 @@ def quantize(
 
 @app.command()
 def doctor(
+    tp_size: Annotated[
+        int, typer.Option(min=1, max=64, help="Show what each of so many ranks of one model would get.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", metavar="")] = False,
 ) -> None:
     """Show the machine, which kernels and attention backends run on it, and why others do not."""
     from headrace.cli.doctor import examine, print_report
 
-    report = examine()
+    report = examine(tp_size)
     if as_json:
         print(json.dumps(report, indent=2))
     else:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from headrace.benchmark.machine import this_machine
+from headrace.benchmark.machine import numa_nodes, this_machine
 from headrace.benchmark.tables import print_table
 from headrace.checkpoint.names import list_models
 from headrace.checkpoint.weight_formats import FORMATS
@@ -20,14 +20,16 @@ from headrace.version import VERSION
 _TYPICAL_HEAD_DIM = 64
 
 
-def examine() -> dict[str, Any]:
-    """Everything that doctor shows, ready for JSON."""
+def examine(tp_size: int = 1) -> dict[str, Any]:
+    """Everything that doctor shows, ready for JSON. tp_size: shows what each of so many ranks would get."""
     torch = _torch()
     has_torch = torch["version"] is not None
     return {
         "headrace": VERSION,
         "python": platform.python_version(),
         "machine": asdict(this_machine()),
+        "numa_nodes": [asdict(node) for node in numa_nodes()],
+        "ranks": _ranks(tp_size) if has_torch and tp_size > 1 else [],
         "torch": torch,
         "kernels": _kernels() if has_torch else [],
         "kernel_variants": _kernel_variants() if has_torch else [],
@@ -53,10 +55,18 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     facts.add_row("instruction sets", ", ".join(machine["isa"]) or "none that the kernels use")
     facts.add_row("kernel variants", escape(_variants_line(report["kernel_variants"])))
     facts.add_row("memory", f"{machine['memory_gib']} GiB")
+    facts.add_row("NUMA nodes", _nodes_line(report["numa_nodes"]))
     facts.add_row("torch", _torch_line(torch))
     facts.add_row("KV cache", report["kv_cache"])
     facts.add_row("16-bit models", escape(report["sixteen_bits"]) or "unknown without torch")
     print_table(console, facts)
+    if report["ranks"]:
+        ranks = Table(
+            "rank", "threads", "weights and KV cache", "NUMA node", title="Ranks of a model", title_justify="left"
+        )
+        for row in report["ranks"]:
+            ranks.add_row(str(row["rank"]), str(row["num_threads"]), f"{row['memory_gib']} GiB", row["numa_node"])
+        print_table(console, ranks)
     kernels = Table("op", "runs", "why not faster", title="Kernels on CPU", title_justify="left")
     for row in report["kernels"]:
         colour = "green" if row["implementation"].startswith("native") else "yellow"
@@ -73,6 +83,36 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for row in report["models"]:
         models.add_row(row["name"], row["state"], row["path"] or row["get"])
     print_table(console, models)
+
+
+def _ranks(tp_size: int) -> list[dict[str, Any]]:
+    """What each rank would get of this machine as it is now, on the CPU."""
+    import torch
+
+    from headrace.config.server_args import ServerArgs
+    from headrace.execution.memory import available_bytes
+    from headrace.processes.share import share_of_machine
+
+    share = share_of_machine(ServerArgs(model_path="any", tp_size=tp_size, device="cpu"))
+    memory = available_bytes(torch.device("cpu")) * (share.mem_fraction_static or 0.0)
+    nodes = [str(node.number) for node in numa_nodes()]
+    near = f"any of {', '.join(nodes)}: ranks are not bound to nodes" if len(nodes) > 1 else ", ".join(nodes)
+    return [
+        {
+            "rank": rank,
+            "num_threads": share.num_threads,
+            "memory_gib": round(memory / 2**30, 1),
+            "numa_node": near or "unknown",
+        }
+        for rank in range(tp_size)
+    ]
+
+
+def _nodes_line(nodes: list[dict[str, Any]]) -> str:
+    if not nodes:
+        return "unknown"
+    shown = [f"{node['number']} (cores {node['cores'] or 'none'}, {node['memory_gib']} GiB)" for node in nodes]
+    return "; ".join(shown)
 
 
 def _torch() -> dict[str, Any]:

@@ -35,7 +35,8 @@ from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, check_pool_fits, kv_token_budget, naming_memory
 from headrace.execution.model_runner import ModelRunner, logits_shape
 from headrace.execution.overlap_worker import TpModelWorkerClient
-from headrace.execution.rank_jobs import LeaderWeights
+from headrace.execution.profiler import StepProfiler
+from headrace.execution.rank_jobs import LeaderProfiler, LeaderWeights, rank_suffix
 from headrace.execution.ranks import FollowerRunner, LeaderRunner
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
@@ -169,7 +170,8 @@ def _build(args: ServerArgs, progress: Progress, shard: Shard, resources: ExitSt
     weights = _updatable_weights(setup, model, memory, rename)
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, shard)
-    runner = _runner(shard, model, memory.attention, table, sampler, loras, weights)
+    profiler = StepProfiler(args.profile_dir, rank_suffix(shard.rank))
+    runner = _runner(shard, model, memory.attention, table, sampler, loras, weights, profiler)
     return _Built(setup, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
 
 
@@ -181,12 +183,14 @@ def _runner(
     sampler: Sampler,
     loras: LoraPool,
     weights: ModelWeights,
+    profiler: StepProfiler,
 ) -> ModelRunner:
+    """weights, profiler: of a follower; those of others are the worker's."""
     if shard.group is None:
         return ModelRunner(model, attention, table, sampler, loras)
     if shard.leads:
         return LeaderRunner(model, attention, table, sampler, loras, shard.group)
-    return FollowerRunner(model, attention, table, sampler, loras, shard.group, weights)
+    return FollowerRunner(model, attention, table, sampler, loras, shard.group, weights, profiler)
 
 
 def _set_up(args: ServerArgs, checkpoint: Checkpoint, shard: Shard) -> _Setup:
@@ -356,9 +360,11 @@ def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     setup, runner = built.setup, built.runner
     experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device)
     weights: WeightExecutor = built.weights
+    profiler = StepProfiler(setup.args.profile_dir)
     if isinstance(runner, LeaderRunner):
         weights = LeaderWeights(built.weights, runner.jobs, setup.placement.shard.size)
-    worker = TpModelWorker(runner, weights, resources.pop_all(), setup.args.profile_dir, experts)
+        profiler = LeaderProfiler(setup.args.profile_dir, runner.jobs)
+    worker = TpModelWorker(runner, weights, resources.pop_all(), profiler, experts)
     return TpModelWorkerClient(worker) if setup.config.overlap else worker
 
 

@@ -20,18 +20,24 @@ from headrace.messages.control import ProfileReq
 _logger = get_logger(__name__)
 
 
-class StepProfiler:
-    """At most one profile at a time. folder None: profiling is off."""
+def new_stem() -> str:
+    """The beginning of the names of a profile's files, by time and process."""
+    return f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
-    def __init__(self, folder: str | None) -> None:
+
+class StepProfiler:
+    """At most one profile at a time. folder None: profiling is off. suffix: of the names of files, before their ending."""
+
+    def __init__(self, folder: str | None, suffix: str = "") -> None:
         self._folder = None if folder is None else Path(folder)
+        self._suffix = suffix
         self._running: profile | None = None
         self._path = Path()
         self._steps_left: int | None = None
 
     def handle(self, request: ProfileReq) -> str:
         """Start or stop a profile. Returns a line for the operator. Raises RequestError."""
-        return self._start(request) if request.start else self._stop()
+        return self.start(request, new_stem()) if request.start else self.stop()
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -46,7 +52,8 @@ class StepProfiler:
             if self._steps_left == 0:
                 self._finish()
 
-    def _start(self, request: ProfileReq) -> str:
+    def start(self, request: ProfileReq, stem: str) -> str:
+        """See `handle`. stem: of the file's name."""
         if self._folder is None:
             raise RequestError("profiling is off: start the server with --profile-dir")
         if self._running is not None:
@@ -59,16 +66,21 @@ class StepProfiler:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError(f"the profile's folder cannot be created: {error.strerror}") from None
-        self._path = folder / f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json.gz"
+        self._path = folder / f"{stem}{self._suffix}.trace.json.gz"
         self._steps_left = request.num_steps or None
         self._running = profile(activities=[chosen[name] for name in request.activities])
         self._running.start()
         return "profiling" if self._steps_left is None else f"profiling {self._steps_left} steps"
 
-    def _stop(self) -> str:
+    def stop(self) -> str:
+        """See `handle`."""
+        self.check_running()
+        return self._finish()
+
+    def check_running(self) -> None:
+        """Raises RequestError if no profile is running."""
         if self._running is None:
             raise RequestError("no profile is running")
-        return self._finish()
 
     def _finish(self) -> str:
         running, self._running = self._running, None

@@ -19,11 +19,13 @@ import torch
 
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.distributed.base import Group
-from headrace.errors import ExecutionError, HeadraceError, ModelError
+from headrace.errors import ExecutionError, HeadraceError, ModelError, RequestError
 from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.lora import LoraPool
+from headrace.execution.profiler import StepProfiler, new_stem
 from headrace.execution.update_weights import Job, ModelWeights, bytes_message
 from headrace.log import get_logger
+from headrace.messages.control import ProfileReq
 from headrace.messages.rank_job import (
     RankBesideSteps,
     RankDrop,
@@ -32,6 +34,7 @@ from headrace.messages.rank_job import (
     RankLora,
     RankParts,
     RankPoll,
+    RankProfile,
     RankUnload,
     RankWeights,
     RankWork,
@@ -177,6 +180,30 @@ class LeaderJobs:
             self._group.send(encode(RankInstall(job)))
 
 
+class LeaderProfiler(StepProfiler):
+    """Profiles the same steps in all ranks, each in a file of its own."""
+
+    def __init__(self, folder: str | None, jobs: LeaderJobs) -> None:
+        super().__init__(folder, rank_suffix(0))
+        self._jobs = jobs
+
+    def handle(self, request: ProfileReq) -> str:
+        """See `StepProfiler.handle`."""
+        stem = new_stem()
+        if request.start:
+            text = self.start(request, stem)
+            self._jobs.tell(RankProfile(request, stem))
+            return text
+        self.check_running()
+        self._jobs.tell(RankProfile(request, stem))  # before its own file, so that all write theirs at the same time
+        return f"{self.stop()}, and each other rank its own file"
+
+
+def rank_suffix(rank: int) -> str:
+    """What the names of a rank's files end with."""
+    return f"-rank{rank}"
+
+
 class LeaderAdapters:
     """The `Adapters` of all ranks. pool: the leader's."""
 
@@ -315,10 +342,11 @@ class _Begun:
 class FollowerJobs:
     """A follower's side. Used by the thread that runs the steps."""
 
-    def __init__(self, group: Group, loras: LoraPool, weights: ModelWeights) -> None:
+    def __init__(self, group: Group, loras: LoraPool, weights: ModelWeights, profiler: StepProfiler) -> None:
         self._group = group
         self._loras = loras
         self._weights = weights
+        self._profiler = profiler
         self._begun: dict[int, _Begun] = {}
 
     def handle(self, message: RankBesideSteps) -> None:
@@ -340,6 +368,18 @@ class FollowerJobs:
                         self._loras.unload(begun.work.lora_id)
             case RankUnload():
                 self._loras.unload(message.lora_id)
+            case RankProfile():
+                self._profile(message)
+
+    def _profile(self, message: RankProfile) -> None:
+        """What fails here is only logged: the leader has its own file."""
+        try:
+            if message.request.start:
+                self._profiler.start(message.request, message.stem)
+            else:
+                self._profiler.stop()
+        except RequestError as error:
+            _logger.error("this rank's profile: %s", error.message)
 
     def _start(self, work: RankWork) -> Job:
         match work:

@@ -16,6 +16,7 @@ from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.lora import LoraPool
 from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, ModelRunner, Outcome
+from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.update_weights import ModelWeights
@@ -100,7 +101,7 @@ class LeaderRunner(ModelRunner):
 
 
 class FollowerRunner(ModelRunner):
-    """Runs its part of the leader's steps. weights: of its part of the model."""
+    """Runs its part of the leader's steps. weights: of its part of the model. profiler: of its steps."""
 
     def __init__(
         self,
@@ -111,17 +112,20 @@ class FollowerRunner(ModelRunner):
         loras: LoraPool,
         group: Group,
         weights: ModelWeights,
+        profiler: StepProfiler,
     ) -> None:
         super().__init__(model, attention, table, sampler, loras)
         self._logits = None
         self._group = group
-        self._jobs = FollowerJobs(group, loras, weights)
+        self._profiler = profiler
+        self._jobs = FollowerJobs(group, loras, weights, profiler)
 
     def follow(self) -> None:
         """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
         while not isinstance(message := decode(self._group.receive()), RankStop):
             if isinstance(message, RankStep):
-                self._run_step(message)
+                with self._profiler.step(message.step):
+                    self._run_step(message)
             else:
                 self._jobs.handle(message)
 

@@ -23,20 +23,20 @@ _Result = TypeVar("_Result")
 
 
 class TpModelWorker:
-    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`. profile_dir: see `StepProfiler`."""
+    """The `Worker` protocol over a `ModelRunner`. resources: closed by `close`."""
 
     def __init__(
         self,
         runner: ModelRunner,
         weights: WeightExecutor,
         resources: ExitStack | None = None,
-        profile_dir: str | None = None,
+        profiler: StepProfiler | None = None,
         experts: ExpertRecorder = NO_EXPERTS,
     ) -> None:
         self.runner = runner
         self.weights = weights
         self.loras = runner.adapters
-        self.profiler = StepProfiler(profile_dir)
+        self.profiler = profiler or StepProfiler(None)
         self.experts = experts
         self._resources = resources or ExitStack()
         self._done: deque[StepResult | ExecutionError] = deque()

@@ -7,6 +7,7 @@ RankInstall: all are done, so all have the result from here on       RankDrop: o
 
 import msgspec
 
+from headrace.messages.control import ProfileReq
 from headrace.messages.weights import ReleaseMemory, ResumeMemory, UpdateFromDisk, UpdateFromTensors
 
 
@@ -61,4 +62,11 @@ class RankUnload(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     lora_id: int
 
 
-RankBesideSteps = RankJob | RankPoll | RankInstall | RankDrop | RankUnload
+class RankProfile(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Start or stop a profile of its steps. stem: of the file that is written, before the rank."""
+
+    request: ProfileReq
+    stem: str
+
+
+RankBesideSteps = RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile
