@@ -35,6 +35,7 @@ class Fleet(NamedTuple):
 
     url: str
     servers: list[ServerProcess]
+    process: subprocess.Popen[bytes]
 
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, timeout=30).raise_for_status().json()
@@ -47,7 +48,7 @@ class Fleet(NamedTuple):
     def wait_for_workers(self, count: int) -> None:
         """Until the router says that `count` workers are healthy."""
         end_s = time.monotonic() + LIMIT_S
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s and self.process.poll() is None:
             try:
                 if self.get("/readiness")["healthy_workers"] == count:
                     return
@@ -76,7 +77,7 @@ def routing(servers: list[ServerProcess], num_workers: int, *options: str) -> It
         subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
     ):
         try:
-            fleet = Fleet(f"http://127.0.0.1:{port}", servers)
+            fleet = Fleet(f"http://127.0.0.1:{port}", servers, process)
             fleet.wait_for_workers(num_workers)
             yield fleet
         finally:
@@ -166,6 +167,17 @@ def test_a_router_that_knows_replicas_reaches_each_of_them(servers):
             assert len(set(map(text_of, replies))) == 1
             latest = servers[1].get("/v1/requests?limit=2")["data"]
             assert sorted(request["dp_rank"] for request in latest) == [0, 1]
+
+
+def test_keys_of_clients_pass_through_a_router_that_has_the_key_of_the_server(tiny_model):
+    with (
+        serving(tiny_model, *OPTIONS, "--api-key", "sesame") as server,
+        routing([server], 1, "--policy", "cache_aware", "--api-key", "sesame") as fleet,
+    ):
+        for key, status in (("sesame", 200), ("other", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.post(fleet.url + "/generate", json=GENERATE, headers=headers, timeout=60).status_code == status
+            assert httpx.get(fleet.url + "/get_loads", headers=headers, timeout=60).status_code == status
 
 
 def test_when_a_server_is_killed_its_stream_ends_and_the_router_goes_on_with_the_other(fleet):

@@ -117,11 +117,14 @@ async def test_a_route_without_a_decision_cannot_be_reached():
     assert not reached
 
 
-async def test_two_authorization_headers_are_none():
+async def test_an_authorization_header_may_be_repeated_but_two_that_differ_are_none():
     async with asgi_client(api_key=USER) as (client, _, _):
         key = (b"authorization", b"Bearer " + USER.encode())
+        other = (b"authorization", b"Bearer other")
         assert (await client.get("/v1/models", headers=[key])).status_code == 200
-        assert (await client.get("/v1/models", headers=[key, key])).status_code == 401
+        assert (await client.get("/v1/models", headers=[key, key])).status_code == 200, "as sglang-router does"
+        assert (await client.get("/v1/models", headers=[key, other])).status_code == 401
+        assert (await client.get("/v1/models", headers=[other, key])).status_code == 401
 
 
 async def test_abort_all_needs_the_admin_key():

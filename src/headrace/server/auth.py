@@ -109,9 +109,12 @@ def sent_key(scope: Scope) -> bytes | None:
 
 
 def bearer_token(scope: Scope) -> bytes | None:
-    """The token of the one Authorization header with the Bearer scheme (any case), as sent; None without one."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    """The token of the Authorization header with the Bearer scheme (any case), as sent; None without one, or with several that differ.
+
+    sglang-router with --api-key sends the same header twice.
+    """
+    values = {value for name, value in scope["headers"] if name == b"authorization"}
     if len(values) != 1:
         return None
-    scheme, _, token = values[0].strip().partition(b" ")
+    scheme, _, token = values.pop().strip().partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" and token.strip() else None
