@@ -144,7 +144,7 @@ void exp_sums(Address x, int64_t x_stride, Address peaks, Address sums, int64_t 
 
 void moe(Address x, int64_t x_stride, Address ids, Address shares, Address experts, Address out, int64_t rows, int64_t top_k,
          int64_t num_experts, int64_t hidden_size, int64_t intermediate_size, bool gelu) {
-  check_indices("moe: expert", at<int64_t>(ids), rows * top_k, 0, num_experts);
+  check_indices("moe: expert", at<int64_t>(ids), rows * top_k, -1, num_experts);
   kernels().moe({at<float>(x), x_stride, at<int64_t>(ids), at<float>(shares), at<ExpertWeight>(experts), at<float>(out), rows,
                  top_k, num_experts, hidden_size, intermediate_size, gelu});
 }

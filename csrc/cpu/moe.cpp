@@ -60,7 +60,7 @@ struct Cutter {
 };
 
 struct Memory {
-  int32_t *ends, *row_of, *place_of;  // [num_experts], [pairs] by sorted place, [pairs]
+  int32_t *ends, *row_of, *place_of;  // [num_experts], [pairs] by sorted place, [pairs], -1 = nobody's
   Segment* segments;
   Inputs hidden, inner;
   float *gate_up, *results;
@@ -123,19 +123,24 @@ HEADRACE_INLINE void for_rows(const Segment* segment, int64_t begin, int64_t end
 void add_up(const MoeArgs& a, const Memory& m, int64_t row) {
   const int64_t size = a.hidden_size;
   float* const out = a.out + row * size;
+  bool is_first = true;
   for (int64_t rank = 0; rank < a.top_k; ++rank) {
-    const float* const result = m.results + m.place_of[row * a.top_k + rank] * size;
+    const int64_t place = m.place_of[row * a.top_k + rank];
+    if (place < 0) continue;
+    const float* const result = m.results + place * size;
     const float share = a.shares[row * a.top_k + rank];
     int64_t i = 0;
     for (; i + 16 <= size; i += 16) {
       const f32x16 part = mul(splat16(share), load16(result + i));
-      store16(out + i, rank == 0 ? part : add(load16(out + i), part));
+      store16(out + i, is_first ? part : add(load16(out + i), part));
     }
     for (; i < size; ++i) {
       const float part = share * result[i];
-      out[i] = rank == 0 ? part : out[i] + part;
+      out[i] = is_first ? part : out[i] + part;
     }
+    is_first = false;
   }
+  if (is_first) memset(out, 0, static_cast<size_t>(size) * 4);
 }
 
 }  // namespace
@@ -151,9 +156,16 @@ void moe(const MoeArgs& a) {
 
   // Pairs (row, rank) sorted by expert, of one expert by row.
   for (int64_t e = 0; e < a.num_experts; ++e) m.ends[e] = 0;
-  for (int64_t pair = 0; pair < pairs; ++pair) ++m.ends[a.ids[pair]];
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    if (a.ids[pair] >= 0) ++m.ends[a.ids[pair]];
+  }
   for (int64_t e = 1; e < a.num_experts; ++e) m.ends[e] += m.ends[e - 1];
+  const int64_t num_placed = m.ends[a.num_experts - 1];
   for (int64_t pair = pairs - 1; pair >= 0; --pair) {
+    if (a.ids[pair] < 0) {
+      m.place_of[pair] = -1;
+      continue;
+    }
     m.place_of[pair] = --m.ends[a.ids[pair]];
     m.row_of[m.place_of[pair]] = static_cast<int32_t>(pair / a.top_k);
   }
@@ -162,12 +174,12 @@ void moe(const MoeArgs& a) {
   auto gate_up_of = [=](int64_t expert) -> const ExpertWeight& { return experts[2 * expert]; };
   auto down_of = [=](int64_t expert) -> const ExpertWeight& { return experts[2 * expert + 1]; };
   const PoolSession session;
-  for (int64_t begin = 0; begin < pairs; begin += pass) {
-    const int64_t count = min_of(pass, pairs - begin);
+  for (int64_t begin = 0; begin < num_placed; begin += pass) {
+    const int64_t count = min_of(pass, num_placed - begin);
     int64_t num_segments = 0;
     for (int64_t e = 0; e < a.num_experts; ++e) {
       const int64_t first = max_of(m.ends[e], begin);
-      const int64_t last = min_of(e + 1 < a.num_experts ? m.ends[e + 1] : pairs, begin + count);
+      const int64_t last = min_of(e + 1 < a.num_experts ? m.ends[e + 1] : num_placed, begin + count);
       if (first >= last) continue;
       m.segments[num_segments++] = {static_cast<int32_t>(e), static_cast<int32_t>(first - begin), static_cast<int32_t>(last - first)};
     }

@@ -296,7 +296,7 @@ struct ExpertWeight {
 };
 
 // out[row] = sum over ranks of shares[row][rank] * down(act(gate) * up) of expert ids[row][rank], gate and up of x[row].
-// experts: [num_experts][2], gate and up stacked [2 * intermediate_size, hidden_size], then down [hidden_size, intermediate_size].
+// An id of -1 is nobody's: it adds nothing. experts: [num_experts][2], gate and up stacked [2 * intermediate_size, hidden_size], then down [hidden_size, intermediate_size].
 struct MoeArgs {
   const float* x;
   int64_t x_stride;

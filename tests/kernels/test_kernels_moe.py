@@ -142,12 +142,28 @@ def test_no_rows_give_no_rows_and_strided_rows_are_fine(implementation):
     assert torch.equal(kernels.moe(x[:, 32:], ids, shares, experts), want)
 
 
-def test_an_unknown_expert_is_refused(implementation):
+@pytest.mark.parametrize("unknown", [4, -2])
+def test_an_unknown_expert_is_refused(implementation, unknown):
     experts = make("float32", 4, 32, 16)
     x, ids, shares = routed(3, 4, 2, 32)
-    ids[1, 1] = 4
+    ids[1, 1] = unknown
     with pytest.raises(ValueError, match=r"moe: .*expert"):
         kernels.moe(x, ids, shares, experts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_that_are_left_out_add_nothing(implementation, kind):
+    """As a rank does that has experts 3 to 6 of 9: with its own alone, and with shares of 0 for the others."""
+    experts = make(kind, 9, 72, 40)
+    own = kernels.pack_experts(experts.gate_up[3:7], experts.down[3:7], "silu")
+    x, ids, shares = routed(50, 9, 3, 72)
+    is_own = (ids >= 3) & (ids < 7)
+    assert (is_own.sum(1) == 0).any()
+
+    got = kernels.moe(x, torch.where(is_own, ids - 3, -1), shares, own)
+
+    assert torch.equal(got, kernels.moe(x, ids, torch.where(is_own, shares, 0.0), experts))
+    assert not kernels.moe(x, torch.full_like(ids, -1), shares, own).any()
 
 
 def test_what_does_not_fit_is_refused(native):

@@ -298,7 +298,7 @@ void rows() {
   }
 }
 
-// Experts of every format, rows that meet some of them and leave others without any.
+// Experts of every format, rows that meet some of them and leave others without any; an id of nobody.
 void experts() {
   constexpr int64_t kHidden = 70, kInner = 33, kExperts = 5, kTopK = 2;
   for (const int64_t format : {kExpertFloat, kExpertBf16, int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}, int64_t{4}}) {
@@ -325,7 +325,7 @@ void experts() {
     for (const int64_t count : {1, 3, 40}) {
       const Buffer<float> x = floats(count * kHidden), shares = floats(count * kTopK);
       const Buffer<int64_t> ids(count * kTopK);
-      for (int64_t i = 0; i < ids.size(); ++i) ids[i] = (i * 3) % (kExperts - 1);
+      for (int64_t i = 0; i < ids.size(); ++i) ids[i] = (i * 3) % kExperts - 1;
       same_for_any_threads("experts" + shape({format, count}), [&] {
         const Buffer<float> out(count * kHidden);
         kernels().moe({x.get(), kHidden, ids.get(), shares.get(), table.get(), out.get(), count, kTopK, kExperts, kHidden, kInner,

@@ -82,7 +82,7 @@ def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts
     """Sum over ranks of shares[:, rank] * down(act(gate(x)) * up(x)) of expert expert_ids[:, rank] -> [rows, hidden_size].
 
     x: [rows, hidden_size]. expert_ids: int64[rows, top_k]. shares: float32[rows, top_k]. Each expert's rows are one product; a row
-    adds its experts up by rank. ValueError for an id that is not an expert's (on CPU).
+    adds its experts up by rank. On the CPU an id of -1 adds nothing, and any other that is not an expert's is a ValueError; on a GPU each must be.
     """
     op = for_layout(experts.gate_up[0].layout, "moe", x.device.type)
     return cast(torch.Tensor, op(x, expert_ids, shares, experts))

@@ -137,11 +137,13 @@ def layer_norm(
 def moe(x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor, experts: PackedExperts) -> torch.Tensor:
     """See `headrace.kernels.ops.moe`."""
     num_experts, (rows, top_k) = len(experts.gate_up), expert_ids.shape
-    if x.device.type == "cpu" and rows and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
-        raise ValueError(f"moe: an expert id is not in [0, {num_experts}): {expert_ids.min()} .. {expert_ids.max()}")
+    if x.device.type == "cpu" and rows and not -1 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
+        raise ValueError(f"moe: an expert id is not in [-1, {num_experts}): {expert_ids.min()} .. {expert_ids.max()}")
     gate = silu_mul if experts.activation == "silu" else gelu_tanh_mul
-    results = x.new_empty(rows, top_k, experts.hidden_size)
+    results = x.new_zeros(rows, top_k, experts.hidden_size)
     for expert in torch.unique(expert_ids).tolist():
+        if expert < 0:
+            continue
         at_rows, ranks = torch.where(expert_ids == expert)
         inner = gate(linear(x[at_rows], experts.gate_up[expert], None, False))
         results[at_rows, ranks] = linear(inner, experts.down[expert], None, False)
