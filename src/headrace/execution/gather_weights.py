@@ -17,10 +17,10 @@ from headrace.messages.safetensors_bytes import safetensors_parts
 
 
 def write_parts(weights: Iterable[Weight], file: Path) -> None:
-    """Write what this rank keeps of weights that no rank has whole. Raises ExecutionError if there is no room."""
-    split = [weight for weight in weights if weight.own_shape != weight.shape]
-    parts = [(weight.name, weight.read().detach().cpu().contiguous()) for weight in split]
-    places = {weight.name: json.dumps([[part.start, part.stop] for part in weight.own]) for weight in split}
+    """Write what this rank keeps of these weights. Raises ExecutionError if there is no room."""
+    here = [weight for weight in weights if not weight.is_elsewhere]
+    parts = [(weight.name, weight.read().detach().cpu().contiguous()) for weight in here]
+    places = {weight.name: json.dumps([[part.start, part.stop] for part in weight.own]) for weight in here}
     try:
         with file.open("xb") as out:
             for data in safetensors_parts(parts, places):
@@ -30,13 +30,16 @@ def write_parts(weights: Iterable[Weight], file: Path) -> None:
 
 
 def read_whole(weight: Weight, files: Sequence[SafetensorsFile]) -> torch.Tensor:
-    """A weight of the leader, whole. files: of the followers."""
+    """A weight, whole. weight: the leader's part of it; files: of the followers."""
     own = weight.read().detach().cpu()
     if weight.own_shape == weight.shape:
         return own
-    whole = torch.empty(weight.shape, dtype=own.dtype)
+    parts = [] if weight.is_elsewhere else [(weight.own, own)]
     for file in files:
-        place = tuple(slice(start, stop) for start, stop in json.loads(file.metadata[weight.name]))
-        whole[place] = tensor_in_file(file, file.entries[weight.name])
-    whole[weight.own] = own
+        if weight.name in file.entries:
+            place = tuple(slice(start, stop) for start, stop in json.loads(file.metadata[weight.name]))
+            parts.append((place, tensor_in_file(file, file.entries[weight.name])))
+    whole = torch.empty(weight.shape, dtype=parts[0][1].dtype)
+    for place, part in parts:
+        whole[place] = part
     return whole

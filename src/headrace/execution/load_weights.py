@@ -64,24 +64,28 @@ def fill_from_checkpoint(
     """Stream the checkpoint into `weights`. Names and shapes are checked before the first byte is read.
 
     quantization: of the model. A matrix that is stored in this format is used as it is stored. restored: names of weights
-    that are already loaded. Loaded weights do not refer to the files, which may change afterwards.
+    that are already loaded. What other ranks keep is not read. Loaded weights do not refer to the files, which may change afterwards.
     """
     wanted = {weight.name: weight for weight in weights}
     rename = spec.renaming(checkpoint.config)
     names = {name: rename(name) for name in checkpoint.tensor_names()}
     _check(wanted, names, checkpoint, spec)
-    done, total = 0, checkpoint.total_bytes
+    sizes = {stored: math.prod(checkpoint.shape(stored)) for stored in names}
+    others = {name for name, weight in wanted.items() if weight.is_elsewhere}
+    here = {stored: name for stored, name in names.items() if name not in others}
+    share = sum(sizes[stored] for stored in here) / max(1, sum(sizes.values()))
+    done, total = 0, round(checkpoint.total_bytes * share)
     if not restored:
         progress(done, total)
     jobs = (
-        Job(partial(_load, wanted.get(name), checkpoint, stored, quantization), 4 * math.prod(checkpoint.shape(stored)))
-        for stored, name in names.items()
+        Job(partial(_load, wanted.get(name), checkpoint, stored, quantization), 4 * sizes[stored])
+        for stored, name in here.items()
         if name not in restored
     )
     for num_bytes in threads.run(jobs):
         done += num_bytes
         if not restored:  # the rest is small, and the progress bar has already moved
-            progress(done, total)
+            progress(min(done, total), total)
     _leave_files(wanted.values(), checkpoint)
 
 

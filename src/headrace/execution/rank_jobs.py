@@ -275,7 +275,10 @@ class LeaderWeights:
     def _whole(self, operation: GetWeight | SaveWeights, abandoned: threading.Event) -> Prepared:
         """Read whole weights, of which the other ranks put their parts into files."""
         with self._folder(operation) as folder:
-            names = (self._weights.weight(operation.name).name,) if isinstance(operation, GetWeight) else None
+            wanted = self._weights.model.weights()
+            if isinstance(operation, GetWeight):
+                wanted = iter((self._weights.weight(operation.name),))
+            names = tuple(weight.name for weight in wanted if weight.own_shape != weight.shape)
             job, _ = self._jobs.prepare(
                 RankParts(folder, names), lambda: Prepared("nothing of its own"), lambda: not abandoned.is_set()
             )
@@ -391,8 +394,8 @@ class FollowerJobs:
                 return self._weights.start(work)
 
     def _write_parts(self, work: RankParts) -> Prepared:
-        weights = self._weights.model.weights()
-        chosen = [weight for weight in weights if work.names is None or weight.name in work.names]
+        names = frozenset(work.names)
+        chosen = [weight for weight in self._weights.model.weights() if weight.name in names]
         write_parts(chosen, Path(work.folder) / f"rank-{self._group.rank}")
         return Prepared("written")
 

@@ -56,7 +56,8 @@ class Weight:
     layer: the linear layer whose matrix this is, for calibration; None for any other tensor.
     keepers: the layers that convert this tensor; it need not be loaded if all of them have been restored. Empty: it cannot be replaced
     while the model serves. part: its name in the keepers, which may also keep other weights.
-    own: by dimension, what this rank keeps of it and `read` returns; of a dimension that is not listed, all.
+    own: by dimension, what this rank keeps of it and `read` returns; of a dimension that is not listed, all. Empty parts: nothing, see
+    `elsewhere`.
     """
 
     name: str
@@ -85,6 +86,42 @@ class Weight:
     def own_shape(self) -> tuple[int, ...]:
         """The shape of what this rank keeps."""
         return (*map(length, self.own), *self.shape[len(self.own) :])
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether only other ranks keep it."""
+        return NOTHING in self.keepers
+
+
+class _Nothing:
+    """The `Keeper` of weights that are elsewhere."""
+
+    def kept(self) -> Kept:
+        """Nothing."""
+        return {}
+
+    def restore(self, kept: Kept) -> None:
+        """See `Keeper`."""
+
+    def staged(self, parts: Parts) -> Kept:
+        """See `Keeper`."""
+        return {}
+
+
+NOTHING: Keeper = _Nothing()
+
+
+def elsewhere(weight: Weight) -> Weight:
+    """A weight that only other ranks keep: it has a name and a shape here, so that checkpoints and updates are checked as a whole."""
+    own = tuple(slice(0, 0) for _ in weight.shape)
+    return replace(
+        weight,
+        load=lambda tensor: None,
+        read=lambda: torch.empty((0,) * len(own)),
+        load_quantized=None,
+        keepers=(NOTHING,),
+        own=own,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ class RankLora(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class RankParts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Write its parts of these weights to a file `rank-N` in this folder. names: as the model has them; None = all."""
+    """Write what it has of these weights to a file `rank-N` in this folder. names: as the model has them."""
 
     folder: str
-    names: tuple[str, ...] | None
+    names: tuple[str, ...]
 
 
 RankWeights = UpdateFromDisk | UpdateFromTensors | ReleaseMemory | ResumeMemory
