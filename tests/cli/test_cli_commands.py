@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from headrace.benchmark.machine import NumaNode
-from headrace.cli.app import main, with_model
+from headrace.cli.app import main
+from headrace.cli.arguments import with_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """The command line, `headrace`. Commands import what they run only when they run it.
 
-Read first: app.py (the commands and their options).
+Read first: app.py (the commands and their options), bench.py (those of `bench`), arguments.py (what both take).
 
 The terminal chat: chat.py (read it first), chat_sources.py (where its replies come from), conversation.py, chat_commands.py (what begins with a
 slash), typed_input.py (lines that are typed, and their history), reply_writer.py (how a reply is shown).
