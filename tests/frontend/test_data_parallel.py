@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import random
 
 import msgspec
 import pytest
@@ -90,6 +91,44 @@ def test_cache_aware_forgets_the_least_recently_used(monkeypatch):
     for i in range(20):
         give(balancer, asked([*range(i, i + 64)]), [0])
     assert len(balancer._blocks[0]) == 8
+
+
+def test_cache_aware_remembers_no_more_than_a_replica_can_have():
+    balancer = balancers.CacheAware(2, cache_tokens=10 * balancers.BLOCK_TOKENS)
+    home = give(balancer, asked(PREFIX), [0])
+    for i in range(5):
+        give(balancer, asked([1000 + i, *PREFIX]), [home])
+    assert len(balancer._blocks[home]) == 10
+    assert set(balancer._holders) == set(balancer._blocks[home]), "what one replica dropped nobody has"
+
+
+def test_cache_aware_takes_the_least_loaded_of_those_with_the_prefix():
+    balancer = balancers.make_balancer("cache_aware", 4)
+    for replica, count in ((1, 3), (2, 1), (3, 2)):
+        for i in range(count):
+            balancer.sent(replica, asked([*PREFIX, i]))
+    assert balancer.choose(asked(PREFIX), [0, 1, 2, 3]) == 2, "0 has nothing to do, but not the prefix"
+    assert balancer.choose(asked(PREFIX), [0, 1, 3]) == 3
+    balancer.sent(0, asked(PREFIX))
+    balancer.left(0, asked(PREFIX))
+    assert balancer.choose(asked(PREFIX), [0, 1, 2, 3]) == 0
+
+
+@pytest.mark.parametrize("method", ["shortest_queue", "total_tokens"])
+def test_the_least_loaded_of_many_is_found_after_thousands_of_changes(method):
+    balancer = balancers.make_balancer(method, 50)
+    rng = random.Random(5)
+    live: list[tuple[int, TokenizedGenerateReqInput]] = []
+    for _ in range(3000):
+        replicas = rng.sample(range(50), rng.randint(1, 50))
+        one = asked([1] * rng.randint(1, 9), rng.randint(1, 9))
+        replica = balancer.choose(one, replicas)
+        assert balancer.load[replica] == min(balancer.load[each] for each in replicas)
+        balancer.sent(replica, one)
+        live.append((replica, one))
+        if rng.random() < 0.6:
+            balancer.left(*live.pop(rng.randrange(len(live))))
+    assert len(balancer._heap) < 500
 
 
 def test_replicas_together_are_what_a_client_may_ask_for():

@@ -9,7 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 TokenSource = Literal["usage", "chunks"]
 PERCENTILES = (50, 90, 99)
@@ -167,10 +170,10 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, limits: Limit
     )
 
 
-def over_repetitions(summaries: Sequence[Summary]) -> tuple[dict[str, Any], dict[str, Any]]:
+def over_repetitions(summaries: "Sequence[DataclassInstance]") -> tuple[dict[str, Any], dict[str, Any]]:
     """Median and relative spread, (largest - smallest) / median, of every number of the summaries, nested as they are.
 
-    A number that is missing from some repetition is left out of both.
+    summaries: dataclasses of one kind. A number that is missing from some repetition is left out of both.
     """
     return _merge([asdict(summary) for summary in summaries])
 

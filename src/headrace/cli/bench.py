@@ -200,6 +200,91 @@ def bench_quality(
     run_quality(with_model(server_args, model), num_tokens, output, Console())
 
 
+_SESSIONS, _ONE_REPLICA = "What is asked", "One replica"
+
+
+@bench.command("fleet")
+def bench_fleet(
+    replicas: Annotated[str, typer.Option(help="Sizes of the fleets, comma-separated.")] = "10",
+    policies: Annotated[
+        str, typer.Option(help="Values of --load-balance-method, comma-separated.")
+    ] = "round_robin,shortest_queue,cache_aware",
+    num_requests: Annotated[
+        int | None, typer.Option(help="Requests to each fleet; default: 100 for each replica.", metavar="N")
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second for each replica (Poisson).")] = 1.0,
+    failures: Annotated[
+        int,
+        typer.Option(help="N times a replica dies while requests arrive; others go on with its requests.", metavar="N"),
+    ] = 0,
+    restart_s: Annotated[
+        float, typer.Option(help="Seconds until a replica that died is back, with an empty cache.")
+    ] = 10.0,
+    groups: Annotated[int, typer.Option(help="Number of system prompts.", rich_help_panel=_SESSIONS)] = 100,
+    zipf: Annotated[
+        float, typer.Option(help="System prompt number k is chosen with weight 1 / k^ZIPF.", rich_help_panel=_SESSIONS)
+    ] = 1.0,
+    system_tokens: Annotated[
+        int, typer.Option(help="Mean length of a system prompt.", rich_help_panel=_SESSIONS)
+    ] = 256,
+    turns: Annotated[int, typer.Option(help="Mean number of turns of a session.", rich_help_panel=_SESSIONS)] = 4,
+    turn_tokens: Annotated[
+        int, typer.Option(help="Mean length of the user's text in a turn.", rich_help_panel=_SESSIONS)
+    ] = 64,
+    output_tokens: Annotated[int, typer.Option(help="Mean length of an answer.", rich_help_panel=_SESSIONS)] = 32,
+    think_s: Annotated[
+        float, typer.Option(help="Mean time from an answer to the next turn.", rich_help_panel=_SESSIONS)
+    ] = 5.0,
+    step_costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Results of `headrace bench step --output`: how long steps take; default: SmolLM2 on 2 cores.",
+            rich_help_panel=_ONE_REPLICA,
+        ),
+    ] = None,
+    kv_tokens: Annotated[int, typer.Option(help="Size of the KV cache.", rich_help_panel=_ONE_REPLICA)] = 32768,
+    max_running_requests: Annotated[
+        int, typer.Option(help="Requests that run at a time; the others wait.", rich_help_panel=_ONE_REPLICA)
+    ] = 32,
+    chunked_prefill_size: Annotated[
+        int, typer.Option(help="Most prompt tokens in a step.", rich_help_panel=_ONE_REPLICA)
+    ] = 512,
+    tokens_per_step: Annotated[
+        int,
+        typer.Option(
+            help="Simulate N steps of decoding as one: quicker for large fleets, less exact.",
+            metavar="N",
+            rich_help_panel=_ONE_REPLICA,
+        ),
+    ] = 1,
+    repeat: _Repeat = 1,
+    seed: Annotated[int, typer.Option(help="Seed of sessions, arrivals and failures.")] = 1234,
+    output: _Output = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot hit rates, latencies and imbalance to this .svg or .png file.")
+    ] = None,
+) -> None:
+    """Simulate a fleet of replicas: what a balancing policy does to hit rates and latencies. Needs no model."""
+    from headrace.benchmark.fleet.costs import DEFAULT_COSTS, read_costs
+    from headrace.benchmark.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
+    from headrace.benchmark.fleet.run import run_fleet
+
+    workload = WorkloadOptions(
+        groups=groups, zipf=zipf, system_tokens=system_tokens, turns=turns, turn_tokens=turn_tokens,
+        output_tokens=output_tokens, think_s=think_s,
+    )  # fmt: skip
+    replica = ReplicaOptions(
+        cost=DEFAULT_COSTS if step_costs is None else read_costs(step_costs), kv_tokens=kv_tokens,
+        max_running=max_running_requests, chunk_tokens=chunked_prefill_size, tokens_per_step=tokens_per_step,
+    )  # fmt: skip
+    options = FleetOptions(
+        replicas=_counts("--replicas", replicas), policies=policy_names(policies),
+        workload=workload, replica=replica, rate=rate, num_requests=num_requests, failures=failures,
+        restart_s=restart_s, repeat=repeat, seed=seed, output=output, plot=plot,
+    )  # fmt: skip
+    run_fleet(options, Console())
+
+
 # --- what commands share
 
 

@@ -110,7 +110,11 @@ class TokenizerManager:
         timelines = Timelines(args.timeline_requests)
         request_log = RequestLog(args.log_requests, args.log_requests_level)
         schedulers = [to_scheduler, *more_schedulers]
-        balancer = make_balancer(args.load_balance_method, len(schedulers)) if more_schedulers else None
+        balancer = (
+            make_balancer(args.load_balance_method, len(schedulers), ready.max_total_tokens)
+            if more_schedulers
+            else None
+        )
         self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
         self.records = Records(args, self.table, timelines, clock)
         self.sessions = Sessions(
