@@ -18,10 +18,16 @@ import numpy as np
 import torch
 
 from headrace.distributed.base import Group
+from headrace.distributed.network import Address, Member
+from headrace.distributed.network_follower import FollowerGroup
+from headrace.distributed.network_leader import LeaderGroup
 from headrace.distributed.shared_memory import SharedMemoryGroup
 
 LIMIT_S = 60.0
 """Reached only when a test fails."""
+HOST = "127.0.0.1"
+SECRET = b"a secret of these tests"
+FACTS = {"the model": "tiny"}
 
 
 @cache
@@ -134,6 +140,12 @@ class RankProcess:
         """Join the group of this descriptor and run the task, one of TASKS."""
         socket.send_fds(self._socket, [json.dumps([task.__name__, rank, size]).encode()], [fd])
 
+    def begin_over_network(
+        self, task: Callable[[Group], None], port: int, rank: int, size: int, limit_s: float = LIMIT_S
+    ) -> None:
+        """The same, of the group whose leader listens at this port."""
+        self._socket.sendall(json.dumps([task.__name__, rank, size, port, limit_s]).encode())
+
     def has_joined(self) -> None:
         """Wait until it has joined."""
         assert self._answers.readline() == b"joined\n"
@@ -174,15 +186,30 @@ def new_group(size: int, limit_s: float = LIMIT_S) -> Iterator[tuple[SharedMemor
         group.close()
 
 
+@contextmanager
+def network_leader(size: int, limit_s: float = LIMIT_S) -> Iterator[LeaderGroup]:
+    """The leader of a group that nobody has joined yet."""
+    group = LeaderGroup.listen(Address(HOST, 0), SECRET, Member(0, size, FACTS), limit_s)
+    try:
+        yield group
+    finally:
+        group.break_up("the test has ended")
+
+
 def main(ours: socket.socket) -> None:
     torch.set_num_threads(1)
     while True:
         told, fds, _, _ = socket.recv_fds(ours, 4096, 1)
         if not told:
             return
-        name, rank, size = json.loads(told)
-        group = SharedMemoryGroup.join(fds[0], rank, size, LIMIT_S)
-        os.close(fds[0])
+        name, rank, size, *network = json.loads(told)
+        group: SharedMemoryGroup | FollowerGroup
+        if network:
+            port, limit_s = network
+            group = FollowerGroup.join(Address(HOST, port), SECRET, Member(rank, size, FACTS), limit_s, LIMIT_S)
+        else:
+            group = SharedMemoryGroup.join(fds[0], rank, size, LIMIT_S)
+            os.close(fds[0])
         ours.sendall(b"joined\n")
         error = ""
         try:

@@ -22,8 +22,8 @@ class Group(Protocol):
     size: int
 
     @property
-    def address(self) -> int:
-        """The native group, for calls that reduce in the middle (`kernels.decoder`)."""
+    def address(self) -> int | None:
+        """The native group, for calls that reduce in the middle (`kernels.decoder`). None if there is none: then layers run one by one."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """x float32, contiguous, on the CPU: becomes the sum over the ranks, added in their order."""

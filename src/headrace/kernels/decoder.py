@@ -83,8 +83,8 @@ class RankGroup(Protocol):
     """Ranks that each have a part of the weights of the same layers, and run the same steps."""
 
     @property
-    def address(self) -> int:
-        """Of the `_native.RankGroup`."""
+    def address(self) -> int | None:
+        """Of the `_native.RankGroup`; None if there is none, and then the layers cannot be fused."""
 
 
 class FusedDecoder:
@@ -153,6 +153,7 @@ class FusedDecoder:
                 _address(layer.after_mlp),
             )
         if group is not None:
+            assert group.address is not None, "ranks without a native group run the layers one by one"
             self._decoder.set_group(group.address)
 
     def __call__(

@@ -2,7 +2,7 @@
 
 Read first: requests.py (front end -> scheduler), step.py (scheduler <-> worker, and the `Worker` protocol), outputs.py
 (back to the front end), rank_step.py (a step on its way to the other ranks), rank_job.py (what they do beside
-the steps).
+the steps), rank_group.py (how they come together over a network).
 
 - Operations: control.py, cache_tree.py, lora.py, weights.py, experts.py; grammar.py (what compiles grammars, and what follows them)
 - HTTP workers: front.py

@@ -312,12 +312,15 @@ class DecoderLM:
         kv = attention.paged_kv()
         if kv is None:
             return f"attention backend {attention.name} does not keep pages in the kernels' layout"
+        group = self._shard.group
+        if group is not None and group.address is None:
+            return "ranks on several hosts sum between the layers"
         spec = self._spec()
         if isinstance(spec, str):
             return spec
         reason = why_not(spec)
         if not reason:
-            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v, rounded=kv.rounded, group=self._shard.group), kv
+            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v, rounded=kv.rounded, group=group), kv
         return reason
 
     def compile_pieces(self, backend: str = "inductor") -> str:

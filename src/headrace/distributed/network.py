@@ -1,0 +1,275 @@
+"""The group of ranks on several hosts: a star of TCP connections (ZeroMQ), from every follower to the leader's one port.
+
+For a sum, the followers send theirs to the leader, which adds them in the order of ranks and sends all the same result. A call must get its
+answers within a limit. A connection that carries nothing for SILENCE_S, not even a sign of life from the I/O thread of the other side, is
+closed: so a cut cable, a process that was stopped and one that died all show as a lost connection, also between calls. No connection is
+made twice: when one is lost, the group is broken, the others are told, and all ranks make a new one.
+
+Owns what both sides share; network_leader.py and network_follower.py are the sides. One call at a time; `break_up`, `failure` and `close`
+may be called by any thread.
+"""
+
+import socket
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from types import TracebackType
+from typing import NamedTuple, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zmq
+
+from headrace.errors import ConfigError, ExecutionError
+from headrace.messages.rank_group import Broken, Ended, GroupNote, encode_note
+
+SILENCE_S = 5.0
+"""A connection on which nothing came for so long, signs of life included, is lost."""
+LOOK_S = 0.2
+"""How often a wait looks whether the group is broken."""
+_SIGN_OF_LIFE_S = 1.0
+_LAST_WORDS_S = 1.0
+"""How long an end may take to send what waits."""
+_ZERO_COPY_BYTES = 64 << 10
+
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+Socket: TypeAlias = zmq.Socket[bytes]
+Floats: TypeAlias = npt.NDArray[np.float32]
+_HEADER = struct.Struct("<BQ")
+
+
+class Kind(IntEnum):
+    """What a frame holds."""
+
+    NOTE = 0
+    """A `GroupNote`, which belongs to no call."""
+    SUM = 1
+    GATHER = 2
+    MESSAGE = 3
+    READY = 4
+
+
+class Address(NamedTuple):
+    """Where the leader listens. host: a name or a number."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Member(NamedTuple):
+    """Who a process is in the group. rank: None = it only watches. facts: what must be the same in all, by the name that people know it by."""
+
+    rank: int | None
+    size: int
+    facts: dict[str, str]
+
+
+class Lost(Exception):
+    """The group cannot go on; why. Never leaves the group: its callers see an ExecutionError."""
+
+
+class NetworkGroup(ABC):
+    """A `Group`: `LeaderGroup` or `FollowerGroup`. Its calls raise ExecutionError when it is broken."""
+
+    address = None
+    """There is no native group, so the layers run one by one."""
+
+    def __init__(self, context: Context, connection: Socket, rank: int, size: int, limit_s: float) -> None:
+        """connection: owned from now on, with its context. limit_s: how long a call waits for another rank."""
+        self.rank = rank
+        self.size = size
+        self._context = context
+        self._socket = connection
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._reason: str | None = None
+        self._has_left = False
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """See `Group.all_reduce`. ValueError unless x is float32, contiguous and on the CPU."""
+        if not x.is_contiguous():
+            raise ValueError(f"all_reduce: strides {x.stride()} of a tensor {list(x.shape)} that is not contiguous")
+        values = _values(x).reshape(-1)
+        self._call(lambda: self._sum(values))
+
+    def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
+        """See `Group.gather`. Rows may lie apart. ValueError when a shape does not fit."""
+        if len(columns) != self.size or min(columns) < 0:
+            raise ValueError(f"gather: {list(columns)} columns for {self.size} ranks")
+        if (out is None) != (self.rank > 0):
+            raise ValueError(f"gather: an output for rank {self.rank}: {out is not None}")
+        own, whole = _matrix(x, x.shape[0], columns[self.rank]), None
+        if out is not None:
+            whole = _matrix(out, x.shape[0], sum(columns))
+        self._call(lambda: self._gather(own, columns, whole))
+
+    def break_up(self, reason: str) -> None:
+        """See `Group.break_up`. The first reason stays. Waits a moment, until the others have been told."""
+        self._reason = self._reason or reason
+        # A call that waits sees the reason and tells them itself.
+        if self._lock.acquire(timeout=_LAST_WORDS_S):
+            try:
+                self._leave(Broken(self._reason))
+            finally:
+                self._lock.release()
+
+    def failure(self) -> str | None:
+        """Why the group is broken; None while it is not. Looks now, unless a call is under way, which does so itself."""
+        if self._reason is None and self._lock.acquire(blocking=False):
+            try:
+                if not self._has_left:
+                    self._look()
+            except Lost as lost:
+                self._give_up(str(lost))
+            finally:
+                self._lock.release()
+        return self._reason
+
+    def close(self) -> None:
+        """Leave the group: later calls raise ExecutionError. Idempotent. What was sent still arrives."""
+        with self._lock:
+            self._leave(Ended())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def _sum(self, values: Floats) -> None:
+        """values: float32[n], becomes the sum. Raises Lost, as all of these may."""
+
+    @abstractmethod
+    def _gather(self, own: Floats, columns: Sequence[int], out: Floats | None) -> None:
+        """See `gather`."""
+
+    @abstractmethod
+    def _look(self) -> None:
+        """Handle what has come, and look whether the others can be reached. Does not wait."""
+
+    @abstractmethod
+    def _leave_with(self, note: GroupNote) -> None:
+        """Say a last word to everyone who can be reached, without waiting, and let go of all but the connection."""
+
+    def _call(self, act: Callable[[], None]) -> None:
+        with self._lock:
+            if self._has_left:
+                if self._reason is None:
+                    raise ExecutionError(f"rank {self.rank} has left its group")
+                raise ExecutionError(f"the group of ranks is broken: {self._reason}")
+            self._num_calls += 1
+            try:
+                self._check_not_broken()
+                act()
+            except Lost as lost:
+                self._give_up(str(lost))
+                raise ExecutionError(f"the group of ranks is broken: {self._reason}") from None
+
+    def _give_up(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._leave(Broken(self._reason))
+
+    def _leave(self, last_words: GroupNote) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._leave_with(last_words)
+            end(self._context, self._socket)
+
+    def _check_not_broken(self) -> None:
+        if self._reason is not None:
+            raise Lost(self._reason)
+
+    def _frame(self, kind: Kind, payload: bytes | memoryview) -> bytes:
+        """A part of the current call."""
+        return b"".join((_HEADER.pack(kind, self._num_calls), payload))
+
+    def _payload(self, frame: memoryview, kind: Kind, sender: int, num_bytes: int | None = None) -> memoryview:
+        """What a frame of the current call holds. num_bytes: how much it must be."""
+        its_kind, its_call = _HEADER.unpack_from(frame)
+        payload = frame[_HEADER.size :]
+        if (its_kind, its_call) != (kind, self._num_calls) or num_bytes not in (None, payload.nbytes):
+            raise Lost(
+                f"rank {sender} sent call {its_call} of kind {its_kind} with {payload.nbytes} bytes "
+                f"to rank {self.rank}, which is at call {self._num_calls} of kind {kind}"
+            )
+        return payload
+
+
+def note_frame(note: GroupNote) -> bytes:
+    """A note as it is sent."""
+    return _HEADER.pack(Kind.NOTE, 0) + encode_note(note)
+
+
+def note_of(frame: memoryview) -> memoryview | None:
+    """The bytes of a note; None if the frame is part of a call. Raises Lost if it is neither."""
+    if frame.nbytes < _HEADER.size:
+        raise Lost(f"a frame of {frame.nbytes} bytes came, which is no message between ranks")
+    return frame[_HEADER.size :] if frame[0] == Kind.NOTE else None
+
+
+def send_frame(connection: Socket, frame: bytes) -> None:
+    """Send without waiting. Raises zmq.ZMQError."""
+    connection.send(frame, zmq.NOBLOCK, copy=len(frame) < _ZERO_COPY_BYTES)
+
+
+def new_socket(context: Context, kind: int) -> Socket:
+    """A socket whose connections end when the other side is silent."""
+    made = context.socket(kind)
+    made.set(zmq.IPV6, 1)
+    made.set(zmq.SNDHWM, 0)
+    made.set(zmq.RCVHWM, 0)
+    made.set(zmq.HEARTBEAT_IVL, int(_SIGN_OF_LIFE_S * 1000))
+    made.set(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
+    made.set(zmq.HEARTBEAT_TTL, int(SILENCE_S * 1000))
+    return made
+
+
+def endpoint(address: Address) -> str:
+    """As ZeroMQ wants it: with the number of a host, not its name. Raises ConfigError if the name is not known."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--dist-init-addr {address}: the host is not known ({error.strerror})") from None
+    number = found[0][4][0]
+    return f"tcp://[{number}]:{address.port}" if ":" in str(number) else f"tcp://{number}:{address.port}"
+
+
+def end(context: Context, connection: Socket) -> None:
+    """Close a socket and its context; what waits is sent, for a moment."""
+    connection.close(linger=int(_LAST_WORDS_S * 1000))
+    context.term()
+
+
+def bytes_of(values: Floats) -> memoryview:
+    """The memory of contiguous values."""
+    return values.reshape(-1).view(np.uint8).data
+
+
+def floats(payload: memoryview) -> Floats:
+    """The values of a payload, which may not be written."""
+    return np.frombuffer(payload, np.float32)
+
+
+def _values(x: torch.Tensor) -> Floats:
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(f"ranks exchange float32 on the CPU, not {x.dtype} on {x.device}")
+    values: Floats = x.detach().numpy()
+    return values
+
+
+def _matrix(x: torch.Tensor, rows: int, columns: int) -> Floats:
+    if x.shape != (rows, columns) or (columns > 1 and x.stride(1) != 1):
+        raise ValueError(
+            f"gather: a tensor {list(x.shape)} with strides {x.stride()} for {rows} rows of {columns} columns"
+        )
+    return _values(x)
