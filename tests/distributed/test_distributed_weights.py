@@ -46,10 +46,13 @@ def folders(tmp_path, monkeypatch):
     return make
 
 
-def weights_of(folder: Path, shard: Shard, kind: type[ModelWeights] = ModelWeights) -> ModelWeights:
+def weights_of(
+    folder: Path, shard: Shard, kind: type[ModelWeights] = ModelWeights, whole_experts: bool = False
+) -> ModelWeights:
     checkpoint = open_checkpoint(folder)
     spec = model_class_for(checkpoint.config, "auto")
-    model = load_model(checkpoint, spec, Placement(CPU, torch.float32, MAX_POSITIONS, shard=shard))
+    placement = Placement(CPU, torch.float32, MAX_POSITIONS, shard=shard, whole_experts=whole_experts)
+    model = load_model(checkpoint, spec, placement)
     pool: Any = None
     load: Any = None
     return kind(model, TorchNativeAttention(), pool, spec.renaming(checkpoint.config), spec.ignored, load)
@@ -69,13 +72,20 @@ def missing(leader: ModelWeights, weights: ModelWeights) -> list[Weight]:
     return [theirs for ours, theirs in pairs if ours.own_shape != ours.shape]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_each_rank_replaces_its_part_and_all_parts_are_the_whole(family, folders, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "whole_experts"),
+    [*((family, False) for family in sorted(FAMILIES)), ("mixtral", True), ("qwen3_moe", True)],
+)
+def test_each_rank_replaces_its_part_and_all_parts_are_the_whole(family, whole_experts, folders, tmp_path):
     old, new = folders(family)
-    ranks = [weights_of(old, Shard(rank, SIZE, NO_GROUP)) for rank in range(SIZE)]
+
+    def rank_of(folder: Path, rank: int) -> ModelWeights:
+        return weights_of(folder, Shard(rank, SIZE, NO_GROUP), whole_experts=whole_experts)
+
+    ranks = [rank_of(old, rank) for rank in range(SIZE)]
     for rank, weights in enumerate(ranks):
         prepared = weights.prepare(UpdateFromTensors(str(new / "model.safetensors")), threading.Event())
-        want = parts_of(weights_of(new, Shard(rank, SIZE, NO_GROUP)))
+        want = parts_of(rank_of(new, rank))
         assert not are_equal(parts_of(weights), want)
         prepared.install()
         assert are_equal(parts_of(weights), want)

@@ -177,12 +177,12 @@ def open_runner(
     kv_dtype: torch.dtype | None = None,
     page_size: int = 16,
     shard: Shard = WHOLE,
+    whole_experts: bool = False,
 ) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
-    model = load_model(
-        checkpoint, model_class_for(checkpoint.config, impl), Placement(CPU, dtype, MAX_POSITIONS, quantization, shard)
-    )
+    placement = Placement(CPU, dtype, MAX_POSITIONS, quantization, shard, whole_experts=whole_experts)
+    model = load_model(checkpoint, model_class_for(checkpoint.config, impl), placement)
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
     pool = attention.make_kv_pool(

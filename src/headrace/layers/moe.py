@@ -3,6 +3,10 @@
 Owns the routing. Does not own the products (`headrace.kernels`). Runs in the thread that runs the model. Tokens are grouped by expert and
 each expert is one product; a token's outputs are always summed from its best expert to its last, so its bits do not depend on other
 tokens.
+
+Several ranks each have a part of every expert or, with `Placement.whole_experts`, some experts whole (expert parallelism: D. Lepikhin et
+al., "GShard", 2020, without its exchange of tokens: each rank has all of them). Every rank routes, with the same bits, and computes what it
+has; the sum over the ranks is the output.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,11 +18,12 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig
+from headrace.errors import ModelError
 from headrace.kernels import PackedExperts
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Placement, Weight, elsewhere
 
 _Given = TypeVar("_Given")  # a tensor or a quantised matrix
 
@@ -27,6 +32,7 @@ class SparseMoe:
     """softmax over all experts, the best `num_experts_per_tok`, renormalised if `norm_topk_prob`.
 
     renames: (ours, theirs) for families whose expert projections are not called gate_proj, up_proj and down_proj.
+    Raises ModelError if there are fewer experts than ranks, and each has whole ones.
     """
 
     def __init__(
@@ -41,7 +47,8 @@ class SparseMoe:
         self._moe = moe
         self._renames = renames
         self._router = Linear(hidden_size, {"gate": moe.num_experts}, placement.unquantized)
-        self._experts = [GatedMlp(hidden_size, moe.intermediate_size, act, placement) for _ in range(moe.num_experts)]
+        self._own = _own_experts(moe.num_experts, placement)
+        self._experts = [GatedMlp(hidden_size, moe.intermediate_size, act, placement.experts) for _ in self._own]
         self._packed: PackedExperts | None = None
         self._group = placement.shard.group
         self.counts = ExpertCounts(moe.num_experts)
@@ -58,36 +65,49 @@ class SparseMoe:
             gate_ups = [expert.gate_up.packed for expert in self._experts]
             downs = [expert.down.packed for expert in self._experts]
             self._packed = kernels.pack_experts(gate_ups, downs, self._experts[0].activation)
-        y = kernels.moe(x, top_experts, top_shares, self._packed)
+        y = kernels.moe(x, self._local(top_experts), top_shares, self._packed)
         if self._group is not None:
             self._group.all_reduce(y)
         return y
 
+    def _local(self, top_experts: torch.Tensor) -> torch.Tensor:
+        """Indices of this rank's experts, -1 for those of others."""
+        if len(self._own) == self._moe.num_experts:
+            return top_experts
+        local = top_experts - self._own.start
+        return local.masked_fill_((local < 0) | (local >= len(self._own)), -1)
+
     def _show_observers(self, x: torch.Tensor, top_experts: torch.Tensor) -> None:
         """Run the observed experts one by one, so that they report their inputs; for calibration."""
-        for index, expert in enumerate(self._experts):
+        for index, expert in zip(self._own, self._experts, strict=True):
             if expert.gate_up.observer is not None or expert.down.observer is not None:
                 expert(x[(top_experts == index).any(dim=1)])
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         """`<prefix>.gate.weight` and `<prefix>.experts.<i>.*`."""
         yield from self._router.weights(f"{prefix}.")
-        for index, expert in enumerate(self._experts):
+        for index in range(self._moe.num_experts):
+            is_own = index in self._own
+            # Another rank's expert has the names and shapes of any.
+            expert = self._experts[index - self._own.start if is_own else 0]
             for weight in expert.weights(f"{prefix}.experts.{index}"):
-                quantized = weight.load_quantized
-                yield replace(
-                    weight,
-                    name=self._renamed(weight.name),
-                    load=partial(self._load, weight.load),
-                    load_quantized=None if quantized is None else partial(self._load, quantized),
-                )
+                named = replace(weight, name=self._renamed(weight.name))
+                yield self._dropping(named) if is_own else elsewhere(named)
 
     def weights_changed(self) -> None:
         """Drop what was packed from the experts' old weights."""
         self._packed = None
 
+    def _dropping(self, weight: Weight) -> Weight:
+        """An expert's weight; loading it drops what was packed from the old ones."""
+        quantized = weight.load_quantized
+        return replace(
+            weight,
+            load=partial(self._load, weight.load),
+            load_quantized=None if quantized is None else partial(self._load, quantized),
+        )
+
     def _load(self, load: Callable[[_Given], None], tensor: _Given) -> None:
-        """Load an expert's weight, and drop what was packed from the old ones."""
         load(tensor)
         self._packed = None
 
@@ -95,3 +115,15 @@ class SparseMoe:
         for ours, theirs in self._renames:
             name = name.replace(ours, theirs)
         return name
+
+
+def _own_experts(num_experts: int, placement: Placement) -> range:
+    """The experts of which this rank has anything."""
+    if not placement.whole_experts:
+        return range(num_experts)
+    if num_experts < placement.shard.size:
+        raise ModelError(
+            f"{num_experts} experts cannot be dealt to {placement.shard.size} ranks; leave out --ep-size, or lower both sizes"
+        )
+    part = placement.shard.part(num_experts)
+    return range(part.start, part.stop)

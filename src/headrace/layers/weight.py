@@ -129,7 +129,7 @@ class Placement:
     """Device and precision of a model, and how its linear layers compute.
 
     max_positions: longest supported sequence, in tokens; tables by position have this many rows. quantization: of linear layers.
-    shard: the part of the model that this process has.
+    shard: the part of the model that this process has. whole_experts: of a mixture, some whole experts instead of a part of each.
     """
 
     device: torch.device
@@ -137,6 +137,7 @@ class Placement:
     max_positions: int
     quantization: Scheme = "none"
     shard: Shard = WHOLE
+    whole_experts: bool = False
 
     @property
     def format(self) -> WeightFormat:
@@ -152,6 +153,11 @@ class Placement:
     def unquantized(self) -> "Placement":
         """For a layer that must stay exact, such as a router."""
         return replace(self, quantization="none")
+
+    @property
+    def experts(self) -> "Placement":
+        """For the experts that this rank has."""
+        return replace(self, shard=WHOLE) if self.whole_experts else self
 
     @property
     def head(self) -> "Placement":
