@@ -19,6 +19,7 @@ NEEDED_WITH = {
     "log_requests_level": ["--log-requests"],
     "crash_dump_prompts": ["--dump-requests-dir", "dumps"],
     "enable_priority_preemption": ["--schedule-policy", "priority"],
+    "ep_size": ["--tp-size", "16"],
 }
 """Options without which another is refused."""
 TEXTS = {

@@ -90,7 +90,8 @@ def test_command_lines_of_other_servers_are_understood(argv, fields_set):
     ("argv", "words"),
     [
         ("--pp 2", "--pp 2 .*--tp-size"),
-        ("--ep 8", "expert"),
+        ("--tp 2 --ep 8", r"--ep-size must be 1 or the value of --tp-size \(2\), .* got 8"),
+        ("--enable-expert-parallel", "give --ep-size the value of --tp-size"),
         ("--speculative-algorithm EAGLE", "speculative decoding"),
         ("--speculative-config {}", "speculative decoding"),
         ("--ssl-ca-certs c", "proxy"),
@@ -137,7 +138,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(capsys):
         main(["serve", "--pp", "2"])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("headrace: --pp 2 is not possible here: pipeline and expert parallelism are not supported")
+    assert line.startswith("headrace: --pp 2 is not possible here: pipeline parallelism is not supported")
 
 
 def test_the_table_names_each_option_once():

@@ -119,12 +119,6 @@ def test_experts_that_are_chosen_are_counted_once_and_by_every_rank(folders):
     assert on_ranks(2, counts_of) == [want, want]
 
 
-def test_a_rank_without_an_expert_is_refused():
-    placement = Placement(CPU, torch.float32, 8, shard=Shard(0, 5), whole_experts=True)
-    with pytest.raises(ModelError, match="4 experts cannot be dealt to 5 ranks; leave out --ep-size"):
-        SparseMoe(16, MoeConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=8), "silu", placement)
-
-
 def test_a_model_that_is_too_small_for_its_ranks_is_refused(folders):
     with pytest.raises(ModelError, match="cannot be split over 7 ranks"):
         on_ranks(7, lambda shard: open_runner(folders("llama"), "torch_native", shard=shard))

@@ -383,3 +383,18 @@ def test_a_kv_cache_that_no_format_fits_into_the_machine_is_refused_by_its_optio
     refuse_early(args, MODEL, has_cuda=False, memory_bytes=100 * a_token)
     with pytest.raises(ConfigError, match="--max-total-tokens 100 needs at least"):
         refuse_early(args, MODEL, has_cuda=False, memory_bytes=100 * a_token - 1)
+
+
+def test_experts_are_dealt_only_where_each_rank_gets_one():
+    mixture = parse_hf_config({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, {})
+    for size, model, said in (
+        (2, MODEL, "--ep-size 2: this model has no experts"),
+        (5, mixture, "--ep-size 5: the model has 4 experts"),
+        (4, mixture, ""),
+        (1, MODEL, ""),
+    ):
+        args = ServerArgs(tp_size=max(2, size), ep_size=size, device="cpu", dtype="float32")
+        found = refusal(lambda: refuse_early(args, model, has_cuda=False, memory_bytes=2**40))  # noqa: B023
+        assert found.startswith(said)
+        assert bool(found) == bool(said)
+        assert refusal(lambda: resolve(args, model, LAPTOP, BACKENDS)) == found  # noqa: B023

@@ -104,6 +104,7 @@ class ServerOptions(TypedDict, total=False):
     detokenize_in: Literal["process", "main"]
     tokenizer_worker_num: int
     tp_size: int
+    ep_size: int
     rank_timeout_s: float
     dp_size: int
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]

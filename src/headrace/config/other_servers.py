@@ -86,9 +86,8 @@ def _refused(servers: tuple[Server, ...], names: str, says: str, is_prefix: bool
 
 
 _ONE_DEVICE = "every layer of a model is in one process, or shared by those of --tp-size"
-_NO_SHARDS = (
-    "pipeline and expert parallelism are not supported; --tp-size shares every layer, --dp-size starts replicas"
-)
+_NO_SHARDS = "pipeline parallelism is not supported; --tp-size shares every layer, --dp-size starts replicas"
+_NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; copies of experts and parallel attention are not supported"
 _ONE_MACHINE = "all processes run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
 _NO_IMAGES = "images and other media are not supported"
@@ -279,11 +278,12 @@ TABLE: tuple[Entry, ...] = (
     # --- several devices and machines
     _alias(BOTH, "--tensor-parallel-size --tp -tp", "tp_size"),
     _already(BOTH, "--pipeline-parallel-size --pp-size --pp -pp", _ONE_DEVICE, "1", _NO_SHARDS),
-    _already(SGLANG, "--expert-parallel-size --ep-size --ep", _ONE_DEVICE, "1", _NO_SHARDS),
+    _alias(SGLANG, "--expert-parallel-size --ep", "ep_size"),
+    _refused(VLLM, "--enable-expert-parallel", "give --ep-size the value of --tp-size"),
     _refused(
         BOTH,
-        "--enable-expert-parallel --enable-dp-attention --ep- --enable-eplb --eplb- --deepep- --elastic-ep-",
-        _NO_SHARDS,
+        "--enable-dp-attention --ep-num- --ep-dispatch- --enable-eplb --eplb- --deepep- --elastic-ep-",
+        _NO_DEALING,
         is_prefix=True,
     ),
     _alias(BOTH, "--data-parallel-size --dp -dp", "dp_size"),

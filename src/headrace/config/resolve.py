@@ -139,6 +139,7 @@ def resolve(
 
     Raises ConfigError, which says what does not fit and what to change.
     """
+    _check_experts(args, model)
     decisions: list[str] = []
     device = _device(args, facts, decisions)
     native = device == "cpu" and facts.native_kernels and not args.disable_native_kernels
@@ -198,6 +199,7 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
         raise ConfigError(
             f"--model-impl headrace: model type {model.model_type} has no implementation in Headrace; try --model-impl transformers"
         )
+    _check_experts(args, model)
     facts = DeviceFacts(has_cuda=has_cuda is not False, native_kernels=True, native_reason="", num_cpus=1)
     device = _device(args, facts, [])
     _context_length(args, model, [])
@@ -210,6 +212,16 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
     _kv_cache_dtype(args, device, dtype)
     weight_bytes = least_weight_bytes(model, FORMATS[quantization].itemsize(4 if dtype == "float32" else 2))
     _check_memory(args, model, weight_bytes, memory_bytes)
+
+
+def _check_experts(args: ServerArgs, model: ModelConfig) -> None:
+    """Raises ConfigError if --ep-size has nothing to deal."""
+    if args.ep_size > 1 and model.moe is None:
+        raise ConfigError(f"--ep-size {args.ep_size}: this model has no experts; leave the option out")
+    if model.moe is not None and args.ep_size > model.moe.num_experts:
+        raise ConfigError(
+            f"--ep-size {args.ep_size}: the model has {model.moe.num_experts} experts, and each rank needs one; leave the option out"
+        )
 
 
 def _check_memory(args: ServerArgs, model: ModelConfig, weight_bytes: int, memory_bytes: int) -> None:

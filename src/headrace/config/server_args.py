@@ -169,6 +169,12 @@ class ServerArgs:
         "Number of processes that run one model together, each with a part of every layer (tensor parallel); they share its cores and memory.",
         Bounds(least=1, most=64),
     )
+    ep_size: int = _opt(
+        1,
+        _S,
+        "Expert parallel: with the value of --tp-size, each of its processes has some of a mixture's experts whole; with 1, a part of each.",
+        Bounds(least=1, most=64),
+    )
     rank_timeout_s: float = _opt(
         10.0,
         _S,
@@ -469,6 +475,10 @@ class ServerArgs:
             raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
         if self.tp_size > 1 and self.single_process:
             raise ConfigError("--tp-size needs processes: it cannot be combined with --single-process")
+        if self.ep_size not in (1, self.tp_size):
+            raise ConfigError(
+                f"--ep-size must be 1 or the value of --tp-size ({self.tp_size}), whose ranks share the experts, got {self.ep_size}"
+            )
         if self.tokenizer_worker_num > 1 and self.single_process:
             raise ConfigError(
                 "--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process"

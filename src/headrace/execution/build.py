@@ -199,7 +199,8 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint, shard: Shard) -> _Setup:
     spec = model_class_for(model_config, args.model_impl)
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
-    placement = Placement(torch.device(config.device), dtype, config.context_length, config.weight_format, shard)
+    device, deals = torch.device(config.device), args.ep_size > 1
+    placement = Placement(device, dtype, config.context_length, config.weight_format, shard, whole_experts=deals)
     if not shard.is_whole:
         _check_can_be_split(args, spec, config)
     if args.max_total_tokens is not None:

@@ -18,7 +18,6 @@ import torch
 
 from headrace import kernels
 from headrace.checkpoint.model_config import MoeConfig
-from headrace.errors import ModelError
 from headrace.kernels import PackedExperts
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
@@ -118,12 +117,8 @@ class SparseMoe:
 
 
 def _own_experts(num_experts: int, placement: Placement) -> range:
-    """The experts of which this rank has anything."""
+    """The experts of which this rank has anything. Raises ModelError if there are fewer than ranks."""
     if not placement.whole_experts:
         return range(num_experts)
-    if num_experts < placement.shard.size:
-        raise ModelError(
-            f"{num_experts} experts cannot be dealt to {placement.shard.size} ranks; leave out --ep-size, or lower both sizes"
-        )
     part = placement.shard.part(num_experts)
     return range(part.start, part.stop)
