@@ -3,6 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,12 @@ from headrace.checkpoint.names import resolve_model  # noqa: E402
 from headrace.text.tokenizers import load_tokenizer  # noqa: E402
 
 
-def save(folder: Path, seed: int, tied: bool) -> str:
-    """A random Llama of two layers with the tokenizer of smollm2."""
+def save(folder: Path, seed: int, tied: bool, family: str = "llama", **changes: Any) -> str:
+    """A random model of two layers with the tokenizer of smollm2."""
     folder.mkdir()
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    config = transformers.LlamaConfig(
+    config = transformers.AutoConfig.for_model(
+        family,
         vocab_size=2048,
         hidden_size=64,
         intermediate_size=96,
@@ -35,8 +37,9 @@ def save(folder: Path, seed: int, tied: bool) -> str:
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_ids[0],
         pad_token_id=tokenizer.pad_id,
+        **changes,
     )
-    model = transformers.LlamaForCausalLM(config).to(torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32)
     model_harness.randomise(model, seed)
     model.eval().save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)

@@ -36,7 +36,7 @@ from headrace.execution.memory import available_bytes, check_pool_fits, kv_token
 from headrace.execution.model_runner import ModelRunner, logits_shape
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.profiler import StepProfiler
-from headrace.execution.rank_jobs import LeaderProfiler, LeaderWeights, rank_suffix
+from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
 from headrace.execution.ranks import FollowerRunner, LeaderRunner
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
@@ -365,6 +365,7 @@ def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     if isinstance(runner, LeaderRunner):
         weights = LeaderWeights(built.weights, runner.jobs, setup.placement.shard.size)
         profiler = LeaderProfiler(setup.args.profile_dir, runner.jobs)
+        experts = LeaderExperts(runner.model.expert_counts(), runner.jobs)
     worker = TpModelWorker(runner, weights, resources.pop_all(), profiler, experts)
     return TpModelWorkerClient(worker) if setup.config.overlap else worker
 

@@ -27,14 +27,22 @@ class ExpertRecorder:
         layers: dict[int, list[int]] = {}
         match request.action:
             case "start":
-                for counts in self._counts.values():
-                    counts.start(self._device)
+                self.start()
             case "stop":
-                for counts in self._counts.values():
-                    counts.stop()
+                self.stop()
             case "dump":
                 layers = {layer: counts.take() for layer, counts in self._counts.items()}
         return ExpertCountsReply(request.id, True, "", layers)
+
+    def start(self) -> None:
+        """Count from zero."""
+        for counts in self._counts.values():
+            counts.start(self._device)
+
+    def stop(self) -> None:
+        """Stop counting."""
+        for counts in self._counts.values():
+            counts.stop()
 
 
 NO_EXPERTS = ExpertRecorder({}, torch.device("cpu"))

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +20,18 @@ import torch
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, ModelError, RequestError
+from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.gather_weights import read_whole, write_parts
 from headrace.execution.lora import LoraPool
 from headrace.execution.profiler import StepProfiler, new_stem
 from headrace.execution.update_weights import Job, ModelWeights, bytes_message
+from headrace.layers.expert_counts import ExpertCounts
 from headrace.log import get_logger
 from headrace.messages.control import ProfileReq
 from headrace.messages.rank_job import (
     RankBesideSteps,
     RankDrop,
+    RankExperts,
     RankInstall,
     RankJob,
     RankLora,
@@ -197,6 +200,24 @@ class LeaderProfiler(StepProfiler):
         self.check_running()
         self._jobs.tell(RankProfile(request, stem))  # before its own file, so that all write theirs at the same time
         return f"{self.stop()}, and each other rank its own file"
+
+
+class LeaderExperts(ExpertRecorder):
+    """Counts the choices of experts here; the other ranks count, too, so that all compute the same tokens."""
+
+    def __init__(self, counts: Mapping[int, ExpertCounts], jobs: LeaderJobs) -> None:
+        super().__init__(counts, torch.device("cpu"))
+        self._jobs = jobs
+
+    def start(self) -> None:
+        """See `ExpertRecorder.start`."""
+        self._jobs.tell(RankExperts(True))
+        super().start()
+
+    def stop(self) -> None:
+        """See `ExpertRecorder.stop`."""
+        self._jobs.tell(RankExperts(False))
+        super().stop()
 
 
 def rank_suffix(rank: int) -> str:
@@ -373,6 +394,12 @@ class FollowerJobs:
                 self._loras.unload(message.lora_id)
             case RankProfile():
                 self._profile(message)
+            case RankExperts():
+                experts = ExpertRecorder(self._weights.model.expert_counts(), torch.device("cpu"))
+                if message.counts:
+                    experts.start()
+                else:
+                    experts.stop()
 
     def _profile(self, message: RankProfile) -> None:
         """What fails here is only logged: the leader has its own file."""

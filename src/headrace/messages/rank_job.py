@@ -69,4 +69,10 @@ class RankProfile(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fal
     stem: str
 
 
-RankBesideSteps = RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile
+class RankExperts(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Count the choices of experts, or stop. The leader's counts are those of all; but who counts computes more tokens in the last layer."""
+
+    counts: bool
+
+
+RankBesideSteps = RankJob | RankPoll | RankInstall | RankDrop | RankUnload | RankProfile | RankExperts
