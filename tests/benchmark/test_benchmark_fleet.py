@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from array import array
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_sessions_share_their_system_prompt_and_continue_their_own_text():
             prompt = session.next_request().content.token_ids
             assert prompt.startswith(before)
             before = prompt
-            session.answered()
+            session.answered(array("i", [3, 4]))
         prompts.append(before)
     assert len({prompt[: 4 * 128] for prompt in prompts}) == 1
     assert len(set(prompts)) == len(prompts)

@@ -9,7 +9,6 @@ import math
 import numpy as np
 
 from headrace.benchmark.fleet.options import ReplicaOptions
-from headrace.benchmark.fleet.workload import ANSWER_TOKEN
 from headrace.cache.allocator import PageAllocator
 from headrace.cache.radix_cache import RadixCache
 from headrace.messages.outputs import TokenIDOut
@@ -24,6 +23,8 @@ from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
 from headrace.scheduler.step_cost import StepWork
 
+ANSWER_TOKEN = 7
+"""What every answer is made of: the users' own text tells two sessions apart."""
 _UNLIMITED = 1 << 60
 
 

@@ -21,8 +21,8 @@ import msgspec
 
 from headrace.benchmark.fleet.options import FleetOptions
 from headrace.benchmark.fleet.outcome import Outcome, Tally
-from headrace.benchmark.fleet.replica import Replica
-from headrace.benchmark.fleet.workload import ANSWER_TOKEN, Session, Workload
+from headrace.benchmark.fleet.replica import ANSWER_TOKEN, Replica
+from headrace.benchmark.fleet.workload import Session, Workload
 from headrace.frontend.balancers import Method, make_balancer
 from headrace.messages.outputs import TokenIDOut
 from headrace.messages.requests import TokenizedGenerateReqInput
@@ -48,8 +48,12 @@ class _Sample:
         self.num_sends += 1
         if self.num_sends == 1:
             return self.request
-        outputs = array("i", [ANSWER_TOKEN]) * self.num_outputs
-        return msgspec.structs.replace(self.request, output_ids=outputs.tobytes(), attempt=self.num_sends - 1)
+        outputs = self.answer().tobytes()
+        return msgspec.structs.replace(self.request, output_ids=outputs, attempt=self.num_sends - 1)
+
+    def answer(self) -> "array[int]":
+        """The tokens that have come."""
+        return array("i", [ANSWER_TOKEN]) * self.num_outputs
 
 
 class _Alive(Sequence[int]):
@@ -202,7 +206,7 @@ class Fleet:
         tally.output_tokens += sample.num_outputs
         self._end_s = now_s
         self._on_done()
-        think_s = sample.session.answered()
+        think_s = sample.session.answered(sample.answer())
         if sample.session.turns_left:
             self._at(now_s + think_s, lambda now_s: self._ask(sample.session, now_s))
 

@@ -15,14 +15,11 @@ from headrace.benchmark.fleet.options import WorkloadOptions, most
 from headrace.messages.requests import PromptContent, SampleTask, TokenizedGenerateReqInput
 from headrace.sampling.params import ResolvedSamplingParams
 
-ANSWER_TOKEN = 7
-"""What every answer is made of: the users' own text tells two sessions apart."""
-
 
 class Session:
     """One user's conversation. history: all tokens so far, system prompt included."""
 
-    __slots__ = ("_asked", "_options", "_random", "_turn", "history", "number", "turns_left")
+    __slots__ = ("_options", "_random", "_turn", "history", "number", "turns_left")
 
     def __init__(
         self, number: int, turns: int, history: "array[int]", rng: random.Random, options: WorkloadOptions
@@ -33,7 +30,6 @@ class Session:
         self._random = rng
         self._options = options
         self._turn = 0
-        self._asked = 0
 
     def next_request(self) -> TokenizedGenerateReqInput:
         """The next turn. There is one."""
@@ -42,13 +38,12 @@ class Session:
         self.turns_left -= 1
         self._turn += 1
         self.history += _text(self._random, _length(self._random, options.turn_tokens), options.vocab_size)
-        self._asked = _length(self._random, options.output_tokens)
-        rid = f"{self.number}.{self._turn}"
-        return TokenizedGenerateReqInput(rid, PromptContent(self.history.tobytes()), _task(self._asked))
+        rid, num_tokens = f"{self.number}.{self._turn}", _length(self._random, options.output_tokens)
+        return TokenizedGenerateReqInput(rid, PromptContent(self.history.tobytes()), _task(num_tokens))
 
-    def answered(self) -> float:
+    def answered(self, answer: "array[int]") -> float:
         """The answer to the last request has come. Returns the seconds until the next turn, if there is one."""
-        self.history.extend([ANSWER_TOKEN] * self._asked)
+        self.history += answer
         return self._random.expovariate(1 / self._options.think_s) if self._options.think_s else 0.0
 
 
