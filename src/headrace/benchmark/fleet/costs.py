@@ -39,11 +39,11 @@ class StepSeconds:
 
 
 DEFAULT_COSTS = StepSeconds(
-    token_s=3.7e-4,
-    attended_s=7.3e-7,
-    row_s=1.35e-4,
-    step_s=9.1e-3,
-    error=0.084,
+    token_s=3.904e-4,
+    attended_s=7.192e-7,
+    row_s=2.155e-4,
+    step_s=6.579e-3,
+    error=0.0655,
 )
 """SmolLM2-135M in bfloat16 on 2 cores of an AMD EPYC (Zen 4): benchmarks/results/2026-11-23-step-fleet.json."""
 
