@@ -6,6 +6,7 @@ process imports its own parts.
 """
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,10 +15,11 @@ from headrace import log
 from headrace.checkpoint.names import resolve_model
 from headrace.config.devices import cuda_is_there, host_memory_bytes
 from headrace.config.kv_events import check_pyzmq, read_kv_events
+from headrace.config.nodes import dist_secret, with_nodes
 from headrace.config.open_files import check_open_files
 from headrace.config.resolve import refuse_early, sampling_defaults
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ExecutionError
+from headrace.errors import ConfigError, ExecutionError
 from headrace.messages.channel import IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.messages.fan_out import FanOutSender
@@ -78,6 +80,8 @@ def launch_engine(
     on_progress: bytes of the checkpoint loaded so far and in all. should_stop: asked while waiting; True gives up.
     meanwhile: called once while the children load.
     """
+    args = with_nodes(args, os.environ)
+    _check_node(args)
     check_open_files(args)
     _check_kv_events(args)
     spans = _open_spans(args)
@@ -106,6 +110,16 @@ def launch_engine(
         manager.on_broken = lambda: engine.on_death()
         parts.watch(manager, engine.died)
         return engine
+
+
+def _check_node(args: ServerArgs) -> None:
+    """Raises ConfigError if this node cannot serve."""
+    if args.num_nodes > 1:
+        if args.node_rank:
+            raise ConfigError(
+                f"--node-rank {args.node_rank}: only node 0 serves; start the others with `headrace serve`"
+            )
+        dist_secret(args, os.environ)
 
 
 def _check_kv_events(args: ServerArgs) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace import log
+from headrace.config.nodes import with_nodes
 from headrace.config.open_files import check_open_files
 from headrace.config.resolve import sampling_defaults
 from headrace.config.server_args import ServerArgs
@@ -49,8 +50,14 @@ def launch_server(args: ServerArgs, on_started: Callable[[str], None] | None = N
     from headrace.server.tls import check_certificate
 
     log.configure(args.log_level, "main", args.log_format)
+    args = with_nodes(args, os.environ)
     check_open_files(args, with_server=True)
     check_certificate(args)
+    if args.node_rank:
+        from headrace.processes.node_process import run_node
+
+        lifeline.follow_owner(_leave_with_owner)
+        return run_node(args)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
@@ -190,6 +197,8 @@ def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     ready = engine.ready
     gib = 2**30
     ranks = f" on {engine.args.tp_size} ranks" if engine.args.tp_size > 1 else ""
+    if engine.args.num_nodes > 1:
+        ranks += f" of {engine.args.num_nodes} nodes"
     rows = (
         ("model", f"{engine.args.served_name} ({ready.model_class}, {ready.weight_bytes / gib:.2f} GiB{ranks})"),
         ("precision", f"{ready.precision}, {ready.kv_cache_dtype} KV, on {ready.device}"),

@@ -79,7 +79,8 @@ def changed(argv):
         ),
         ("--lora-paths a=x b=y --enable-priority-scheduling", {"lora_paths": "a=x,b=y", "schedule_policy": "priority"}),
         ("--crash-dump-folder d --watchdog-timeout 9", {"crash_dump_dir": "d", "watchdog_timeout_s": 9.0}),
-        ("--load-balance-method auto --model-impl sglang --nnodes 1 --node-rank 0", {"model_impl": "headrace"}),
+        ("--load-balance-method auto --model-impl sglang", {"model_impl": "headrace"}),
+        ("--nccl-init-addr a:1 --nnodes 2", {"dist_init_addr": "a:1", "nnodes": 2}),
     ],
 )
 def test_command_lines_of_other_servers_are_understood(argv, fields_set):
@@ -128,9 +129,12 @@ def test_words_after_two_dashes_are_not_options(capsys):
 
 
 def test_what_is_already_so_is_logged_once(capsys):
-    parse(["--enable-metrics", "--nnodes", "1"])
+    parse(["--enable-metrics", "--base-gpu-id", "0"])
     lines = [line.partition("headrace.config.cli: ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["--enable-metrics: metrics are always served", "--nnodes 1: all processes run on one machine"]
+    assert lines == [
+        "--enable-metrics: metrics are always served",
+        "--base-gpu-id 0: the first GPU that CUDA_VISIBLE_DEVICES names is used",
+    ]
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(capsys):

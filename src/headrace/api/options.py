@@ -106,6 +106,11 @@ class ServerOptions(TypedDict, total=False):
     tp_size: int
     ep_size: int
     rank_timeout_s: float
+    nnodes: int | None
+    node_rank: int | None
+    dist_init_addr: str | None
+    dist_timeout: float
+    dist_secret_file: str | None
     dp_size: int
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
     disable_recovery: bool

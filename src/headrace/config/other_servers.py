@@ -88,7 +88,7 @@ def _refused(servers: tuple[Server, ...], names: str, says: str, is_prefix: bool
 _ONE_DEVICE = "every layer of a model is in one process, or shared by those of --tp-size"
 _NO_SHARDS = "pipeline parallelism is not supported; --tp-size shares every layer, --dp-size starts replicas"
 _NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; copies of experts and parallel attention are not supported"
-_ONE_MACHINE = "all processes run on one machine"
+_ONE_MACHINE = "replicas run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
 _NO_IMAGES = "images and other media are not supported"
 _NO_OFFLOAD = "weights and KV cache stay on the device"
@@ -96,7 +96,7 @@ _NO_DRAFTS = "speculative decoding is not supported"
 _NO_TRANSFER = "prefill and decode on different servers are not supported"
 _NO_TIERS = "the prefix cache has one level; --max-total-tokens sets its size"
 _PROXY = "put a proxy in front of the server, see docs/proxies.md"
-_NO_ALL_REDUCE = "ranks of --tp-size share memory on one machine"
+_NO_ALL_REDUCE = "ranks of --tp-size share memory on one machine, and use TCP between several"
 _EXPERTS = "kernels of experts cannot be chosen; `headrace doctor` shows what runs"
 
 TABLE: tuple[Entry, ...] = (
@@ -197,7 +197,7 @@ TABLE: tuple[Entry, ...] = (
     _refused(VLLM, "--middleware --uds", "the server listens on --host and --port only"),
     _switch(VLLM, "--disable-fastapi-docs", "disable_openapi"),
     _alias(VLLM, "--api-server-count -asc", "tokenizer_worker_num"),
-    _refused(VLLM, "--headless", _ONE_MACHINE),
+    _refused(VLLM, "--headless", "a node above 0 serves nothing by itself: --node-rank"),
     _refused(SGLANG, "--grpc-mode --smg-grpc-mode", "the API is HTTP"),
     _refused(SGLANG, "--file-storage-path", "files are not supported"),
     # --- memory and schedule
@@ -288,10 +288,11 @@ TABLE: tuple[Entry, ...] = (
     ),
     _alias(BOTH, "--data-parallel-size --dp -dp", "dp_size"),
     _refused(VLLM, "--data-parallel-", f"{_ONE_MACHINE}; --dp-size is the number of replicas", is_prefix=True),
-    _already(VLLM, "--distributed-executor-backend", _ONE_MACHINE, "mp uni", _ONE_MACHINE),
-    _already(BOTH, "--nnodes", _ONE_MACHINE, "1", _ONE_MACHINE),
-    _already(BOTH, "--node-rank", _ONE_MACHINE, "0", _ONE_MACHINE),
-    _refused(BOTH, "--dist-init-addr --nccl-init-addr --nccl-port --master-addr --master-port", _ONE_MACHINE),
+    _already(
+        VLLM, "--distributed-executor-backend", "ranks are processes", "mp uni", "ranks are processes; see --nnodes"
+    ),
+    _alias(SGLANG, "--nccl-init-addr", "dist_init_addr"),
+    _refused(BOTH, "--nccl-port --master-addr --master-port", "node 0 listens at --dist-init-addr HOST:PORT"),
     _already(
         SGLANG,
         "--base-gpu-id",
@@ -385,7 +386,7 @@ TABLE: tuple[Entry, ...] = (
     _refused(
         BOTH,
         "--all2all-backend --enable-dbo --dbo- --expert-placement-strategy --num-redundant-experts --pp- --numa-node --tbo- "
-        "--enable-two-batch-overlap --enable-single-batch-overlap --init-expert-location --dist-timeout",
+        "--enable-two-batch-overlap --enable-single-batch-overlap --init-expert-location",
         _NO_SHARDS,
         is_prefix=True,
     ),

@@ -181,6 +181,31 @@ class ServerArgs:
         "With --tp-size, restart the ranks when one keeps the others waiting for more than N seconds.",
         _SECONDS,
     )
+    nnodes: int | None = _opt(
+        None,
+        _S,
+        "Number of hosts that run one model together; --tp-size counts the processes of all of them. Default: LWS_GROUP_SIZE, else 1. See "
+        "docs/parallel.md.",
+        Bounds(least=1, most=64),
+    )
+    node_rank: int | None = _opt(
+        None,
+        _S,
+        "With --nnodes, which host this is; 0 serves, the others answer only /health. Default: LWS_WORKER_INDEX.",
+        Bounds(least=0, most=63),
+    )
+    dist_init_addr: str | None = _opt(
+        None,
+        _S,
+        "With --nnodes, HOST:PORT at which node 0 listens for the others. Default: LWS_LEADER_ADDRESS and port 20000.",
+        _FILLED,
+    )
+    dist_timeout: float = _opt(
+        300.0, _S, "With --nnodes, wait at most this many seconds for the other nodes when starting.", _SECONDS
+    )
+    dist_secret_file: str | None = _opt(
+        None, _S, "File with the secret that all nodes share; default: the variable HEADRACE_DIST_SECRET.", _FILLED
+    )
     dp_size: int = _opt(
         1,
         _S,
@@ -443,6 +468,11 @@ class ServerArgs:
         _SECONDS,
     )
     enable_fault_injection: bool = _opt(False, _O, "For tests only: serve /inject_fault.")
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts that run one model together."""
+        return self.nnodes or 1
 
     @property
     def served_name(self) -> str:

@@ -5,7 +5,7 @@ Parallelism", 2019): the first linear of a pair is split by outputs, the second 
 the leader, has the scheduler; the others, the followers, run its plans.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -36,6 +36,18 @@ class Group(Protocol):
 
     def receive(self) -> bytes:
         """The next message of the leader; waits for it, as long as it takes."""
+
+    def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None:
+        """Wait in the leader until every rank of another host has joined. What `check` raises ends the wait."""
+
+    def ready(self) -> None:
+        """A follower can run steps."""
+
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """Wait in the leader for the `ready` of those that run on other hosts, however long it takes. What `check` raises ends the wait."""
+
+    def failure(self) -> str | None:
+        """Why the group is known to be broken; None = it is not. Also found between calls, if the ranks are on several hosts."""
 
     def break_up(self, reason: str) -> None:
         """End every call that waits, in every rank, and all later ones."""

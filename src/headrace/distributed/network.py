@@ -110,6 +110,26 @@ class NetworkGroup(ABC):
             whole = _matrix(out, x.shape[0], sum(columns))
         self._call(lambda: self._gather(own, columns, whole))
 
+    @abstractmethod
+    def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None:
+        """See `Group.wait_for_ranks`."""
+
+    @abstractmethod
+    def ready(self) -> None:
+        """See `Group.ready`."""
+
+    @abstractmethod
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """See `Group.wait_ready`."""
+
+    @abstractmethod
+    def send(self, message: bytes) -> None:
+        """See `Group.send`. Never waits."""
+
+    @abstractmethod
+    def receive(self) -> bytes:
+        """See `Group.receive`."""
+
     def break_up(self, reason: str) -> None:
         """See `Group.break_up`. The first reason stays. Waits a moment, until the others have been told."""
         self._reason = self._reason or reason

@@ -101,8 +101,15 @@ class FollowerGroup(NetworkGroup):
             time.sleep(_RETRY_S)
 
     def ready(self) -> None:
-        """Let the leader's `wait_ready` go on."""
+        """See `Group.ready`."""
         self._call(lambda: self._give(Kind.READY, b""))
+
+    def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None:
+        """See `Group.wait_for_ranks`. `join` has waited."""
+
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """See `Group.wait_ready`: only the leader waits, so ValueError."""
+        raise ValueError(f"rank {self.rank} waits for nobody")
 
     def send(self, message: bytes) -> None:
         """See `Group.send`: only the leader sends, so ValueError."""

@@ -101,10 +101,14 @@ class LeaderGroup(NetworkGroup):
                 if time.monotonic() > end_s:
                     reason = f"rank {', '.join(map(str, self._missing()))} did not join within {limit_s:g} s"
                     self._give_up(reason)
-                    raise ExecutionError(f"{reason}; start every node with the same --dist-init-addr")
+                    raise ExecutionError(f"{reason}; start every node, with the same --dist-init-addr")
 
-    def wait_ready(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every follower has called `ready`, however long that takes. Raises ExecutionError, or what `check` raises."""
+    def ready(self) -> None:
+        """See `Group.ready`: of a follower only, so ValueError."""
+        raise ValueError("the leader waits for the others")
+
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """See `Group.wait_ready`. All followers count, those of this host, too."""
 
         def act() -> None:
             self._collect(Kind.READY, None, None, check)
@@ -112,7 +116,7 @@ class LeaderGroup(NetworkGroup):
         self._call(act)
 
     def send(self, message: bytes) -> None:
-        """See `Group.send`. Never waits."""
+        """See `Group.send`."""
 
         def act() -> None:
             self._send_to(self._connections, self._frame(Kind.MESSAGE, message))

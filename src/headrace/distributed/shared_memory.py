@@ -81,6 +81,19 @@ class SharedMemoryGroup:
         """See `Group.receive`."""
         return bytes(self._call(self._native.receive))
 
+    def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None:
+        """See `Group.wait_for_ranks`. There are no other hosts."""
+
+    def ready(self) -> None:
+        """See `Group.ready`. Who started the follower knows."""
+
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """See `Group.wait_ready`. There are no other hosts."""
+
+    def failure(self) -> str | None:
+        """See `Group.failure`. It shows in calls, and by processes that end."""
+        return None
+
     def break_up(self, reason: str) -> None:
         """See `Group.break_up`. The first reason stays."""
         self._native.break_up(reason)

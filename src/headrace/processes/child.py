@@ -81,7 +81,7 @@ class ChildProcess:
         passed = [report_fd]
         if http is not None:
             passed.append(http.listening_fd)
-        if rank is not None:
+        if rank is not None and rank.group_fd is not None:
             passed.append(rank.group_fd)
         with _signals_held():
             self._popen = subprocess.Popen(

@@ -6,6 +6,7 @@ ours: a model's libraries and the operator's logit processors. So a variable is 
 
 from collections.abc import Mapping
 
+from headrace.config.nodes import SECRET_VARIABLE
 from headrace.config.server_args import ServerArgs
 from headrace.processes.handshake import Kind
 
@@ -26,12 +27,14 @@ SECRET_WORDS = frozenset({
     "KEY", "KEYS", "APIKEY", "TOKEN", "TOKENS", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS",
     "AUTH", "COOKIE",
 })  # fmt: skip
-"""A variable with one of these words in its name is passed on by no rule."""
+"""A variable with one of these words in its name is passed on by no rule, but HEADRACE_DIST_SECRET to ranks, which need it."""
 
 
 def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int) -> dict[str, str]:
     """Ours without what may be secret. A replica sees one GPU: its own of those that we may use."""
     given = child_environment(own, args.child_env)
+    if kind in ("scheduler", "follower") and args.num_nodes > 1 and SECRET_VARIABLE in own:
+        given[SECRET_VARIABLE] = own[SECRET_VARIABLE]
     if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
         return given
     visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

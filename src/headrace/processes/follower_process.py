@@ -1,7 +1,5 @@
 """What the process of a follower runs, from loading its part of the model to the last step: `run_follower`."""
 
-import os
-
 from headrace.config.server_args import ServerArgs
 from headrace.processes.handshake import OnReady, RankStart
 from headrace.processes.share import share_of_machine
@@ -13,14 +11,13 @@ def run_follower(args: ServerArgs, on_ready: OnReady, rank: RankStart) -> None:
     Raises ConfigError or ModelError before `on_ready`, and ExecutionError when the group of the ranks breaks.
     """
     from headrace.distributed.base import Shard
-    from headrace.distributed.shared_memory import SharedMemoryGroup
     from headrace.execution.build import build_follower  # imports torch, which takes longest
     from headrace.execution.ranks import follow
+    from headrace.processes.rank_groups import joined
 
-    group = SharedMemoryGroup.join(rank.group_fd, rank.rank, rank.size, args.rank_timeout_s)
-    os.close(rank.group_fd)
-    runner, resources = build_follower(share_of_machine(args), Shard(rank.rank, rank.size, group))
-    with resources:
-        on_ready(None)
-        follow(runner, group)
-    group.close()
+    with joined(args, rank) as group:
+        runner, resources = build_follower(share_of_machine(args), Shard(rank.rank, rank.size, group))
+        with resources:
+            on_ready(None)
+            group.ready()
+            follow(runner, group)

@@ -24,11 +24,11 @@ OnProgress = Callable[[int, int], None]
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """What a follower is given: which rank it is, of how many, and the descriptor of the memory that they share."""
+    """What a follower is given: which rank it is, of how many, and the descriptor of the memory that they share; None = they use the network."""
 
     rank: int
     size: int
-    group_fd: int
+    group_fd: int | None = None
 
 
 class Bootstrap(msgspec.Struct, frozen=True):

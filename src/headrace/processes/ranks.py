@@ -1,7 +1,8 @@
 """The other ranks of a scheduler with --tp-size: processes that it starts, watches, and takes with it when it ends.
 
 The ranks of a group live and die together: when one is gone, the scheduler's process exits, and its parent starts the scheduler again, which
-starts new ranks. So nobody else needs to know of them.
+starts new ranks. So nobody else needs to know of them. With --nnodes, some of them are processes of other hosts (`node_process`), and then the
+scheduler is not started again by its parent, but all nodes end.
 """
 
 import os
@@ -13,11 +14,12 @@ from typing import Self
 
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
-from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.errors import ExecutionError
 from headrace.log import get_logger
 from headrace.messages.channel import Ports
 from headrace.processes.child import ChildProcess
-from headrace.processes.handshake import OnProgress, RankStart
+from headrace.processes.handshake import OnProgress
+from headrace.processes.rank_groups import lead
 from headrace.processes.supervisor import describe_exit
 
 logger = get_logger(__name__)
@@ -37,18 +39,19 @@ class Ranks:
     """
 
     def __init__(self, args: ServerArgs, ports: Ports, replica: int, on_death: Callable[[], None] = _exit) -> None:
-        self.group, fd = SharedMemoryGroup.create(args.tp_size, args.rank_timeout_s)
+        self.group, starts = lead(args)
         self.shard = Shard(0, args.tp_size, self.group)
         self._on_death = on_death
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._followers: list[ChildProcess] = []
         try:
-            for rank in range(1, args.tp_size):
-                start = RankStart(rank, args.tp_size, fd)
+            for start in starts:
                 self._followers.append(ChildProcess("follower", args, ports, replica, rank=start))
         finally:
-            os.close(fd)
+            for fd in {start.group_fd for start in starts if start.group_fd is not None}:
+                os.close(fd)
+        self.group.wait_for_ranks(args.dist_timeout, self._check)
 
     def __enter__(self) -> Self:
         return self
@@ -68,9 +71,7 @@ class Ranks:
         """What the leader calls while it loads: raises the error of a follower that has ended instead of loading its part."""
 
         def report(done_bytes: int, total_bytes: int) -> None:
-            for follower in self._followers:
-                if follower.exit_code is not None:
-                    follower.wait_ready()
+            self._check()
             on_progress(done_bytes, total_bytes)
 
         return report
@@ -79,6 +80,7 @@ class Ranks:
         """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""
         for follower in self._followers:
             follower.wait_ready()
+        self.group.wait_ready(self._check)
         self._watcher.start()
 
     def give_up(self, reason: str) -> None:
@@ -91,8 +93,19 @@ class Ranks:
             follower.end()
         self._on_death()
 
+    def _check(self) -> None:
+        """Raises the error of a follower that has ended, ExecutionError if one of another host is lost."""
+        for follower in self._followers:
+            if follower.exit_code is not None:
+                follower.wait_ready()
+        if (reason := self.group.failure()) is not None:
+            raise ExecutionError(reason)
+
     def _watch(self) -> None:
         while not self._stopping.wait(CHECK_S):
+            if (reason := self.group.failure()) is not None:
+                self.give_up(reason)
+                return
             for follower in self._followers:
                 code = follower.exit_code
                 if code:  # one that was told to stop ends with 0

@@ -50,7 +50,15 @@ class Restarts:
             on_refused=self._refused,
             start_limit_s=args.watchdog_timeout_s,
         )
-        self._supervisor = Supervisor(children, on_death, manager.heartbeats.age_s, self._recover)
+        # With --nnodes, all nodes end together and are started again by who started them.
+        self._is_alone = args.num_nodes == 1
+        self._supervisor = Supervisor(
+            children,
+            on_death,
+            manager.heartbeats.age_s,
+            self._recover,
+            on_silence=(lambda silent: None) if self._is_alone else _end_stopped_scheduler,
+        )
         manager.link.on_dismissed = self._end_scheduler
 
     def start(self) -> None:
@@ -64,6 +72,9 @@ class Restarts:
 
     def _recover(self, dead: ChildProcess) -> bool:
         """Deal with a death. False: the engine cannot continue."""
+        if dead.kind == "scheduler" and not self._is_alone:
+            logger.error("the ranks of all nodes end together: this server ends, too")
+            return False
         if dead.kind != "scheduler" or self._manager.weights.can_restore:
             return self._recovery.recover(dead)
         logger.error(
@@ -109,3 +120,9 @@ class Restarts:
         for child in tuple(self._children):
             if child.kind == "scheduler" and child.index == replica:
                 child.end()
+
+
+def _end_stopped_scheduler(silent: ChildProcess) -> None:
+    """A scheduler that was stopped has lost the other nodes: it will not go on, and its clients wait."""
+    if silent.kind == "scheduler":
+        silent.end()

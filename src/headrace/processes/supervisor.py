@@ -35,7 +35,8 @@ class Supervisor(Generic[P]):
 
     processes: those that live; may change meanwhile. recover: deals with a death (and takes the process out of `processes`), or returns
     False; by default no death can be recovered. heartbeat_age_s: seconds since a process was last heard, by name, None when it never was;
-    silence is only logged, since a stopped process may go on. Typical wiring: `on_death=manager.fail_all`, `manager.heartbeats.age_s`.
+    silence is only logged, since a stopped process may go on, and on_silence is told once. Typical wiring: `on_death=manager.fail_all`,
+    `manager.heartbeats.age_s`.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Supervisor(Generic[P]):
         on_death: Callable[[str], None],
         heartbeat_age_s: Callable[[str], float | None] = lambda name: None,
         recover: Callable[[P], bool] = lambda process: False,
+        on_silence: Callable[[P], None] = lambda process: None,
     ) -> None:
         self.dead: str | None = None
         self._processes = processes
         self._on_death = on_death
         self._heartbeat_age_s = heartbeat_age_s
         self._recover = recover
+        self._on_silence = on_silence
         self._silent: set[str] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -78,15 +81,17 @@ class Supervisor(Generic[P]):
                 self.dead = process.name
                 self._on_death(f"the {process.name} process has ended unexpectedly")
                 return False
-            self._note_silence(process.name)
+            self._note_silence(process)
         return True
 
-    def _note_silence(self, name: str) -> None:
+    def _note_silence(self, process: P) -> None:
+        name = process.name
         age_s = self._heartbeat_age_s(name)
         silent = age_s is not None and age_s > SILENCE_LIMIT_S
         if silent and name not in self._silent:
             self._silent.add(name)
             logger.warning("no heartbeat from the %s process for %.1f s", name, age_s)
+            self._on_silence(process)
         elif not silent and name in self._silent:
             self._silent.discard(name)
             logger.info("the %s process sends heartbeats again", name)
