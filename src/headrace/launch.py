@@ -80,6 +80,8 @@ def launch_engine(
     on_progress: bytes of the checkpoint loaded so far and in all. should_stop: asked while waiting; True gives up.
     meanwhile: called once while the children load.
     """
+    if args.ray:
+        raise ConfigError("--ray is for `headrace serve`; an engine runs in the process that starts it")
     args = with_nodes(args, os.environ)
     _check_node(args)
     check_open_files(args)

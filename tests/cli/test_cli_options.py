@@ -20,6 +20,7 @@ NEEDED_WITH = {
     "crash_dump_prompts": ["--dump-requests-dir", "dumps"],
     "enable_priority_preemption": ["--schedule-policy", "priority"],
     "ep_size": ["--tp-size", "16"],
+    **{name: ["--ray"] for name in FIELDS if name.startswith("ray_")},
 }
 """Options without which another is refused."""
 TEXTS = {

@@ -178,6 +178,14 @@ class ServerOptions(TypedDict, total=False):
     crash_dump_prompts: bool
     otlp_traces_endpoint: str | None
     kv_events_config: str | None
+    ray: bool
+    ray_address: str | None
+    ray_min_replicas: int
+    ray_max_replicas: int
+    ray_target_ongoing_requests: float
+    ray_num_cpus: int | None
+    ray_num_gpus: int
+    ray_placement: Literal["pack", "strict_spread"]
     save_dir: str | None
     weight_update_timeout_s: float
     watchdog_timeout_s: float

@@ -101,9 +101,14 @@ _Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", rich_help_
 @with_server_options()
 def serve(model: Model = None, *, server_args: ServerArgs) -> None:
     """Serve a model over HTTP: OpenAI's API, the native API and metrics."""
+    args = with_model(server_args, model)
+    if args.ray:
+        from headrace.cluster.ray_server import launch_on_ray
+
+        raise typer.Exit(launch_on_ray(args))
     from headrace.serve import launch_server
 
-    raise typer.Exit(launch_server(with_model(server_args, model)))
+    raise typer.Exit(launch_server(args))
 
 
 @app.command(cls=ServerCommand)

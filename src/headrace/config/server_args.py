@@ -43,7 +43,7 @@ def _opt(default: Any, group: str, help_text: str, bounds: Bounds = Bounds()) ->
 
 
 _M, _L, _S, _Q = "Model", "Adapters", "Serving", "Memory and schedule"
-_K, _O = "Kernels", "Observability"
+_K, _O, _R = "Kernels", "Observability", "Ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,6 +469,38 @@ class ServerArgs:
     )
     enable_fault_injection: bool = _opt(False, _O, "For tests only: serve /inject_fault.")
 
+    ray: bool = _opt(
+        False,
+        _R,
+        "Serve with replicas of the whole engine on the nodes of a Ray cluster, behind Ray Serve; needs the `ray` extra, see docs/clusters.md.",
+    )
+    ray_address: str | None = _opt(
+        None,
+        _R,
+        "Cluster to join, e.g. auto or 10.0.0.1:6379; default: the one in RAY_ADDRESS, else one that is started on this machine.",
+        _FILLED,
+    )
+    ray_min_replicas: int = _opt(1, _R, "Fewest replicas.", Bounds(least=1, most=10_000))
+    ray_max_replicas: int = _opt(1, _R, "Most replicas.", Bounds(least=1, most=10_000))
+    ray_target_ongoing_requests: float = _opt(
+        8.0,
+        _R,
+        "Add a replica when there are more running and waiting requests for each than this, remove one when fewer.",
+        Bounds(above=0.0),
+    )
+    ray_num_cpus: int | None = _opt(
+        None,
+        _R,
+        "CPUs that a replica reserves, and its compute threads; default: --num-threads, else the cores of this machine over --ray-max-replicas.",
+        _POSITIVE,
+    )
+    ray_num_gpus: int = _opt(0, _R, "GPUs that a replica reserves.", _COUNT)
+    ray_placement: Literal["pack", "strict_spread"] = _opt(
+        "pack",
+        _R,
+        "pack: fill a node with replicas before the next one; strict_spread: at most one replica on a node.",
+    )
+
     @property
     def num_nodes(self) -> int:
         """Hosts that run one model together."""
@@ -503,6 +535,9 @@ class ServerArgs:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")
         if self.dp_size > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
+        for field_ in fields(self) if not self.ray else ():
+            if field_.metadata["group"] == _R and getattr(self, field_.name) != field_.default:
+                raise ConfigError(f"--{field_.name.replace('_', '-')} needs --ray")
         if self.tp_size > 1 and self.single_process:
             raise ConfigError("--tp-size needs processes: it cannot be combined with --single-process")
         if self.ep_size not in (1, self.tp_size):

@@ -180,7 +180,7 @@ def create_app(
     """The application that serves `model` through `frontend`.
 
     status: shared with the code that stops the server, to refuse new requests. `app.state.context` is the
-    handlers' context, `app.state.keys` the keys of --api-key-file.
+    handlers' context, `app.state.keys` the keys of --api-key-file, `app.state.paths` the declared paths.
     Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
     context = ServingContext(frontend, model, args, status if status is not None else ServerStatus())
@@ -202,6 +202,7 @@ def create_app(
     app.state.context = context
     app.state.startup_error = None
     app.state.keys = keys
+    app.state.paths = [spec.path for spec in table]
     _add_routes(app, table, bodies)
     _add_middleware(app, args, table, keys, frontend)
     return app

@@ -1,0 +1,155 @@
+"""What --ray refuses and what a replica is given, without Ray."""
+
+import dataclasses
+import importlib.util
+
+import httpx
+import pytest
+from fake_frontend import FakeFrontend, make_app
+
+from headrace import Engine
+from headrace.cluster import ray_server
+from headrace.cluster.ray_options import NOT_WITH_RAY, plan_replicas
+from headrace.cluster.ray_server import cause, deployment_options, launch_on_ray
+from headrace.cluster.replica_routes import SAME_IN_ALL, OneReplicaGate
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+from headrace.server.app import route_table
+
+OTHER_VALUES = {
+    "single_process": True,
+    "tokenizer_worker_num": 2,
+    "nnodes": 2,
+    "node_rank": 1,
+    "dist_init_addr": "10.0.0.1:20000",
+    "dist_secret_file": "secret",
+    "max_stored_responses": 1,
+    "max_sessions": 1,
+    "max_session_tokens": 1,
+    "session_timeout_s": 1.0,
+    "kv_events_config": '{"publisher": "null"}',
+    "max_stream_buffer_bytes": 1,
+    "save_dir": "/tmp",
+    "profile_dir": "/tmp",
+    "dump_requests_dir": "/tmp",
+    "enable_fault_injection": True,
+    "metrics_compat": "vllm",
+}
+
+
+@pytest.mark.parametrize("name", NOT_WITH_RAY)
+def test_an_option_that_cannot_work_with_ray_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} cannot be combined with --ray: "):
+        plan_replicas(ServerArgs(ray=True, **{name: OTHER_VALUES[name]}))
+
+
+def test_a_port_to_choose_and_fewer_replicas_than_the_least_are_refused():
+    with pytest.raises(ConfigError, match="--port 0 cannot be combined with --ray"):
+        plan_replicas(ServerArgs(ray=True, port=0))
+    with pytest.raises(ConfigError, match="--ray-min-replicas 3 is more than --ray-max-replicas 2"):
+        plan_replicas(ServerArgs(ray=True, ray_min_replicas=3, ray_max_replicas=2))
+
+
+@pytest.mark.parametrize("field", [f for f in dataclasses.fields(ServerArgs) if f.name.startswith("ray_")], ids=str)
+def test_options_of_ray_need_ray(field):
+    value = {"ray_address": "auto", "ray_placement": "strict_spread", "ray_target_ongoing_requests": 3.0}
+    with pytest.raises(ConfigError, match="needs --ray"):
+        ServerArgs(**{field.name: value.get(field.name, 7)})
+
+
+def test_an_engine_is_not_served_on_ray():
+    with pytest.raises(ConfigError, match="headrace serve"):
+        Engine(ray=True)
+
+
+def test_a_replica_has_the_options_of_the_server_but_not_its_address_in_ray_or_its_certificate():
+    args = ServerArgs(
+        ray=True,
+        ray_max_replicas=4,
+        ray_address="auto",
+        api_key="sesame",
+        tp_size=2,
+        ssl_certfile="cert",
+        max_total_tokens=512,
+    )
+    plan = plan_replicas(args, num_cores=10)
+    options = ServerArgs(**plan.options)
+
+    assert plan.num_cpus == 2
+    assert (options.ray, options.ray_address, options.ssl_certfile) == (False, None, None)
+    assert (options.api_key, options.tp_size, options.max_total_tokens, options.num_threads) == ("sesame", 2, 512, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_cpus", "num_threads"),
+    [
+        ({}, 8, 8),
+        ({"num_threads": 3}, 3, 3),
+        ({"ray_num_cpus": 5}, 5, 5),
+        ({"ray_num_cpus": 5, "num_threads": 3}, 5, 3),
+    ],
+    ids=str,
+)
+def test_a_replica_reserves_the_cpus_that_it_computes_with(given, num_cpus, num_threads):
+    plan = plan_replicas(ServerArgs(ray=True, **given), num_cores=8)
+    assert (plan.num_cpus, plan.options["num_threads"]) == (num_cpus, num_threads)
+
+
+def test_the_deployment_scales_between_the_limits_and_a_replica_takes_what_its_queue_takes():
+    args = ServerArgs(
+        ray=True, ray_max_replicas=3, ray_placement="strict_spread", ray_num_gpus=1, max_queued_requests=100
+    )
+    options = deployment_options(args, plan_replicas(args, num_cores=6))
+
+    scaling = options["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (1, 3, 8.0)
+    assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 1}
+    assert options["max_replicas_per_node"] == 1
+    assert options["max_ongoing_requests"] == 64 + 100
+    assert options["graceful_shutdown_timeout_s"] > args.drain_timeout_s
+    assert "max_replicas_per_node" not in deployment_options(ServerArgs(ray=True), plan_replicas(ServerArgs(ray=True)))
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'headrace\[ray\]'"):
+        launch_on_ray(ServerArgs(ray=True))
+
+
+def test_a_cluster_of_ours_never_starts_without_tokens(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(ray_server.AUTH, "disabled")
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE is disabled"):
+        launch_on_ray(ServerArgs(ray=True))
+
+
+def test_the_cause_of_a_failure_is_what_our_error_says():
+    text = 'Traceback (most recent call last):\n  File "a.py"\nheadrace.errors.ConfigError: --port is taken\n\nThe actor died.\n'
+    assert cause(text) == "--port is taken"
+    assert cause("one\ntwo\n") == "two"
+
+
+async def test_routes_that_would_reach_one_replica_are_refused_and_a_new_one_is_until_it_is_listed():
+    reached = []
+
+    async def app(scope, receive, send):
+        reached.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    gate = OneReplicaGate(app, [*SAME_IN_ALL, "/flush_cache", "/new/{id}"])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://localhost") as client:
+        for path in ("/v1/chat/completions", "/v1/models/tiny", "/not-there"):
+            assert (await client.get(path)).status_code == 200
+        for path in ("/flush_cache", "/new/7"):
+            reply = await client.post(path)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_with_ray")
+    assert reached == ["/v1/chat/completions", "/v1/models/tiny", "/not-there"]
+
+
+def test_the_routes_for_all_replicas_exist_and_none_of_them_is_for_the_operator():
+    access = {spec.path: spec.access for spec in route_table(make_app(FakeFrontend())[0].state.context)}
+
+    assert access.keys() >= SAME_IN_ALL
+    assert "admin" not in {access[path] for path in SAME_IN_ALL}
