@@ -3,34 +3,16 @@
 `ServerArgs` holds the options as given; `config.resolve` combines it with the model and the device into a `Config`.
 """
 
-import math
-from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
+from headrace.config.bounds import LONGEST_S, Bounds, check_option
 from headrace.config.kv_events import read_kv_events
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
-
-MAX_INT = 2**63 - 1
-LONGEST_S = 1e9
-"""About thirty years; longer times are refused, since no system clock counts that far."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Range of a number: least <= value <= most, above < value < below. `filled`: a text must not be blank."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf
-    below: float = math.inf
-    filled: bool = False
-
 
 _POSITIVE = Bounds(least=1)
 _COUNT = Bounds(least=0)
@@ -519,7 +501,7 @@ class ServerArgs:
         """Check what can be checked without a model or a device. Raises ConfigError."""
         for field_ in fields(self):
             option = "--" + field_.name.replace("_", "-")
-            _check(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
+            check_option(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
         parse_origins(self.allow_origins)
         parse_hosts(self.allowed_hosts or "")
         if read_kv_events(self.kv_events_config, self.dp_size) is not None and self.disable_radix_cache:
@@ -564,42 +546,3 @@ class ServerArgs:
             raise ConfigError("--crash-dump-prompts needs --crash-dump-dir or --dump-requests-dir")
         if self.log_requests_level and not self.log_requests:
             raise ConfigError(f"--log-requests-level {self.log_requests_level} needs --log-requests")
-
-
-def _check(option: str, value: object, annotation: Any, bounds: Bounds) -> None:
-    """Raises ConfigError, naming the option, unless `value` has the field's type and is within its bounds."""
-    if get_origin(annotation) is Literal:
-        _check_choice(option, value, get_args(annotation))
-        return
-    kinds = get_args(annotation) or (annotation,)
-    if value is None and NoneType in kinds:
-        return
-    kind = kinds[0]
-    # An int is a fine float; a bool is neither.
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        what = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-        raise ConfigError(f"{option} must be {what}, got {value!r:.80}")
-    if isinstance(value, str) and bounds.filled and not value.strip():
-        raise ConfigError(f"{option} must not be empty; leave it out instead")
-    if isinstance(value, int | float) and kind is not bool:
-        _check_number(option, value, bounds)
-
-
-def _check_choice(option: str, value: object, choices: Collection[object]) -> None:
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ConfigError(f"{option} must be one of {', '.join(map(str, choices))}, got {value!r:.80}")
-
-
-def _check_number(option: str, value: float, bounds: Bounds) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{option} must be a finite number, got {value}")
-    if isinstance(value, int) and abs(value) > MAX_INT:
-        raise ConfigError(f"{option} is too large a number")
-    for holds, what in (
-        (value >= bounds.least, f"at least {bounds.least:g}"),
-        (value <= bounds.most, f"at most {bounds.most:g}"),
-        (value > bounds.above, f"above {bounds.above:g}"),
-        (value < bounds.below, f"below {bounds.below:g}"),
-    ):
-        if not holds:
-            raise ConfigError(f"{option} must be {what}, got {value}")
