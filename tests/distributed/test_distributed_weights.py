@@ -15,6 +15,7 @@ from model_harness import CPU, FAMILIES, MAX_POSITIONS, randomise, save_tiny, ti
 from thread_group import on_ranks
 
 from headrace.attention.torch_native import TorchNativeAttention
+from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.safetensors_file import SafetensorsFile
 from headrace.checkpoint.source import open_checkpoint
 from headrace.distributed.base import Shard
@@ -24,6 +25,8 @@ from headrace.execution.load_weights import load_model
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderJobs, LeaderWeights, Turn
 from headrace.execution.update_weights import ModelWeights
+from headrace.execution.weight_cache import open_cache
+from headrace.kernels import cpu
 from headrace.layers.weight import Placement, Weight
 from headrace.messages.rank_step import RankStep, RankStop, decode, encode
 from headrace.messages.weights import Prepared, UpdateFromTensors, WorkerOperation
@@ -197,3 +200,40 @@ def test_the_tensors_of_a_checkpoint_are_all_there(folders):
     for weight in weights_of(old, Shard(1, SIZE, NO_GROUP)).model.weights():
         assert weight.own_shape == tuple(weight.read().shape)
         assert torch.equal(tensors[weight.name][weight.own], weight.read()), weight.name
+
+
+@pytest.mark.skipif(bool(cpu.why_not()), reason="packed weights are the native kernels'")
+def test_a_rank_reads_and_caches_its_own_experts_only(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    old, _ = folders("mixtral")
+    read: list[str] = []
+    original = Checkpoint.checked_tensor
+
+    def record(self, name, *args, **kwargs):
+        read.append(name)
+        return original(self, name, *args, **kwargs)
+
+    def load(rank: int, whole_experts: bool = True) -> tuple[str, list[str], list[torch.Tensor]]:
+        """What the cache says, the experts that were read, and what the rank then has."""
+        checkpoint = open_checkpoint(old)
+        spec = model_class_for(checkpoint.config, "auto")
+        shard = Shard(rank, SIZE, NO_GROUP)
+        placement = Placement(CPU, torch.float32, MAX_POSITIONS, shard=shard, whole_experts=whole_experts)
+        cache = open_cache(checkpoint, spec.name, placement)
+        assert cache is not None
+        read.clear()
+        model = load_model(checkpoint, spec, placement, cache=cache)
+        cache.write(model.weights())
+        return cache.outcome, [name for name in read if ".experts." in name], [w.read() for w in model.weights()]
+
+    monkeypatch.setattr(Checkpoint, "checked_tensor", record)
+    first = [load(rank) for rank in range(SIZE)]
+    names = [name for _, experts, _ in first for name in experts]
+    assert {outcome for outcome, _, _ in first} == {"no file yet"}
+    assert sorted(names) == sorted(name for name in open_checkpoint(old).tensor_names() if ".experts." in name)
+    assert load(0, whole_experts=False)[0] == "no file yet"
+    for rank, (_, _, parts) in enumerate(first):
+        outcome, experts, again = load(rank)
+        assert "read in" in outcome
+        assert not experts
+        assert are_equal(again, parts)
