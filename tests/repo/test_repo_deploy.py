@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from headrace.config.cli import parse
+from headrace.config.nodes import host_and_port, with_nodes
 from headrace.config.server_args import ServerArgs
 from headrace.config.settings import from_environment
 from headrace.metrics.catalog import Metrics
@@ -36,7 +37,20 @@ OPTIONS = {field.name for field in fields(ServerArgs)}
 
 MANIFESTS = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "adapter-rules.yaml")
 LOADED = {path: yaml.safe_load(path.read_text()) for path in MANIFESTS}
-BY_KIND = {manifest["kind"]: manifest for manifest in LOADED.values() if manifest["kind"] != "Kustomization"}
+GROUP = KUBERNETES / "group"
+
+
+def by_kind(paths: Iterable[Path]) -> dict[str, Any]:
+    """The manifests of the files, but for kustomizations, which have one of a kind each."""
+    found = [LOADED[path] for path in paths if LOADED[path]["kind"] != "Kustomization"]
+    assert len({manifest["kind"] for manifest in found}) == len(found)
+    return {manifest["kind"]: manifest for manifest in found}
+
+
+BY_KIND = by_kind(path for path in MANIFESTS if path.parent != GROUP)
+GROUP_BY_KIND = by_kind(path for path in MANIFESTS if path.parent == GROUP)
+PODS_OF_GROUP = GROUP_BY_KIND["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+LEADER, WORKER = PODS_OF_GROUP["leaderTemplate"], PODS_OF_GROUP["workerTemplate"]
 POD = BY_KIND["Deployment"]["spec"]["template"]
 [SERVER] = POD["spec"]["containers"]
 [PULL] = POD["spec"]["initContainers"]
@@ -146,6 +160,73 @@ def test_mounts_are_volumes_of_the_pod(container):
     assert {mount["name"] for mount in container["volumeMounts"]} <= {
         volume["name"] for volume in POD["spec"]["volumes"]
     }
+
+
+# ------------------------------------------------------------------------------------------------ a group of pods
+
+
+def container_of(template: dict[str, Any]) -> dict[str, Any]:
+    [container] = template["spec"]["containers"]
+    return dict(container)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_pods_of_a_group_find_their_ranks_by_the_variables_of_leaderworkerset(index):
+    args = parse(container_of(LEADER)["args"])
+    size = PODS_OF_GROUP["size"]
+    environ = {
+        "LWS_GROUP_SIZE": str(size),
+        "LWS_WORKER_INDEX": str(index),
+        "LWS_LEADER_ADDRESS": "headrace-group-0.headrace-group",
+    }
+    node = with_nodes(args, environ)
+
+    assert (node.nnodes, node.node_rank) == (size, index)
+    ports = {entry["name"]: entry["containerPort"] for entry in container_of(LEADER)["ports"]}
+    assert ports == {"http": args.port, "ranks": host_and_port(node.dist_init_addr)[1]}
+
+
+def test_pods_of_a_group_are_started_again_together_and_have_the_same_options():
+    assert PODS_OF_GROUP["restartPolicy"] == "RecreateGroupOnPodRestart"
+    leader, worker = container_of(LEADER), container_of(WORKER)
+    for name in ("image", "args", "resources", "securityContext", "volumeMounts"):
+        assert leader[name] == worker[name], name
+    assert LEADER["spec"]["securityContext"] == WORKER["spec"]["securityContext"] == POD["spec"]["securityContext"]
+    assert leader["image"] == LOADED[GROUP / "kustomization.yaml"]["images"][0]["name"]
+    for template in (LEADER, WORKER):
+        [pull] = template["spec"]["initContainers"]
+        assert pull["command"] == ["headrace", "pull", parse(leader["args"]).model_path]
+        assert template["spec"]["terminationGracePeriodSeconds"] > parse(leader["args"]).drain_timeout_s + 10
+        mounts = {mount["name"] for mount in container_of(template)["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in template["spec"]["volumes"]}
+
+
+def test_the_service_of_leaders_leaves_leaderworkerset_the_name_of_its_own():
+    assert GROUP_BY_KIND["Service"]["metadata"]["name"] != GROUP_BY_KIND["LeaderWorkerSet"]["metadata"]["name"]
+
+
+def test_all_pods_of_a_group_have_the_secret_and_only_the_leader_has_keys():
+    names = {
+        role: {entry["secretRef"]["name"] for entry in container_of(template)["envFrom"]}
+        for role, template in (("leader", LEADER), ("worker", WORKER))
+    }
+    assert names == {"leader": {"headrace-dist", "headrace-keys"}, "worker": {"headrace-dist"}}
+
+
+def test_requests_go_to_leaders_and_every_pod_of_a_group_is_probed():
+    selectors = [
+        GROUP_BY_KIND["Service"]["spec"]["selector"],
+        BY_KIND["PodMonitor"]["spec"]["selector"]["matchLabels"],
+        BY_KIND["InferencePool"]["spec"]["selector"]["matchLabels"],
+    ]
+    for selector in selectors:
+        assert selector.items() <= LEADER["metadata"]["labels"].items()
+        assert not selector.items() <= WORKER["metadata"]["labels"].items()
+
+    for template, ready in ((LEADER, "/ready"), (WORKER, "/health")):
+        probes = [container_of(template)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+        assert [probe["path"] for probe in probes] == ["/health", "/health", ready]
+        assert {probe["port"] for probe in probes} == {"http"}
 
 
 # ------------------------------------------------------------------------------------------------ metrics
