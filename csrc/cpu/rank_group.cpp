@@ -126,9 +126,13 @@ struct alignas(128) RankGroup::Signal {
   }
 };
 
-// Numbers that one rank raises. taken: by rank 0, of this rank's pieces.
+// Numbers that one rank raises. taken: by rank 0, of this rank's pieces. added: elements of its pieces of sums, by slot; on the cache line of
+// `met`, which is read anyway.
 struct RankGroup::Rank {
-  Signal met, gathered, taken, received;
+  struct : Signal {
+    int64_t added[2];
+  } met;
+  Signal gathered, taken, received;
 };
 
 struct RankGroup::Shared {
@@ -206,7 +210,7 @@ void RankGroup::break_up(const char* reason) {
   shared_->state.store(kBroken, std::memory_order_seq_cst);
   wake_all(shared_->sent.value);
   for (Rank& rank : shared_->ranks) {
-    for (Signal* signal : {&rank.met, &rank.gathered, &rank.taken, &rank.received}) wake_all(signal->value);
+    for (Signal* signal : {static_cast<Signal*>(&rank.met), &rank.gathered, &rank.taken, &rank.received}) wake_all(signal->value);
   }
 }
 
@@ -254,11 +258,27 @@ void RankGroup::all_reduce(float* x, int64_t n) {
   }
 }
 
-// Each rank adds up everything.
-void RankGroup::sum_directly(float* x, int64_t n) {
+// Meets the others with x[n] in a slot. Ranks that add up different sizes are not in the same call: their sum would be wrong in silence.
+uint32_t RankGroup::put_in(const float* x, int64_t n) {
   const uint32_t piece = num_sums_++;
   copy(x, sum_slot(rank_, piece), n);
+  shared_->ranks[rank_].met.added[piece % 2] = n;
   meet();
+  for (int rank = 0; rank < size_; ++rank) {
+    const int64_t theirs = shared_->ranks[rank].met.added[piece % 2];
+    if (theirs == n) continue;
+    char reason[120];
+    std::snprintf(reason, sizeof reason, "ranks %d and %d disagree about a step: one adds up %lld numbers, the other %lld", rank_, rank,
+                  static_cast<long long>(n), static_cast<long long>(theirs));
+    break_up(reason);
+    check_open();
+  }
+  return piece;
+}
+
+// Each rank adds up everything.
+void RankGroup::sum_directly(float* x, int64_t n) {
+  const uint32_t piece = put_in(x, n);
   const float* slots[kMaxRanks];
   for (int rank = 0; rank < size_; ++rank) slots[rank] = sum_slot(rank, piece);
   add_up(slots, size_, x, n);
@@ -266,10 +286,8 @@ void RankGroup::sum_directly(float* x, int64_t n) {
 
 // Each rank adds up its part and puts the sum into its slot, where nobody else reads that part before; then all take the others' sums.
 void RankGroup::sum_in_parts(float* x, int64_t n) {
-  const uint32_t piece = num_sums_++;
   auto start = [&](int rank) { return std::min(n, round_up((n + size_ - 1) / size_, 16) * rank); };
-  copy(x, sum_slot(rank_, piece), n);
-  meet();
+  const uint32_t piece = put_in(x, n);
   const int64_t begin = start(rank_), count = start(rank_ + 1) - begin;
   const float* parts[kMaxRanks];
   for (int rank = 0; rank < size_; ++rank) parts[rank] = sum_slot(rank, piece) + begin;

@@ -36,7 +36,8 @@ class RankGroup {
   // Every call below throws std::runtime_error with the reason when the group is or gets broken up, std::invalid_argument when an argument
   // does not fit. One that waits for another rank for longer than the limit breaks the group up.
 
-  // x[n] becomes the sum of every rank's x, added in the order of ranks: the same bits in each rank, whatever comes first.
+  // x[n] becomes the sum of every rank's x, added in the order of ranks: the same bits in each rank, whatever comes first. Ranks that give
+  // different n break the group up.
   void all_reduce(float* x, int64_t n);
 
   // Rank r has x [rows, columns[r]], rows x_stride apart; rank 0's out [rows, sum of columns], rows out_stride apart, gets them side by side.
@@ -60,6 +61,7 @@ class RankGroup {
   void check_open() const;
   void wait(Signal& signal, uint32_t number, int whose, Limit limit = Limit::kOurs);
   void meet();
+  uint32_t put_in(const float* x, int64_t n);
   void sum_directly(float* x, int64_t n);
   void sum_in_parts(float* x, int64_t n);
   float* sum_slot(int rank, uint32_t piece) const;

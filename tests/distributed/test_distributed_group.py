@@ -88,6 +88,18 @@ def test_a_rank_that_does_not_come_breaks_the_group_after_the_limit():
             second.receive()
 
 
+def test_ranks_that_add_up_different_sizes_break_the_group(others):
+    """One of them is in another call; a sum of both would be wrong, and nobody would notice."""
+    with new_group(2) as (group, fd):
+        others[0].begin(one_sum, fd, 1, 2)
+        with pytest.raises(
+            ExecutionError, match=r"disagree about a step: one adds up (7|10) numbers, the other (7|10)"
+        ):
+            group.all_reduce(torch.zeros(7))
+        others[0].has_joined()
+        assert "disagree about a step" in others[0].result()
+
+
 def test_messages_that_nobody_receives_end_at_the_limit():
     with new_group(2, limit_s=0.1) as (group, _), pytest.raises(ExecutionError, match="rank 1 did not answer"):
         group.send(bytes(5_000_000))

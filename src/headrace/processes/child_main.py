@@ -79,7 +79,7 @@ def main() -> None:
     bootstrap = msgspec.json.decode(sys.stdin.buffer.readline(), type=Bootstrap)
     lifeline.follow(sys.stdin.fileno(), bootstrap.parent_pid, lambda: os._exit(1))
     if kind == "follower":
-        lifeline.die_with(bootstrap.parent_pid)  # its leader's main thread
+        lifeline.die_with(bootstrap.parent_pid)  # whose main thread has started it
     name = kind if bootstrap.rank is None else f"rank {bootstrap.rank.rank}"
     log.configure(bootstrap.args.log_level, name, bootstrap.args.log_format)
     reporter = Reporter(bootstrap.report_fd)
