@@ -44,7 +44,11 @@ class Link:
 
     def _accept(self) -> None:
         near, _ = self._listening.accept()
-        far = socket.create_connection(self._to)
+        try:
+            far = socket.create_connection(self._to)
+        except OSError:  # nobody listens there yet
+            near.close()
+            return
         self._sockets += [near, far]
         self._selector.register(near, selectors.EVENT_READ, far)
         self._selector.register(far, selectors.EVENT_READ, near)

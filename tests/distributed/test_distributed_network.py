@@ -29,7 +29,7 @@ from rank_harness import (
     sums,
 )
 
-from headrace.distributed import network
+from headrace.distributed import network, network_follower
 from headrace.distributed.network import Address, Member
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
@@ -227,7 +227,10 @@ def refused(joining: "Future[FollowerGroup]") -> str:
     ],
     ids=["secret", "model", "option", "size", "rank"],
 )
-def test_who_does_not_belong_is_refused_with_the_reason_and_the_leader_waits_on(options: dict[str, Any], said, caller):
+def test_who_does_not_belong_is_refused_with_the_reason_and_the_leader_waits_on(
+    options: dict[str, Any], said: str, caller, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(network_follower, "_FAILING_S", 0.0)
     with network_leader(2) as group:
         strange = caller.submit(lambda: join(group, **{"rank": 1, "size": 2, **options}))
         waiting = caller.submit(group.wait_for_ranks, LIMIT_S)

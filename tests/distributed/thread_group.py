@@ -22,6 +22,7 @@ class ThreadGroup:
     """A `Group` of threads. No address: layers that sum within a native call are not run so."""
 
     address = 0
+    spans_hosts = False
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -18,7 +18,7 @@ import re2
 
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.safetensors_file import SafetensorsFile
-from headrace.checkpoint.weight_cache import identity
+from headrace.checkpoint.weight_cache import files_fingerprint
 from headrace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -158,9 +158,9 @@ class LoraCheckpoint:
             self.modules[name.removeprefix(_PREFIX).removesuffix(suffix), _SUFFIXES[suffix]] = name
 
     def fingerprint(self) -> str:
-        """Fingerprint of the adapter's files as they are now; see `identity`. Raises ModelError."""
+        """Fingerprint of the adapter's files as they are now; see `weight_cache.files_fingerprint`. Raises ModelError."""
         try:
-            return identity([self._path / CONFIG_NAME, self._path / WEIGHTS_NAME], {})
+            return files_fingerprint([self._path / CONFIG_NAME, self._path / WEIGHTS_NAME], {})
         except OSError as error:
             raise ModelError(f"the adapter's files cannot be read: {error.strerror}") from error
 

@@ -18,7 +18,7 @@ import shutil
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,7 @@ _MAX_HEADER_BYTES = 64 << 20
 _MAX_SHARE = 0.25
 """Of the disk space that is free or taken by the cache, the most that the cache may take."""
 
+_CONTENT_DIGITS = 32
 _SAMPLES = 64
 _SAMPLE_BYTES = 64 << 10
 
@@ -97,19 +98,19 @@ def identity(files: Iterable[Path], facts: Mapping[str, object]) -> str:
     A file counts with its name, size, time of change (nanoseconds) and a hash of its beginning, its end and samples between: reading
     all of it would cost what the cache saves, and weights that were trained further differ everywhere. Raises OSError.
     """
+    return _hash([(file.name, *_fingerprint(file)) for file in sorted(files)], facts)
+
+
+def files_fingerprint(files: Iterable[Path], facts: Mapping[str, object]) -> str:
+    """A name for `files` that shows any change of them: `content_of` it is the same for copies on other hosts. Raises OSError."""
     described = [(file.name, *_fingerprint(file)) for file in sorted(files)]
-    text = json.dumps([described, dict(facts)], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    without_times = [(name, size, digest) for name, size, _, digest in described]
+    return _hash(without_times, facts)[:_CONTENT_DIGITS] + _hash(described, facts)[:_CONTENT_DIGITS]
 
 
-def content_identity(files: Iterable[Path], facts: Mapping[str, object]) -> str:
-    """As `identity`, without the times of change: the same for copies on several hosts. Raises OSError."""
-    described = []
-    for file in sorted(files):
-        size, _, digest = _fingerprint(file)
-        described.append((file.name, size, digest))
-    text = json.dumps([described, dict(facts)], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+def content_of(fingerprint: str) -> str:
+    """The part of a fingerprint that does not depend on when files were written, with which it begins."""
+    return fingerprint[:_CONTENT_DIGITS]
 
 
 def code_digest(root: Path) -> str:
@@ -310,7 +311,12 @@ def _make_room(num_bytes: int) -> None:
         taken -= oldest.num_bytes
 
 
-def _fingerprint(path: Path) -> Sequence[object]:
+def _hash(described: object, facts: Mapping[str, object]) -> str:
+    text = json.dumps([described, dict(facts)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _fingerprint(path: Path) -> tuple[int, int, str]:
     """Size, time of change, and a hash of samples."""
     with open_regular(path) as file:
         status = os.fstat(file.fileno())

@@ -20,6 +20,8 @@ class Group(Protocol):
 
     rank: int
     size: int
+    spans_hosts: bool
+    """Whether ranks have their own host's files and clock."""
 
     @property
     def address(self) -> int | None:

@@ -77,6 +77,7 @@ class Lost(Exception):
 class NetworkGroup(ABC):
     """A `Group`: `LeaderGroup` or `FollowerGroup`. Its calls raise ExecutionError when it is broken."""
 
+    spans_hosts = True
     address = None
     """There is no native group, so the layers run one by one."""
 

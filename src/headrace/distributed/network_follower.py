@@ -41,8 +41,8 @@ logger = get_logger(__name__)
 _RETRY_S = 0.25
 _CONNECT_S = 3.0
 _HANDSHAKE_S = 5.0
-_MAX_FAILED_HANDSHAKES = 3
-"""In a row; one alone may be a leader that ended just then."""
+_FAILING_S = 20.0
+"""Handshakes that fail for so long will not work later. A leader may just end, and a proxy may accept connections before there is one."""
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CLOSED
@@ -188,11 +188,11 @@ class FollowerGroup(NetworkGroup):
 
 @dataclass(slots=True)
 class _Tries:
-    """How joining goes. last: why the last try failed."""
+    """How joining goes. last: why the last try failed. failing_since_s: when handshakes began to fail; None = the last did not."""
 
     address: Address
-    last: str = "nobody listens there"
-    failed_handshakes: int = 0
+    last: str = ""
+    failing_since_s: float | None = None
 
     def failed(self, why: str) -> None:
         """Note why a try has failed. The first of its kind is logged."""
@@ -249,18 +249,21 @@ class _Link:
                 break
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                tries.failed_handshakes = 0
+                tries.failing_since_s = None
                 return True
             if event == zmq.EVENT_CONNECTED:
                 is_connected = True
             else:
                 break
         if not is_connected:
+            tries.failing_since_s = None
             tries.failed("nobody listens there")
             return False
         tries.failed("who listens there has another secret, or is no Headrace")
-        tries.failed_handshakes += 1
-        if tries.failed_handshakes == _MAX_FAILED_HANDSHAKES:
+        now = time.monotonic()
+        if tries.failing_since_s is None:
+            tries.failing_since_s = now
+        if now - tries.failing_since_s >= _FAILING_S:
             raise ConfigError(
                 f"--dist-init-addr {tries.address}: {tries.last}; give every node the same secret "
                 "(HEADRACE_DIST_SECRET or --dist-secret-file)"

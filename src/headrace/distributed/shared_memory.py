@@ -18,6 +18,8 @@ from headrace.kernels import cpu
 class SharedMemoryGroup:
     """A `Group`. After it was broken up, or a call took longer than its limit, it is of no use any more: all ranks make a new one."""
 
+    spans_hosts = False
+
     def __init__(self, native_group: Any, rank: int, size: int) -> None:
         """native_group: `_native.RankGroup`. See `create` and `join`."""
         self.rank = rank

@@ -18,7 +18,7 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
-from headrace.checkpoint.weight_cache import identity
+from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
@@ -436,7 +436,8 @@ def _load_adapters(args: ServerArgs, loras: LoraPool, shard: Shard) -> tuple[str
         except ModelError as error:
             raise ModelError(f"--lora-paths: adapter {name!r:.80}: {error.message}") from None
     if shard.group is not None and shard.leads:
-        shard.group.send("\n".join(fingerprints).encode())
+        told = map(content_of, fingerprints) if shard.group.spans_hosts else fingerprints
+        shard.group.send("\n".join(told).encode())
     return tuple(fingerprints)
 
 
@@ -470,11 +471,11 @@ def open_model(args: ServerArgs) -> Checkpoint:
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:
-    """Fingerprint of the weight files (see `identity`) and of the config; empty for random weights. Raises ModelError."""
+    """Fingerprint of the weight files (see `weight_cache.files_fingerprint`) and of the config; empty for random weights. Raises ModelError."""
     if checkpoint.kind == "dummy":
         return ""
     try:
-        return identity(checkpoint.files(), {"config": checkpoint.config.raw})
+        return files_fingerprint(checkpoint.files(), {"config": checkpoint.config.raw})
     except OSError as error:
         raise ModelError(f"{checkpoint.path.name} cannot be read: {error.strerror}") from error
 

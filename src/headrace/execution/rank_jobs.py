@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from headrace.checkpoint.safetensors_file import SafetensorsFile
+from headrace.checkpoint.weight_cache import content_of
 from headrace.distributed.base import Group
 from headrace.errors import ExecutionError, HeadraceError, ModelError, RequestError
 from headrace.execution.expert_recorder import ExpertRecorder
@@ -135,6 +136,15 @@ class LeaderJobs:
             raise
         return job, replace(prepared, install=lambda: self._install(job, prepared), num_bytes=num_bytes)
 
+    @property
+    def span_hosts(self) -> bool:
+        """Whether some ranks see other files."""
+        return self._group.spans_hosts
+
+    def _seen_by_all(self, fingerprint: str) -> str:
+        """What a fingerprint must have in common in all ranks."""
+        return content_of(fingerprint) if self._group.spans_hosts else fingerprint
+
     def drop(self, job: int) -> None:
         """Let the followers forget a job. Ignored if it was installed."""
         with contextlib.suppress(ExecutionError):  # a broken group has forgotten everything
@@ -159,7 +169,7 @@ class LeaderJobs:
                 raise ModelError(answer.text)
             if answer.state == "failed":
                 raise ExecutionError(f"rank {rank}: {answer.text}")
-            if answer.text != prepared.fingerprint:
+            if self._seen_by_all(answer.text) != self._seen_by_all(prepared.fingerprint):
                 raise ModelError("its files changed while they were read; load it again")
         return sum(answer.num_bytes for answer in answers)
 
@@ -268,6 +278,10 @@ class LeaderWeights:
     def start(self, operation: WorkerOperation) -> WeightJob:
         """See `WeightExecutor`."""
         match operation:
+            case UpdateFromTensors() | UpdateFromDistributed() | GetWeight() | SaveWeights() | InitGroup() if (
+                self._jobs.span_hosts
+            ):
+                return Job(_refuse_on_several_hosts)
             case UpdateFromDisk() | UpdateFromTensors() | ReleaseMemory() | ResumeMemory():
                 return _JobOfAll(self._jobs, lambda begun, abandoned: self._prepare(operation, begun, abandoned))
             case UpdateFromDistributed():
@@ -333,6 +347,12 @@ class LeaderWeights:
                 ) from error
             tensors.clear()
             return self._prepare(UpdateFromTensors(file.name), begun, abandoned)
+
+
+def _refuse_on_several_hosts(abandoned: threading.Event) -> Prepared:
+    raise ModelError(
+        "ranks on several hosts (--nnodes) cannot exchange whole weights yet: update from a checkpoint that every host has at the same path"
+    )
 
 
 class _JobOfAll(Job):

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 
 from headrace.checkpoint.names import resolve_model
-from headrace.checkpoint.weight_cache import content_identity
+from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ModelError
 from headrace.version import VERSION
@@ -42,7 +42,7 @@ def _model(args: ServerArgs) -> str:
     checkpoint = dummy_checkpoint(path) if is_random else open_checkpoint(path)
     try:
         files = () if is_random else checkpoint.files()
-        return content_identity(files, {"config": checkpoint.config.raw})[:16]
+        return content_of(files_fingerprint(files, {"config": checkpoint.config.raw}))
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
     finally:
