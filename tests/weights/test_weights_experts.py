@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 from engines import running_engine
-from weights_harness import PROMPTS, engine_of, fresh, tensors_of, tokens
-
-from conftest import save
+from weights_harness import PROMPTS, engine_of, fresh, save, tensors_of, tokens
 
 TWO: dict[str, Any] = {
     "tp_size": 2,
