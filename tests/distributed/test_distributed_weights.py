@@ -1,5 +1,6 @@
 """Weights that several ranks share: replaced in every rank, or in none; and put together from the parts of all."""
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoint"))
 
 from model_harness import CPU, FAMILIES, MAX_POSITIONS, randomise, save_tiny, tiny_config
+from test_quantized_formats import pack_words
 from thread_group import on_ranks
 
 from headrace.attention.torch_native import TorchNativeAttention
@@ -237,3 +240,45 @@ def test_a_rank_reads_and_caches_its_own_experts_only(folders, tmp_path, monkeyp
         assert "read in" in outcome
         assert not experts
         assert are_equal(again, parts)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_that_are_stored_quantised_are_those_of_one_process(method, tmp_path):
+    """They are taken as they are stored, so no bit differs, whoever has them."""
+    config = tiny_config("mixtral")
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 64, 96, 1
+    save_tiny(config, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name in [name for name in tensors if ".experts." in name]:
+        n, k = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (k, n), generator=generator)
+        zeros = torch.randint(1, 16, (k // 32, n), generator=generator)
+        base = name.removesuffix("weight")
+        order = (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else tuple(range(8))
+        tensors[f"{base}qweight"] = pack_words(codes, order) if method == "awq" else pack_words(codes.T).T.contiguous()
+        tensors[f"{base}qzeros"] = pack_words(zeros - int(method == "gptq"), order)
+        tensors[f"{base}scales"] = (torch.rand(k // 32, n, generator=generator) * 0.01 + 0.001).half()
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+
+    def experts_of(shard: Shard) -> dict[str, torch.Tensor]:
+        checkpoint = open_checkpoint(tmp_path)
+        spec = model_class_for(checkpoint.config, "auto")
+        placement = Placement(CPU, torch.float32, MAX_POSITIONS, "int4", shard, whole_experts=not shard.is_whole)
+        weights = load_model(checkpoint, spec, placement).weights()
+        return {
+            weight.name: weight.read() for weight in weights if ".experts." in weight.name and not weight.is_elsewhere
+        }
+
+    want = experts_of(Shard())
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        own = experts_of(Shard(rank, 2, NO_GROUP))
+        assert 0 < len(own) < len(want)
+        assert not own.keys() & found.keys()
+        found |= own
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
