@@ -1,5 +1,6 @@
 """`headrace bench fleet`: every fleet with every policy, the tables, the JSON and the plot."""
 
+import gc
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def run_fleet(options: FleetOptions, console: Console) -> dict[str, Any]:
                 on_done = start(f"[{repetition + 1}/{options.repeat}] {count} replicas, {policy}")
                 outcome = Fleet(options, count, policy, options.seed + repetition, on_done).run()
                 result.repetitions.append(outcome)
+                gc.collect()  # the trees of caches are cycles
                 console.print(f"[dim]{_in_one_line(result, outcome)}[/dim]", highlight=False)
     content = _document(options, list(results.values()))
     _print_results(console, options, list(results.values()))

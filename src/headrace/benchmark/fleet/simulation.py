@@ -249,7 +249,7 @@ class Fleet:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Millions of live objects would be walked again and again. What is in cycles (a dead replica's tree) is collected afterwards."""
+    """Millions of live objects would be walked again and again. What is in cycles (a dead replica's tree) stays until this is over."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
