@@ -1,6 +1,6 @@
 """What a policy of --load-balance-method does to the hit rate of real replicas, beside what `headrace bench fleet` says of them.
 
-    .venv/bin/python benchmarks/replicas.py MODEL [--replicas 4] [--num-requests 150] [--repeat 3] [--output FILE]
+    .venv/bin/python benchmarks/replicas.py MODEL [--replicas 4] [--policies cache_aware,...] [--num-requests 150] [--repeat 3] [--output FILE]
 
 Starts `headrace serve MODEL` with one replica, then with `--replicas` of them and each policy, one server after the other, and sends each the
 sessions of `bench fleet`, with the answers of the model. Each repetition has sessions of its own (another seed) and begins with empty caches.
@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import aiohttp
 
-from headrace.benchmark.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions
+from headrace.benchmark.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
 from headrace.benchmark.fleet.simulation import Fleet
 from headrace.benchmark.fleet.workload import Session, Workload
 from headrace.benchmark.own_server import own_server
@@ -103,11 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--policies", type=policy_names, default=get_args(Method))
     parser.add_argument("--num-requests", type=int, default=150)
     parser.add_argument("--repeat", type=int, default=3)
     add_output(parser)
     options = parser.parse_args()
-    cases: list[tuple[int, Method]] = [(1, "round_robin"), *((options.replicas, policy) for policy in get_args(Method))]
+    cases: list[tuple[int, Method]] = [(1, "round_robin"), *((options.replicas, policy) for policy in options.policies)]
     results = []
     for num_replicas, policy in cases:
         arguments = [
