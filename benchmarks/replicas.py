@@ -70,8 +70,8 @@ class Clients:
             wait_s = session.answered(array("i", answer["output_ids"]))
 
 
-async def hit_rates(url: str, num_requests: int, repeat: int) -> list[float]:
-    """The hit rate of each repetition."""
+async def hit_rates(url: str, num_requests: int, repeat: int) -> tuple[list[float], list[int]]:
+    """The hit rate of each repetition, and how many requests each replica has answered in all of them."""
     rates = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
         for repetition in range(repeat):
@@ -79,7 +79,9 @@ async def hit_rates(url: str, num_requests: int, repeat: int) -> list[float]:
             await clients.run(Workload(WORKLOAD, num_requests, RATE, SEED + repetition))
             assert clients.num_answers == num_requests
             rates.append(clients.cached_tokens / clients.prompt_tokens)
-    return rates
+        async with http.get(f"{url}/internal_state") as reply:
+            state = await reply.json()
+    return rates, [replica["num_finished"] for replica in state.get("replicas", [state])]
 
 
 def simulated(num_replicas: int, policy: Method, num_requests: int, repeat: int) -> list[float]:
@@ -120,11 +122,12 @@ def main() -> None:
             str(KV_TOKENS),
         ]
         with own_server(options.model, arguments) as server:
-            measured = asyncio.run(hit_rates(server.url, options.num_requests, options.repeat))
+            measured, answered = asyncio.run(hit_rates(server.url, options.num_requests, options.repeat))
         results.append(
             {
                 "replicas": num_replicas,
                 "policy": policy if num_replicas > 1 else None,
+                "answered_by_replica": answered,
                 "measured": described(measured),
                 "simulated": described(simulated(num_replicas, policy, options.num_requests, options.repeat)),
             }

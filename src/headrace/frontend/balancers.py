@@ -8,6 +8,7 @@ moves the samples of a replica that has died. Event loop only.
 
 import itertools
 import sys
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
@@ -184,10 +185,11 @@ class CacheAware:
 
     def _with_longest_prefix(self, hashes: Sequence[int], least: int, replicas: Sequence[int]) -> int:
         """The least loaded of `replicas` with the longest prefix, or `least` if all have less than MIN_SHARED of the prompt."""
-        for num_shared in range(len(hashes), 0, -1):
+        num_known = bisect_left(hashes, True, key=lambda value: value not in self._holders)
+        for num_shared in range(num_known, 0, -1):
             if num_shared < MIN_SHARED * len(hashes):
                 break
-            holders = self._holders.get(hashes[num_shared - 1], {})
+            holders = self._holders[hashes[num_shared - 1]]
             if least in holders:
                 break
             if found := [replica for replica in islice(holders, MAX_HOLDERS) if replica in replicas]:
