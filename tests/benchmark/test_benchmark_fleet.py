@@ -15,10 +15,12 @@ from headrace.benchmark.fleet.outcome import Outcome
 from headrace.benchmark.fleet.run import run_fleet
 from headrace.benchmark.fleet.simulation import Fleet
 from headrace.benchmark.fleet.workload import Workload
+from headrace.cli.app import main
 from headrace.errors import ConfigError
 from headrace.frontend.balancers import Method
 from headrace.scheduler.step_cost import StepWork
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PREFIXES = WorkloadOptions(groups=16, system_tokens=256, turns=3, turn_tokens=32, output_tokens=8)
 
 
@@ -118,7 +120,7 @@ def test_costs_are_fitted_to_what_was_measured():
 
 
 def test_the_default_costs_are_those_of_the_kept_measurement():
-    (kept,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("*-step-fleet.json")
+    (kept,) = RESULTS.glob("*-step-fleet.json")
     assert dataclasses.astuple(DEFAULT_COSTS) == pytest.approx(dataclasses.astuple(read_costs(kept)), rel=0.01)
 
 
@@ -181,3 +183,16 @@ def test_the_command_writes_tables_results_and_a_plot(tmp_path: Path):
     assert (tmp_path / "fleet.svg").read_text().startswith("<?xml")
     assert "4 replicas, 50 requests" in console.file.getvalue()
     assert "p50" in console.file.getvalue()
+
+
+def test_the_options_of_the_command_reach_the_simulation(tmp_path: Path):
+    (kept,) = RESULTS.glob("*-step-fleet.json")
+    arguments = ["--replicas", "2", "--policies", "shortest_queue", "--num-requests", "20", "--failures", "1"]
+    arguments += ["--step-costs", str(kept), "--kv-tokens", "8192", "--output", str(tmp_path / "fleet.json")]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "fleet", *arguments])
+    assert ended.value.code == 0
+    content = json.loads((tmp_path / "fleet.json").read_text())
+    assert content["options"]["failures"] == 1
+    assert content["options"]["replica"]["kv_tokens"] == 8192
+    assert [entry["policy"] for entry in content["results"]] == ["shortest_queue"]
