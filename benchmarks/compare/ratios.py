@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headrace.benchmark.agreement import Agreement
+from headrace.benchmark.results import save_figure
 from headrace.benchmark.workloads import PRESETS
-from headrace.errors import ConfigError
 
 RATE = "tok/s"
 LATENCIES = {
@@ -251,10 +251,4 @@ def draw(path: Path, measured: Sequence[Measured], found: Sequence[Ratio], note:
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
     figure.suptitle(f"Output tokens per second, D: prompt tokens; ×: ours over the best peer\n{note}", fontsize="small")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot to {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)

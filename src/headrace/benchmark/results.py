@@ -222,6 +222,13 @@ def plot(path: Path, content: dict[str, Any]) -> None:
     figure.suptitle(
         f"{content['machine']['cpu']}, {content['machine']['num_cores']} cores · {commit}", fontsize="small"
     )
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib, whose format follows the file's ending, and close it. Raises ConfigError when it cannot be written."""
+    from matplotlib import pyplot
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

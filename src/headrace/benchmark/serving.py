@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from headrace.benchmark.figures import NO_LIMITS, Limits, Summary, summarise
 from headrace.benchmark.load import run_closed_loop, run_open_loop
@@ -28,6 +28,7 @@ from headrace.benchmark.results import (
     print_results,
     write_json,
 )
+from headrace.benchmark.tables import progress_columns
 from headrace.benchmark.targets import OpenAITarget, PromptForm, Target
 from headrace.benchmark.workloads import (
     CHECK_TEXTS,
@@ -261,13 +262,7 @@ def _work(workload: Workload) -> float:
 @contextmanager
 def _progress(console: Console, work: float) -> Iterator[_StartBar]:
     """Gives the function that starts the next workload on the bar. The bar shows the whole run; it is gone when that is over."""
-    columns = (
-        TextColumn("{task.description} {task.fields[requests]}"),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
+    columns = progress_columns("{task.fields[requests]}")
     # Over the whole run: workloads differ too much for the speed of the last seconds to say anything.
     with Progress(*columns, console=console, transient=True, speed_estimate_period=86400) as progress:
         task = progress.add_task("", total=work, requests="")

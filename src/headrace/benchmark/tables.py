@@ -1,7 +1,8 @@
-"""Tables in the terminal: as such where they fit, else each row as a few lines."""
+"""Tables in the terminal, as such where they fit, else each row as a few lines; and bars of progress."""
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -28,6 +29,17 @@ def print_table(console: Console, table: Table) -> None:
                 console.print(Text("  ").append_text(text), soft_wrap=True, highlight=False)
             else:
                 console.print(Padding(text, (0, 0, 0, 2), expand=False), highlight=False)
+
+
+def progress_columns(counts: str) -> tuple[ProgressColumn, ...]:
+    """Of the bar of a long run: its task's description, counts (a format of the task), and times."""
+    return (
+        TextColumn("{task.description} " + counts),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
 
 
 def _needed(column: Column) -> int:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.benchmark.results import save_figure
 
 _COLOURS = {
     "round_robin": "#8c8c8c",
@@ -52,10 +52,4 @@ def plot(path: Path, content: dict[str, Any]) -> None:
     figure.suptitle(
         f"simulated, {content['options']['rate']:g} requests a second and replica · {commit}", fontsize="small"
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot to {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)

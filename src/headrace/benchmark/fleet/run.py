@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from headrace.benchmark.figures import over_repetitions
@@ -18,7 +18,7 @@ from headrace.benchmark.fleet.outcome import Outcome
 from headrace.benchmark.fleet.plot import plot
 from headrace.benchmark.fleet.simulation import Fleet
 from headrace.benchmark.results import rate_text, write_json
-from headrace.benchmark.tables import print_table
+from headrace.benchmark.tables import print_table, progress_columns
 from headrace.benchmark.timing import timing_document
 from headrace.frontend.balancers import Method
 
@@ -129,13 +129,7 @@ def _peak_memory_bytes() -> int:
 @contextmanager
 def _progress(console: Console, num_requests: int) -> Iterator[Callable[[str], Callable[[], None]]]:
     """Gives the function that starts the next run on the bar, which returns what to call after each answer."""
-    columns = (
-        TextColumn("{task.description} {task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
+    columns = progress_columns("{task.completed:.0f}/{task.total:.0f}")
     with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
         task = progress.add_task("", total=num_requests)
         num_done = 0
