@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fake_frontend import FakeFrontend, make_app
 
-from headrace import Engine
+from headrace import Engine, Runtime
 from headrace.cluster import ray_server
 from headrace.cluster.ray_options import NOT_WITH_RAY, plan_replicas
 from headrace.cluster.ray_server import cause, deployment_options, launch_on_ray
@@ -57,9 +57,10 @@ def test_options_of_ray_need_ray(field):
         ServerArgs(**{field.name: value.get(field.name, 7)})
 
 
-def test_an_engine_is_not_served_on_ray():
+@pytest.mark.parametrize("kind", [Engine, Runtime])
+def test_ray_is_for_the_command(kind):
     with pytest.raises(ConfigError, match="headrace serve"):
-        Engine(ray=True)
+        kind(ray=True)
 
 
 def test_a_replica_has_the_options_of_the_server_but_not_its_address_in_ray_or_its_certificate():

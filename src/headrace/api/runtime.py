@@ -21,6 +21,7 @@ from headrace.api.weight_operations import WeightOperations
 from headrace.errors import (
     AuthError,
     CapacityError,
+    ConfigError,
     ExecutionError,
     NotFoundError,
     RequestError,
@@ -71,6 +72,10 @@ class Runtime(WeightOperations):
     """
 
     def __init__(self, start_timeout_s: float = 600.0, **server_args: Unpack[ServerOptions]) -> None:
+        if server_args.get("ray"):
+            raise ConfigError(
+                "ray: a Runtime owns one server; start `headrace serve --ray`, and use a client of its API"
+            )
         self._server = ServerProcess({**server_args})
         self.url = self._server.url
         self._http = NativeClient(self.url, self._server.key)

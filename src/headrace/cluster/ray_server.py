@@ -47,7 +47,8 @@ def launch_on_ray(args: ServerArgs) -> int:
         if starting:
             raise _Stopped
 
-    owns_cluster = _connect(args)
+    _connect(args)
+    starts_serve = not _serve_is_there(args)
     for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has handlers of its own
         signal.signal(number, on_signal)
     try:
@@ -63,7 +64,7 @@ def launch_on_ray(args: ServerArgs) -> int:
         pass
     finally:
         starting = False
-        _leave(owns_cluster)
+        _leave(starts_serve)
     return 0
 
 
@@ -77,8 +78,8 @@ def ready_line(args: ServerArgs, plan: ReplicaPlan) -> str:
     )
 
 
-def _connect(args: ServerArgs) -> bool:
-    """Connect to the cluster of --ray-address or of RAY_ADDRESS; without either, start one on this machine. Returns whether it was started.
+def _connect(args: ServerArgs) -> None:
+    """Connect to the cluster of --ray-address or of RAY_ADDRESS; without either, start one on this machine, which ends with this process.
 
     Ray's ports run code for whoever is let in, and some listen on all interfaces: a cluster of ours always asks for Ray's token.
     Raises ConfigError.
@@ -99,7 +100,27 @@ def _connect(args: ServerArgs) -> bool:
         logger.warning(
             "the Ray cluster at %s may be open: whoever reaches its ports can run code; see %s", address, AUTH
         )
-    return address is None
+
+
+def _serve_is_there(args: ServerArgs) -> bool:
+    """Whether Ray Serve runs on the cluster already. Raises ConfigError if it listens elsewhere, or has an application of another server of ours."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return False
+    if APP in serve.status().applications:
+        raise ConfigError(
+            f"an application {APP!r} runs on this Ray cluster already; if its `headrace serve` has gone, end it with `serve shutdown`"
+        )
+    there = client.http_config
+    if (there.host, there.port) != (args.host, args.port):
+        raise ConfigError(
+            f"Ray Serve runs on this cluster already and listens on {there.host}:{there.port}; give these as --host and --port, "
+            "or end it with `serve shutdown`"
+        )
+    return True
 
 
 def deployment_options(args: ServerArgs, plan: ReplicaPlan) -> dict[str, Any]:
@@ -125,7 +146,6 @@ def deployment_options(args: ServerArgs, plan: ReplicaPlan) -> dict[str, Any]:
 def _deploy(args: ServerArgs, plan: ReplicaPlan) -> None:
     """Start Ray Serve's proxies and the replicas, and wait until they are ready. Raises ConfigError and ExecutionError."""
     from ray import serve
-    from ray.serve.context import _get_global_client
 
     from headrace.cluster.ray_replica import EngineReplica
 
@@ -143,12 +163,6 @@ def _deploy(args: ServerArgs, plan: ReplicaPlan) -> None:
         http_options=http,
         controller_options=packs if args.ray_placement == "pack" else None,
     )
-    there = _get_global_client().http_config
-    if (there.host, there.port) != (args.host, args.port):
-        raise ConfigError(
-            f"Ray Serve runs on this cluster already and listens on {there.host}:{there.port}; give these as --host and --port, "
-            "or stop it (serve shutdown)"
-        )
     deployment = serve.deployment(**deployment_options(args, plan))(serve.ingress()(EngineReplica))
     try:
         serve.run(deployment.bind(VERSION, plan.options), name=APP, route_prefix="/")
@@ -179,15 +193,15 @@ def cause(text: str) -> str:
     return str(ours[-1]) if ours else text.strip().rpartition("\n")[2]
 
 
-def _leave(owns_cluster: bool) -> None:
-    """End our application, and what of Ray was started here. Replicas let running requests finish."""
+def _leave(starts_serve: bool) -> None:
+    """End our application; also Ray Serve if it was started here and runs nothing else. Replicas let running requests finish."""
     import ray
     from ray import serve
     from ray.exceptions import RayError
 
     try:
         serve.delete(APP)
-        if owns_cluster:
+        if starts_serve and not serve.status().applications:
             serve.shutdown()
     except RayError as error:
         logger.warning("the application could not be ended: %s", cause(str(error)))
