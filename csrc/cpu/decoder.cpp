@@ -255,7 +255,13 @@ void Decoder::forward(const DecoderStep& step) {
     if (layer.after_mlp != nullptr) norm(b.added, nullptr, layer.after_mlp, b.added);
     added = b.added;
   }
-  norm(added, step.hidden, final_norm_, step.out);
+  if (final_norm_ != nullptr) {
+    norm(added, step.hidden, final_norm_, step.out);
+  } else {
+    parallel_for(rows * s.hidden_size, 1 << 16, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) step.out[i] = step.hidden[i] + added[i];
+    });
+  }
   clock.lap(Phase::kNorm);
 }
 

@@ -55,8 +55,8 @@ constexpr int kNumPhases = 9;
 
 // hidden [tokens, hidden_size]: what the first layer takes; overwritten with the residual stream. read_starts[num_seqs + 1]: of
 // sequence i the last read_starts[i + 1] - read_starts[i] rows are read, from 0 to all of them; the others end with their keys and
-// values in the last layer. out [read_starts[num_seqs], hidden_size]: the rows that are read, after the final norm. The rest as in
-// paged_attention and write_kv.
+// values in the last layer. out [read_starts[num_seqs], hidden_size]: the rows that are read, after the final norm, or without one the
+// residual stream after the last layer. The rest as in paged_attention and write_kv.
 struct DecoderStep {
   float* hidden;
   float* out;

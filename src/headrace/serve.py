@@ -196,7 +196,7 @@ class Ending:
 def _print_summary(engine: RunningEngine, url: str, seconds: float) -> None:
     ready = engine.ready
     gib = 2**30
-    ranks = f" on {engine.args.tp_size} ranks" if engine.args.tp_size > 1 else ""
+    ranks = f" on {engine.args.num_ranks} ranks" if engine.args.num_ranks > 1 else ""
     if engine.args.num_nodes > 1:
         ranks += f" of {engine.args.num_nodes} nodes"
     rows = (

@@ -223,7 +223,7 @@ def test_the_model_argument_and_option_must_not_contradict_each_other():
 
 
 def test_a_server_starts_as_sglang_s_does():
-    argv = [sys.executable, "-m", "headrace.launch_server", "--pp", "2"]
+    argv = [sys.executable, "-m", "headrace.launch_server", "--swap-space", "4"]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("headrace: --pp 2 is not possible here")
+    assert done.stderr.startswith("headrace: --swap-space 4 is not possible here")

@@ -74,8 +74,15 @@ def changed(argv):
         ),
         ("--generation-config vllm --model-impl vllm", {"sampling_defaults": "openai", "model_impl": "headrace"}),
         (
-            "--model-path m --tp 2 --dp 2 --mem-fraction-static 0.7 --enable-metrics --host 0.0.0.0",
-            {"model_path": "m", "tp_size": 2, "dp_size": 2, "mem_fraction_static": 0.7, "host": "0.0.0.0"},
+            "--model-path m --tp 2 --pp 3 --dp 2 --mem-fraction-static 0.7 --enable-metrics --host 0.0.0.0",
+            {
+                "model_path": "m",
+                "tp_size": 2,
+                "pp_size": 3,
+                "dp_size": 2,
+                "mem_fraction_static": 0.7,
+                "host": "0.0.0.0",
+            },
         ),
         ("--lora-paths a=x b=y --enable-priority-scheduling", {"lora_paths": "a=x,b=y", "schedule_policy": "priority"}),
         ("--crash-dump-folder d --watchdog-timeout 9", {"crash_dump_dir": "d", "watchdog_timeout_s": 9.0}),
@@ -90,7 +97,6 @@ def test_command_lines_of_other_servers_are_understood(argv, fields_set):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--pp 2", "--pp 2 .*--tp-size"),
         ("--tp 2 --ep 8", r"--ep-size must be 1 or the value of --tp-size \(2\), .* got 8"),
         ("--enable-expert-parallel", "give --ep-size the value of --tp-size"),
         ("--speculative-algorithm EAGLE", "speculative decoding"),
@@ -139,10 +145,10 @@ def test_what_is_already_so_is_logged_once(capsys):
 
 def test_a_refusal_is_one_line_and_exit_code_2(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "--pp", "2"])
+        main(["serve", "--swap-space", "4"])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("headrace: --pp 2 is not possible here: pipeline parallelism is not supported")
+    assert line.startswith("headrace: --swap-space 4 is not possible here: weights and KV cache stay on the device")
 
 
 def test_the_table_names_each_option_once():

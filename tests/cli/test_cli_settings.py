@@ -112,7 +112,7 @@ def test_a_file_may_be_written_for_another_server(parse_file):
         ("dtype: int3", "--dtype must be one of auto, float32"),
         ("log_requests: maybe", "takes true or false, got 'maybe'"),
         ("log_requests: 1", "takes true or false, got 1"),
-        ("pipeline-parallel-size: 2", "server.yaml: --pipeline-parallel-size 2 is not possible here"),
+        ("swap-space: 4", "server.yaml: --swap-space 4 is not possible here"),
         ("speculative-config: {}", "speculative decoding"),
         ("max-model-len: 1\ncontext-length: 2", "--context-length is set twice"),
         ("port: 1\nport: 2", "sets an option twice"),

@@ -15,6 +15,7 @@ from runner_harness import CONTEXT, Driver, make_driver, prompt, save_llama
 
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
+from headrace.distributed.rank import Rank
 from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.errors import ExecutionError
 from headrace.execution.build import build_follower, build_worker
@@ -50,12 +51,12 @@ def ranks(folder: Path) -> Iterator[tuple[Driver, list[str]]]:
         theirs = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
 
         def run() -> None:
-            runner, resources = build_follower(args, Shard(1, 2, theirs))
+            runner, resources = build_follower(args, Rank(Shard(1, 2, theirs), group=theirs))
             with resources:
                 follow(runner, theirs)
 
         running = other.submit(run)
-        worker, info = build_worker(args, shard=Shard(0, 2, group), on_broken=broken.append)
+        worker, info = build_worker(args, rank=Rank(Shard(0, 2, group), group=group), on_broken=broken.append)
         yield Driver(worker, info), broken
         worker.close()
         running.result(LIMIT_S)

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 
 from headrace.distributed.base import Shard
+from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
+from headrace.distributed.stages import Stage
+
+LIMIT_S = 60.0
+"""Reached only when a test fails."""
 
 
 class _Meeting:
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=LIMIT_S)
         self.given: list[torch.Tensor | None] = [None] * size
         self.messages = [queue.SimpleQueue[bytes]() for _ in range(size)]
 
@@ -53,7 +58,7 @@ class ThreadGroup:
             other.put(message)
 
     def receive(self) -> bytes:
-        return self._meeting.messages[self.rank].get(timeout=60)
+        return self._meeting.messages[self.rank].get(timeout=LIMIT_S)
 
     def break_up(self, reason: str) -> None:
         self._meeting.barrier.abort()
@@ -69,3 +74,18 @@ def on_ranks(size: int, act: Callable[[Shard], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as threads:
         running = [threads.submit(act, shard) for shard in shards]
         return [one.result() for one in running]
+
+
+def on_stages(count: int, act: Callable[[Stage], Any]) -> list[Any]:
+    """The results of `act` on every stage, run at the same time."""
+    links = [socket_link() for _ in range(count)]  # from stage i to the one after it
+    senders = [SocketSender(fd, LIMIT_S) for fd, _ in links]
+    receivers = [SocketReceiver(fd, LIMIT_S) for _, fd in links]
+    stages = [Stage(index, count, receivers[index - 1], senders[index]) for index in range(count)]
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            running = [threads.submit(act, stage) for stage in stages]
+            return [one.result() for one in running]
+    finally:
+        for end in [*senders, *receivers]:
+            end.close()

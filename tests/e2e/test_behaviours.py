@@ -19,10 +19,10 @@ WORLD = "Ünïcödé 漢字かな交じり 한국어 😀👩‍👩‍👧‍�
 LONG = {"temperature": 0.0, "max_new_tokens": 900, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two ranks"])
+@pytest.fixture(scope="module", params=[{}, {"tp_size": 2}, {"pp_size": 2}], ids=["alone", "two ranks", "two stages"])
 def ranks(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options of an engine on so many ranks."""
-    return {"tp_size": request.param, "single_process": request.param == 1}
+    """Options of an engine on one rank or several."""
+    return {**request.param, "single_process": not request.param}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from headrace.api.engine import Engine
 from headrace.errors import ConfigError, HeadraceError
 
 TWO: dict[str, Any] = {"tp_size": 2, "single_process": False}
+STAGES: dict[str, Any] = {"pp_size": 2, "single_process": False}
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):",
@@ -89,7 +90,8 @@ def test_a_profile_has_the_same_steps_of_every_rank(ranks: Engine, profiles: Pat
         ranks.stop_profile()
 
 
-def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model: str):
+@pytest.mark.parametrize("parts", [TWO, STAGES], ids=["two ranks", "two stages"])
+def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model: str, parts: dict[str, Any]):
     """More prompts than the pool has room for, some with a grammar; and a pause that sends all of them back to the queue."""
     plain = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
     sampling = [
@@ -98,7 +100,7 @@ def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model
         {**plain, "temperature": 0.8, "seed": 3},
     ] * 4
     prompts = [[5 + i] * 40 for i in range(len(sampling))]
-    with running_engine(tiny_model, max_total_tokens=512, **TWO) as engine:
+    with running_engine(tiny_model, max_total_tokens=512, **parts) as engine:
         alone = [
             engine.generate(input_ids=prompt, sampling_params=one)["output_ids"]
             for prompt, one in zip(prompts, sampling, strict=True)
@@ -130,12 +132,16 @@ def test_quantised_and_with_hidden_states(tiny_model: str):
         assert len(first["meta_info"]["hidden_states"]) == len(second["meta_info"]["hidden_states"])
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_that_is_lost_costs_no_token(tiny_model: str, end: signal.Signals):
+@pytest.mark.parametrize(
+    ("parts", "end"),
+    [(TWO, signal.SIGKILL), (TWO, signal.SIGSTOP), (STAGES, signal.SIGSTOP)],
+    ids=["killed", "stopped", "stage stopped"],
+)
+def test_a_rank_that_is_lost_costs_no_token(tiny_model: str, parts: dict[str, Any], end: signal.Signals):
     prompts = [[5 + i, 6, 7, 8, 9] for i in range(4)]
     sampling = {"temperature": 0.9, "seed": 5, "max_new_tokens": 200, "ignore_eos": True}
     others = followers()
-    with running_engine(tiny_model, rank_timeout_s=1.0, **TWO) as engine:
+    with running_engine(tiny_model, rank_timeout_s=1.0, **parts) as engine:
         whole = [out["output_ids"] for out in engine.generate(input_ids=prompts, sampling_params=sampling)]
         [lost] = followers() - others
         begun = threading.Event()

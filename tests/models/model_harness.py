@@ -13,6 +13,7 @@ from headrace.attention.base import AttentionBackend, KvPool, ReadTokens, StepRo
 from headrace.attention.select import make_backend
 from headrace.checkpoint.source import open_checkpoint
 from headrace.distributed.base import WHOLE, Shard
+from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.execution.load_weights import load_model
 from headrace.kernels.cpu import why_not
 from headrace.layers.weight import Placement
@@ -115,6 +116,7 @@ class Runner:
     attention: AttentionBackend
     pool: KvPool
     pages_each: int
+    stage: Stage = ALL_LAYERS
 
     def slots(self, sequence: int) -> list[int]:
         """Slots of a sequence's positions; its pages are not in order."""
@@ -124,12 +126,15 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
-        """rows: (sequence, start, tokens). Returns logits [count, vocab_size] of each row."""
-        return list(self.model.logits(self.hidden(rows)).split([len(tokens) for _, _, tokens in rows]))
+        """rows: (sequence, start, tokens). Returns logits [count, vocab_size] of each row; of a stage without the head, nothing."""
+        hidden = self.hidden(rows)
+        if not self.stage.is_first:
+            return []
+        return list(self.model.logits(hidden).split([len(tokens) for _, _, tokens in rows]))
 
     @torch.inference_mode()
     def hidden(self, rows: list[tuple[int, int, list[int]]], num_read: list[int] | None = None) -> torch.Tensor:
-        """Hidden states of the last num_read[r] tokens of each row r, one row after the other; None = of all."""
+        """Hidden states of the last num_read[r] tokens of each row r, one row after the other; None = of all. Stages pass them on."""
         longest = max(start + len(tokens) for _, start, tokens in rows)
         starts, counts = [start for _, start, _ in rows], [len(tokens) for _, _, tokens in rows]
         positions = [start + i for _, start, tokens in rows for i in range(len(tokens))]
@@ -155,7 +160,13 @@ class Runner:
         if num_read is not None:
             index = [row_starts[row + 1] - n + i for row, n in enumerate(num_read) for i in range(n)]
             reads = ReadTokens(torch.tensor(index, dtype=torch.int64), [0, *accumulate(num_read)])
-        return self.model.forward(self.model.embed(tokens), step.positions, self.attention, reads)
+        if self.stage.before is None or self.stage.after is None:
+            return self.model.forward(self.model.embed(tokens), step.positions, self.attention, reads)
+        own = self.model.embed(tokens) if self.stage.is_first else self.stage.before.receive(len(tokens))
+        own = self.model.forward(own, step.positions, self.attention, reads if self.stage.is_last else None)
+        self.stage.after.send(own)
+        num_out = len(tokens) if reads is None else len(reads.index)
+        return self.stage.before.receive(num_out) if self.stage.is_first else own
 
     def chunks(self, sequence: int, tokens: list[int], sizes: list[int]) -> torch.Tensor:
         """Logits of all positions, computed in chunks of these sizes (the last as large as it must be)."""
@@ -178,17 +189,18 @@ def open_runner(
     page_size: int = 16,
     shard: Shard = WHOLE,
     whole_experts: bool = False,
+    stage: Stage = ALL_LAYERS,
 ) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
-    placement = Placement(CPU, dtype, MAX_POSITIONS, quantization, shard, whole_experts=whole_experts)
+    placement = Placement(CPU, dtype, MAX_POSITIONS, quantization, shard, stage, whole_experts)
     model = load_model(checkpoint, model_class_for(checkpoint.config, impl), placement)
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
     pool = attention.make_kv_pool(
-        kv_shape(checkpoint.config, kv_dtype or dtype, shard), 4 * MAX_POSITIONS, page_size, CPU
+        kv_shape(checkpoint.config, kv_dtype or dtype, shard, stage), 4 * MAX_POSITIONS, page_size, CPU
     )
-    return Runner(model, attention, pool, pages_each)
+    return Runner(model, attention, pool, pages_each, stage)
 
 
 def random_tokens(count: int, seed: int, vocab_size: int = 199) -> list[int]:

@@ -160,14 +160,18 @@ class FakeGrammars:
 class FakeWorker:
     """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host.
 
-    ids_a_row: how many tokens a row that samples gives; several only without overlap. seconds: what a step takes.
+    ids_a_row: how many tokens a row that samples gives; several only without overlap. seconds: what a step takes. in_stages: a step that was
+    submitted has begun, so what it computes must be known.
     sits_out: whether the row of a sequence sits a step out, given the number of the step and the row.
     """
 
     seconds: Callable[[ModelWorkerBatch], float] = staticmethod(lambda batch: 0.0)
     sits_out: Callable[[int, int], bool] = staticmethod(lambda step, row: False)
 
-    def __init__(self, num_slots: int, max_seqs: int, eos_every: int = 9, ids_a_row: int = 1) -> None:
+    def __init__(
+        self, num_slots: int, max_seqs: int, eos_every: int = 9, ids_a_row: int = 1, in_stages: bool = False
+    ) -> None:
+        self.in_stages = in_stages
         self.ids_a_row = ids_a_row
         self.kv = np.full(num_slots, -1, np.int64)  # slot -> hash of the history up to and including the token
         self.tokens: dict[int, list[int]] = {}
@@ -192,6 +196,11 @@ class FakeWorker:
         self.weights = FakeWeights(self)
 
     def submit(self, batch: ModelWorkerBatch) -> None:
+        if self.in_stages:
+            new = {one.seq for one in batch.new}
+            for other in self.queue:
+                sampled = set(other.seqs[other.num_logits > 0].tolist())
+                assert not sampled & (set(batch.seqs.tolist()) - new), "computes what a step in flight samples"
         self.queue.append(batch)
 
     def rest(self, left: tuple[int, ...]) -> None:
@@ -336,11 +345,12 @@ class Rig:
         preemption: int = 0,
         ids_a_row: int = 1,
         max_step_s: float = math.inf,
+        num_stages: int = 1,
         observer: CacheObserver | None = None,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
-        self.worker = FakeWorker(num_pages * page_size, max_running + 2, eos_every, ids_a_row)
+        self.worker = FakeWorker(num_pages * page_size, max_running + 2, eos_every, ids_a_row, num_stages > 1)
         cache = RadixCache(page_size, observer) if radix else ChunkCache()
         self.kv = KVManager(PageAllocator(num_pages, page_size), cache, max_running + 2)
         config = SchedulerConfig(
@@ -350,7 +360,8 @@ class Rig:
             max_step_s=max_step_s,
             max_running=max_running,
             max_queued=max_queued,
-            max_steps_in_flight=2 if overlap else 1,
+            max_steps_in_flight=max(2 if overlap else 1, num_stages),
+            num_stages=num_stages,
             eos_token_ids=frozenset([EOS]),
             vocab_size=VOCAB,
             stream_interval=1,

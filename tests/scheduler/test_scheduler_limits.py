@@ -79,3 +79,17 @@ def test_a_scheduler_freezes_when_told(monkeypatch):
     rig.inbox.send(FreezeGCReq())
     rig.turn()
     assert calls == [1]
+
+
+def test_rows_are_dealt_to_the_steps_in_flight_of_a_pipeline():
+    rig = Rig(num_stages=3, max_running=8, num_pages=400, step_tokens=64, chunk=64, radix=False)
+    for i in range(7):
+        rig.add(f"r{i}", [0, 1, i % 2], max_new_tokens=30, ignore_eos=True)
+    in_flight = []
+    for _ in range(12):
+        rig.turn()
+        in_flight.append([len(batch.rows) for batch in rig.state.in_flight])  # one of three was committed
+
+    assert in_flight[1:10] == [[3, 1], [1, 3], [3, 3]] * 3
+    rig.drain()
+    assert all(len(ids) == 30 for ids in rig.ids.values())

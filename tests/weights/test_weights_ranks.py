@@ -21,7 +21,6 @@ from headrace.errors import RequestError
 from headrace.weight_sync.sender import WeightSender, describe
 
 TWO: dict[str, Any] = {
-    "tp_size": 2,
     "single_process": False,
     "num_threads": 2,
     "max_total_tokens": 2048,
@@ -39,9 +38,15 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("saved")
 
 
+@pytest.fixture(scope="module", params=["tp_size", "pp_size"])
+def size(request):
+    """The option that makes ranks."""
+    return {request.param: 2}
+
+
 @pytest.fixture(scope="module")
-def ranks(old, folder):
-    with running_engine(old, save_dir=str(folder), **TWO) as engine:
+def ranks(old, folder, size):
+    with running_engine(old, save_dir=str(folder), **size, **TWO) as engine:
         yield engine
 
 
@@ -165,19 +170,21 @@ def test_weights_are_read_whole(ranks, old):
         ranks.get_weights_by_name("model.nothing.weight")
 
 
-def test_what_is_saved_is_whole(ranks, old, answers, folder):
-    assert ranks.save_sharded_state("step-7")[0]
-    assert [path.name for path in folder.iterdir()] == ["step-7"]
-    again = fresh(str(folder / "step-7"), load_format="sharded_state", tokenizer_path=old)
+def test_what_is_saved_is_whole(ranks, size, old, answers, folder):
+    [name] = size
+    assert ranks.save_sharded_state(name)[0]
+    assert name in [path.name for path in folder.iterdir()]
+    assert all(path.name in ("tp_size", "pp_size") for path in folder.iterdir())
+    again = fresh(str(folder / name), load_format="sharded_state", tokenizer_path=old)
     assert again == answers[0]
-    success, message = ranks.save_sharded_state("step-7")
+    success, message = ranks.save_sharded_state(name)
     assert not success
     assert "already exists" in message
 
 
-def test_after_a_rank_was_lost_the_new_weights_are_served_again(old, new, answers):
+def test_after_a_rank_was_lost_the_new_weights_are_served_again(size, old, new, answers):
     others = followers()
-    with running_engine(old, **TWO) as engine:
+    with running_engine(old, **size, **TWO) as engine:
         assert engine.update_weights_from_disk(new)[0]
         want = engine.generate(input_ids=PROMPTS[0], sampling_params=LONG)["output_ids"]
         begun = threading.Event()

@@ -104,6 +104,7 @@ class ServerOptions(TypedDict, total=False):
     detokenize_in: Literal["process", "main"]
     tokenizer_worker_num: int
     tp_size: int
+    pp_size: int
     ep_size: int
     rank_timeout_s: float
     nnodes: int | None

@@ -50,6 +50,8 @@ def _check(args: ServerArgs) -> None:
         raise ConfigError(
             f"--tp-size {args.tp_size} counts the ranks of all nodes: it must be a multiple of --nnodes {nnodes}"
         )
+    if args.pp_size > 1:
+        raise ConfigError("--pp-size cannot be combined with --nnodes yet: use --tp-size")
     if args.dp_size > 1:
         raise ConfigError(
             "--dp-size cannot be combined with --nnodes: start several groups of nodes, with a router in front"

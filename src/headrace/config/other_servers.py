@@ -85,8 +85,10 @@ def _refused(servers: tuple[Server, ...], names: str, says: str, is_prefix: bool
     return Refused(servers, tuple(names.split()), says, is_prefix)
 
 
-_ONE_DEVICE = "every layer of a model is in one process, or shared by those of --tp-size"
-_NO_SHARDS = "pipeline parallelism is not supported; --tp-size shares every layer, --dp-size starts replicas"
+_ONE_DEVICE = "the ranks of a model are those of --tp-size and --pp-size"
+_NO_SHARDS = (
+    "--tp-size shares every layer, --pp-size shares the layers out, --dp-size starts replicas; there are no other ways"
+)
 _NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; copies of experts and parallel attention are not supported"
 _ONE_MACHINE = "replicas run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
@@ -96,7 +98,7 @@ _NO_DRAFTS = "speculative decoding is not supported"
 _NO_TRANSFER = "prefill and decode on different servers are not supported"
 _NO_TIERS = "the prefix cache has one level; --max-total-tokens sets its size"
 _PROXY = "put a proxy in front of the server, see docs/proxies.md"
-_NO_ALL_REDUCE = "ranks of --tp-size share memory on one machine, and use TCP between several"
+_NO_ALL_REDUCE = "ranks share memory on one machine, and use TCP between several"
 _EXPERTS = "kernels of experts cannot be chosen; `headrace doctor` shows what runs"
 
 TABLE: tuple[Entry, ...] = (
@@ -277,7 +279,7 @@ TABLE: tuple[Entry, ...] = (
     _refused(BOTH, "--moe- --fp8-gemm-backend --fp4-gemm-backend --flashinfer-mxfp4-", _EXPERTS, is_prefix=True),
     # --- several devices and machines
     _alias(BOTH, "--tensor-parallel-size --tp -tp", "tp_size"),
-    _already(BOTH, "--pipeline-parallel-size --pp-size --pp -pp", _ONE_DEVICE, "1", _NO_SHARDS),
+    _alias(BOTH, "--pipeline-parallel-size --pp -pp", "pp_size"),
     _alias(SGLANG, "--expert-parallel-size --ep", "ep_size"),
     _refused(VLLM, "--enable-expert-parallel", "give --ep-size the value of --tp-size"),
     _refused(
@@ -385,7 +387,7 @@ TABLE: tuple[Entry, ...] = (
     ),
     _refused(
         BOTH,
-        "--all2all-backend --enable-dbo --dbo- --expert-placement-strategy --num-redundant-experts --pp- --numa-node --tbo- "
+        "--all2all-backend --enable-dbo --dbo- --expert-placement-strategy --num-redundant-experts --pp-max- --pp-async- --numa-node --tbo- "
         "--enable-two-batch-overlap --enable-single-batch-overlap --init-expert-location",
         _NO_SHARDS,
         is_prefix=True,

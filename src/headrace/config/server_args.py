@@ -14,6 +14,8 @@ from headrace.config.kv_events import read_kv_events
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
 
+MAX_RANKS = 64
+
 _POSITIVE = Bounds(least=1)
 _COUNT = Bounds(least=0)
 _SECONDS = Bounds(least=0.0, most=LONGEST_S)
@@ -151,6 +153,13 @@ class ServerArgs:
         "Number of processes that run one model together, each with a part of every layer (tensor parallel); they share its cores and memory.",
         Bounds(least=1, most=64),
     )
+    pp_size: int = _opt(
+        1,
+        _S,
+        "Number of stages, processes that each have some of the model's layers (pipeline parallel) and work on different steps at a time. With "
+        "--tp-size too, each stage has that many processes.",
+        Bounds(least=1, most=64),
+    )
     ep_size: int = _opt(
         1,
         _S,
@@ -160,7 +169,7 @@ class ServerArgs:
     rank_timeout_s: float = _opt(
         10.0,
         _S,
-        "With --tp-size, restart the ranks when one keeps the others waiting for more than N seconds.",
+        "With --tp-size or --pp-size, restart the ranks when one keeps the others waiting for more than N seconds.",
         _SECONDS,
     )
     nnodes: int | None = _opt(
@@ -489,6 +498,11 @@ class ServerArgs:
         return self.nnodes or 1
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that run one model together."""
+        return self.tp_size * self.pp_size
+
+    @property
     def served_name(self) -> str:
         """The model's name in the API; never a path."""
         if self.served_model_name:
@@ -520,8 +534,11 @@ class ServerArgs:
         for field_ in fields(self) if not self.ray else ():
             if field_.metadata["group"] == _R and getattr(self, field_.name) != field_.default:
                 raise ConfigError(f"--{field_.name.replace('_', '-')} needs --ray")
-        if self.tp_size > 1 and self.single_process:
-            raise ConfigError("--tp-size needs processes: it cannot be combined with --single-process")
+        for name, size in (("--tp-size", self.tp_size), ("--pp-size", self.pp_size)):
+            if size > 1 and self.single_process:
+                raise ConfigError(f"{name} needs processes: it cannot be combined with --single-process")
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(f"--tp-size times --pp-size may be at most {MAX_RANKS}, got {self.num_ranks}")
         if self.ep_size not in (1, self.tp_size):
             raise ConfigError(
                 f"--ep-size must be 1 or the value of --tp-size ({self.tp_size}), whose ranks share the experts, got {self.ep_size}"

@@ -34,14 +34,24 @@ class SharedMemoryGroup:
         limit_s: how long a call waits for another rank. Followers inherit the descriptor and `join` by it; the caller closes it when they were
         started. Raises ConfigError without the native extension, ValueError when an argument does not fit.
         """
+        fd = cls.memory(size)
+        try:
+            return cls.join(fd, 0, size, limit_s), fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @staticmethod
+    def memory(size: int) -> int:
+        """The descriptor of the memory of a new group, which every rank is still to `join`. Raises as `create` does."""
         native = _load()
         fd = os.memfd_create("headrace-ranks")
         try:
             os.ftruncate(fd, native.RankGroup.bytes(size))
-            return cls(native.RankGroup(fd, 0, size, limit_s), 0, size), fd
         except BaseException:
             os.close(fd)
             raise
+        return fd
 
     @classmethod
     def join(cls, fd: int, rank: int, size: int, limit_s: float) -> Self:

@@ -22,7 +22,8 @@ from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
-from headrace.distributed.base import WHOLE, Shard
+from headrace.distributed.rank import ALONE, Rank
+from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.device import CudaDevice
 from headrace.execution.device_runner import DeviceRunner
@@ -32,12 +33,14 @@ from headrace.execution.graphs import GraphPool, graph_bytes
 from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
-from headrace.execution.memory import available_bytes, check_pool_fits, kv_token_budget, naming_memory
+from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner, logits_shape
 from headrace.execution.overlap_worker import TpModelWorkerClient
+from headrace.execution.pipeline_worker import PipelineWorker
+from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, whole_pages
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
-from headrace.execution.ranks import FollowerRunner, LeaderRunner
+from headrace.execution.ranks import FollowerRunner, LeaderRunner, group_of
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
@@ -49,7 +52,6 @@ from headrace.kernels.cpu.threads import default_num_threads
 from headrace.layers.weight import Placement
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
-from headrace.messages.packing import pack_int32, unpack_int32
 from headrace.messages.step import Worker
 from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
@@ -62,6 +64,7 @@ from headrace.sampling.sampler import Sampler
 _logger = get_logger(__name__)
 
 _NOT_IN_GRAPHS = "decode steps run as CUDA graphs, which do not tell what is chosen in them: start the server with --disable-cuda-graph"
+_NOT_OF_STAGES = "with --pp-size the experts of other stages are not seen: start the server without it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +84,10 @@ class _Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class _PoolPlan:
-    """Size of the KV pool and the longest sequence that it allows."""
-
-    num_tokens: int
-    context_length: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Memory:
     """What takes memory beside the weights: the KV pool, allocated, with its backend, and CUDA graphs of these sizes, which are still to capture."""
 
-    weight_bytes: int
-    plan: _PoolPlan
+    plan: PoolPlan
     graph_sizes: tuple[int, ...]
     attention: AttentionBackend
     pool: KvPool
@@ -104,6 +98,7 @@ class _Built:
     """A runner with its model loaded, and what was found on the way."""
 
     setup: _Setup
+    rank: Rank
     memory: _Memory
     link: CudaDevice | None
     runner: ModelRunner
@@ -116,17 +111,17 @@ class _Built:
 def build_worker(
     args: ServerArgs,
     progress: Progress = lambda done, total: None,
-    shard: Shard = WHOLE,
+    rank: Rank = ALONE,
     on_broken: Callable[[str], None] = lambda reason: None,
 ) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
-    progress: called with (bytes loaded, total bytes). shard: the leader's; its followers are built meanwhile (`build_follower`).
+    progress: called with (bytes loaded, total bytes). rank: the leader's; its followers are built meanwhile (`build_follower`).
     on_broken: called with the reason when the ranks no longer agree on where they are. Raises ConfigError or ModelError.
     """
     begin = time.perf_counter()
     with ExitStack() as resources:
-        built = _build(args, progress, shard, resources)
+        built = _build(args, progress, rank, resources)
         if isinstance(built.runner, LeaderRunner):
             built.runner.on_broken = on_broken
             resources.callback(built.runner.stop)
@@ -139,19 +134,19 @@ def build_worker(
     return worker, _ready_info(built, time.perf_counter() - begin)
 
 
-def build_follower(args: ServerArgs, shard: Shard) -> tuple[FollowerRunner, ExitStack]:
+def build_follower(args: ServerArgs, rank: Rank) -> tuple[FollowerRunner, ExitStack]:
     """The runner of a rank that is not the leader, and what to close after it. Raises ConfigError or ModelError."""
     with ExitStack() as resources:
-        built = _build(args, lambda done, total: None, shard, resources)
-        assert isinstance(built.runner, FollowerRunner), shard
+        built = _build(args, lambda done, total: None, rank, resources)
+        assert isinstance(built.runner, FollowerRunner), rank
         return built.runner, resources.pop_all()
 
 
-def _build(args: ServerArgs, progress: Progress, shard: Shard, resources: ExitStack) -> _Built:
+def _build(args: ServerArgs, progress: Progress, rank: Rank, resources: ExitStack) -> _Built:
     """Everything up to the runner. resources: get what must end with it. Raises ConfigError or ModelError."""
     checkpoint = open_model(args)
     fingerprint = fingerprint_of(checkpoint)
-    setup = _set_up(args, checkpoint, shard)
+    setup = _set_up(args, checkpoint, rank)
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions]
     processors = load_processors(args.custom_logit_processors)
     _choose_kernels(setup, resources)
@@ -161,7 +156,7 @@ def _build(args: ServerArgs, progress: Progress, shard: Shard, resources: ExitSt
         model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
     if args.enable_torch_compile:
         _compile(model, setup.spec.name)
-    memory = _allocate(setup, model, decisions)
+    memory = _allocate(setup, model, rank, decisions)
     link = None if setup.is_cpu else CudaDevice(setup.placement.device)
     table = _sequence_table(setup, memory, link)
     sampler = _sampler(setup, table, link, processors)
@@ -169,14 +164,14 @@ def _build(args: ServerArgs, progress: Progress, shard: Shard, resources: ExitSt
     rename = setup.spec.renaming(setup.model_config)
     weights = _updatable_weights(setup, model, memory, rename)
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
-    lora_fingerprints = _load_adapters(args, loras, shard)
-    profiler = StepProfiler(args.profile_dir, rank_suffix(shard.rank))
-    runner = _runner(shard, model, memory.attention, table, sampler, loras, weights, profiler)
-    return _Built(setup, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
+    lora_fingerprints = _load_adapters(args, loras, rank)
+    profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))
+    runner = _runner(rank, model, memory.attention, table, sampler, loras, weights, profiler)
+    return _Built(setup, rank, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
 
 
 def _runner(
-    shard: Shard,
+    rank: Rank,
     model: CausalLM,
     attention: AttentionBackend,
     table: SequenceTable,
@@ -186,40 +181,43 @@ def _runner(
     profiler: StepProfiler,
 ) -> ModelRunner:
     """weights, profiler: of a follower; those of others are the worker's."""
-    if shard.group is None:
+    if rank.group is None:
         return ModelRunner(model, attention, table, sampler, loras)
-    if shard.leads:
-        return LeaderRunner(model, attention, table, sampler, loras, shard.group)
-    return FollowerRunner(model, attention, table, sampler, loras, shard.group, weights, profiler)
+    if rank.leads:
+        return LeaderRunner(model, attention, table, sampler, loras, rank)
+    return FollowerRunner(model, attention, table, sampler, loras, rank, weights, profiler)
 
 
-def _set_up(args: ServerArgs, checkpoint: Checkpoint, shard: Shard) -> _Setup:
+def _set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> _Setup:
     """Raises ConfigError or ModelError."""
     model_config = override_model(checkpoint.config, args.json_model_override_args)
     spec = model_class_for(model_config, args.model_impl)
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
     device, deals = torch.device(config.device), args.ep_size > 1
-    placement = Placement(device, dtype, config.context_length, config.weight_format, shard, whole_experts=deals)
-    if not shard.is_whole:
+    placement = Placement(
+        device, dtype, config.context_length, config.weight_format, rank.shard, rank.stage, whole_experts=deals
+    )
+    if rank.group is not None:
         _check_can_be_split(args, spec, config)
     if args.max_total_tokens is not None:
-        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), shard)
-        num_tokens = _whole_pages(args.max_total_tokens, config.page_size)
+        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
+        num_tokens = whole_pages(args.max_total_tokens, config.page_size)
         check_pool_fits(num_tokens, shape.bytes_per_token, available_bytes(placement.device))
     return _Setup(args, model_config, spec, config, placement)
 
 
 def _check_can_be_split(args: ServerArgs, spec: ModelSpec, config: Config) -> None:
     """Raises ConfigError if several ranks cannot run the model."""
+    option = "--tp-size" if args.tp_size > 1 else "--pp-size"
     if spec.name == "transformers":
-        raise ConfigError("--tp-size: this model runs through transformers' code, which is not split over ranks")
+        raise ConfigError(f"{option}: this model runs through transformers' code, which is not split over ranks")
     if config.device != "cpu":
-        raise ConfigError(f"--tp-size above 1 works on CPUs only so far, and the device is {config.device}")
+        raise ConfigError(f"{option} above 1 works on CPUs only so far, and the device is {config.device}")
     if not config.native_kernels:
-        raise ConfigError("--tp-size above 1 needs the native kernels")
+        raise ConfigError(f"{option} above 1 needs the native kernels")
     if args.enable_torch_compile:
-        raise ConfigError("--tp-size above 1 cannot be combined with --enable-torch-compile")
+        raise ConfigError(f"{option} above 1 cannot be combined with --enable-torch-compile")
 
 
 def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
@@ -277,19 +275,13 @@ def _load_weights(
     return model
 
 
-def _allocate(setup: _Setup, model: CausalLM, decisions: list[str]) -> _Memory:
+def _allocate(setup: _Setup, model: CausalLM, rank: Rank, decisions: list[str]) -> _Memory:
     """Measure the memory that is left and allocate the KV pool; let the model fuse its layers with the backend where it can. Raises ConfigError."""
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
-    weight_bytes = model_bytes(model)
-    shard = setup.placement.shard
-    shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), shard)
+    shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = _reserved_bytes(config, model_config, graph_sizes)
-    plan = _agreed(
-        shard,
-        setup.args,
-        lambda args: _plan_pool(args, config, shape.bytes_per_token, weight_bytes, reserved, device, decisions),
-    )
+    plan = agreed_plan(rank, setup.args, config, _needs(setup, model, rank), reserved, device, decisions)
     rounded = config.activations == "bfloat16"
     attention = select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
     # The padding of a graph writes to a page of its own.
@@ -301,19 +293,20 @@ def _allocate(setup: _Setup, model: CausalLM, decisions: list[str]) -> _Memory:
     decisions.append(
         f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
     )
-    return _Memory(weight_bytes, plan, graph_sizes, attention, pool)
+    return _Memory(plan, graph_sizes, attention, pool)
 
 
-def _agreed(shard: Shard, args: ServerArgs, plan_pool: Callable[[ServerArgs], _PoolPlan]) -> _PoolPlan:
-    """The same plan on every rank: the leader's, whose heads take the most memory."""
-    if shard.group is None:
-        return plan_pool(args)
-    if shard.leads:
-        plan = plan_pool(args)
-        shard.group.send(pack_int32([plan.num_tokens]))
-        return plan
-    [num_tokens] = unpack_int32(shard.group.receive())
-    return plan_pool(replace(args, max_total_tokens=num_tokens))
+def _needs(setup: _Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
+    """Of this rank, and of one of each other stage, where nothing is loaded here."""
+    dtype = getattr(torch, setup.config.kv_cache_dtype)
+
+    def of(model: CausalLM, stage: Stage) -> RankNeeds:
+        shape = kv_shape(setup.model_config, dtype, rank.shard, stage)
+        return RankNeeds(model_bytes(model), shape.bytes_per_token)
+
+    places = ((stage, replace(setup.placement, stage=stage)) for stage in rank.stage.others)
+    others = [of(setup.spec.build(setup.model_config, place), stage) for stage, place in places]
+    return [of(model, rank.stage), *others]
 
 
 def _sequence_table(setup: _Setup, memory: _Memory, link: CudaDevice | None) -> SequenceTable:
@@ -359,14 +352,19 @@ def _updatable_weights(setup: _Setup, model: CausalLM, memory: _Memory, rename: 
 def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     """The worker takes over `resources`."""
     setup, runner = built.setup, built.runner
-    experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device)
+    refusal = "" if runner.stage.is_whole else _NOT_OF_STAGES
+    experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device, refusal)
     weights: WeightExecutor = built.weights
     profiler = StepProfiler(setup.args.profile_dir)
     if isinstance(runner, LeaderRunner):
-        weights = LeaderWeights(built.weights, runner.jobs, setup.placement.shard.size)
+        weights = LeaderWeights(built.weights, runner.jobs, group_of(built.rank).size)
         profiler = LeaderProfiler(setup.args.profile_dir, runner.jobs)
-        experts = LeaderExperts(runner.model.expert_counts(), runner.jobs)
-    worker = TpModelWorker(runner, weights, resources.pop_all(), profiler, experts)
+        if runner.stage.is_whole:
+            experts = LeaderExperts(runner.model.expert_counts(), runner.jobs)
+    held = resources.pop_all()
+    if isinstance(runner, LeaderRunner) and not runner.stage.is_whole:
+        return PipelineWorker(runner, weights, held, profiler, experts)
+    worker = TpModelWorker(runner, weights, held, profiler, experts)
     return TpModelWorkerClient(worker) if setup.config.overlap else worker
 
 
@@ -390,9 +388,8 @@ def _device_worker(built: _Built, link: CudaDevice, resources: ExitStack) -> Wor
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
     setup, memory, config = built.setup, built.memory, built.setup.config
     kv_dtype = getattr(torch, config.kv_cache_dtype)
-    of_all, of_this = (
-        kv_shape(setup.model_config, kv_dtype, shard).bytes_per_token for shard in (WHOLE, setup.placement.shard)
-    )
+    of_all = kv_shape(setup.model_config, kv_dtype).bytes_per_token
+    of_this = kv_shape(setup.model_config, kv_dtype, built.rank.shard, built.rank.stage).bytes_per_token
     return ReadyInfo(
         max_total_tokens=memory.plan.num_tokens,
         max_running_requests=config.max_running_requests,
@@ -418,7 +415,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
     )
 
 
-def _load_adapters(args: ServerArgs, loras: LoraPool, shard: Shard) -> tuple[str, ...]:
+def _load_adapters(args: ServerArgs, loras: LoraPool, rank: Rank) -> tuple[str, ...]:
     """Load the adapters of --lora-paths, numbered from 1. Returns the fingerprints of their files. Raises ModelError that names the adapter.
 
     Followers load after the leader, from the same files.
@@ -427,17 +424,17 @@ def _load_adapters(args: ServerArgs, loras: LoraPool, shard: Shard) -> tuple[str
     if not named:
         return ()
     expected = [""] * len(named)
-    if shard.group is not None and not shard.leads:
-        expected = shard.group.receive().decode().split("\n")
+    if rank.group is not None and not rank.leads:
+        expected = rank.group.receive().decode().split("\n")
     fingerprints = []
     for lora_id, ((name, path), fingerprint) in enumerate(zip(named, expected, strict=True), start=1):
         try:
             fingerprints.append(loras.load(lora_id, path, fingerprint))
         except ModelError as error:
             raise ModelError(f"--lora-paths: adapter {name!r:.80}: {error.message}") from None
-    if shard.group is not None and shard.leads:
-        told = map(content_of, fingerprints) if shard.group.spans_hosts else fingerprints
-        shard.group.send("\n".join(told).encode())
+    if rank.group is not None and rank.leads:
+        told = map(content_of, fingerprints) if rank.group.spans_hosts else fingerprints
+        rank.group.send("\n".join(told).encode())
     return tuple(fingerprints)
 
 
@@ -551,50 +548,3 @@ def _capture(graphs: GraphPool) -> None:
             f"a decode step could not be captured in a CUDA graph ({error}); start with --disable-cuda-graph"
         ) from error
     _logger.info("captured %d CUDA graphs in %.1f s", len(graphs.sizes), time.perf_counter() - begin)
-
-
-def _whole_pages(max_total_tokens: int, page_size: int) -> int:
-    """--max-total-tokens, rounded down to pages. Raises ConfigError if it is less than one."""
-    if max_total_tokens < page_size:
-        raise ConfigError(f"--max-total-tokens {max_total_tokens} is less than one page of {page_size} tokens")
-    return max_total_tokens // page_size * page_size
-
-
-def _plan_pool(
-    args: ServerArgs,
-    config: Config,
-    bytes_per_token: int,
-    weight_bytes: int,
-    reserved_bytes: int,
-    device: torch.device,
-    decisions: list[str],
-) -> _PoolPlan:
-    """The number of tokens in the pool. Raises ConfigError if it is too small for one sequence."""
-    page_size, context_length = config.page_size, config.context_length
-    if args.max_total_tokens is not None:
-        num_tokens = _whole_pages(args.max_total_tokens, page_size)
-        if num_tokens != args.max_total_tokens:
-            decisions.append(
-                f"max_total_tokens {num_tokens}: {args.max_total_tokens} rounded down to pages of {page_size}"
-            )
-    else:
-        budget = kv_token_budget(
-            available=available_bytes(device),
-            weight_bytes=weight_bytes,
-            mem_fraction_static=config.mem_fraction_static,
-            reserved_bytes=reserved_bytes,
-            bytes_per_token=bytes_per_token,
-            page_size=page_size,
-            max_tokens_useful=config.max_running_requests * context_length,
-        )
-        num_tokens = budget.max_total_tokens
-        decisions.append(f"max_total_tokens {num_tokens}: {budget.reason}")
-        if num_tokens == 0 or (args.context_length is not None and num_tokens < context_length):
-            raise ConfigError(
-                f"memory has room for {num_tokens} KV tokens ({budget.reason}), but a sequence may have {context_length} tokens; "
-                "raise --mem-fraction-static, or lower --context-length"
-            )
-    if num_tokens < context_length:
-        decisions.append(f"context_length {num_tokens}: the KV cache has no room for longer sequences")
-        context_length = num_tokens
-    return _PoolPlan(num_tokens, context_length)

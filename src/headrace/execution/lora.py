@@ -30,10 +30,11 @@ _NAMES_IN_A_MESSAGE = 3
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One projection in a linear layer; `layer` may contain several."""
+    """One projection in a linear layer; `layer` may contain several. is_here: other ranks may have the layer instead."""
 
     layer: Linear
     projection: str
+    is_here: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class LoraPool:
         for weight in model.weights():
             module = weight.name.removesuffix(".weight")
             if isinstance(weight.layer, Linear) and module != weight.name:
-                self._targets[module] = _Target(weight.layer, module.rpartition(".")[2])
+                self._targets[module] = _Target(weight.layer, module.rpartition(".")[2], not weight.is_elsewhere)
 
     def __contains__(self, lora_id: int) -> bool:
         """Whether the adapter is loaded."""
@@ -188,8 +189,9 @@ class LoraPool:
             raise ModelError(f"{WEIGHTS_NAME}: missing tensors ({len(missing)}): {_some(missing)}")
         by_layer: dict[Linear, list[str]] = {}
         for module in wanted:
-            by_layer.setdefault(self._targets[module].layer, []).append(module)
             self._check_shapes(checkpoint, module, names)
+            if self._targets[module].is_here:
+                by_layer.setdefault(self._targets[module].layer, []).append(module)
         return {layer: self._factors(checkpoint, layer, modules, names) for layer, modules in by_layer.items()}
 
     def _wanted(self, checkpoint: LoraCheckpoint) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.attention.base import AttentionBackend, ReadTokens
+from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.errors import ExecutionError
 from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
@@ -45,22 +46,50 @@ class Outcome:
     hidden_states: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step whose layers of this stage were run. special: its rows with more than tokens as result. begun_s: by `time.perf_counter`.
+
+    num_hidden: rows of hidden states after all layers; hidden: these, or if other stages run the last layers, what this one gave the next.
+    """
+
+    plan: ModelWorkerBatch
+    seqs: list[int]
+    special: list[int]
+    batch: ForwardBatch
+    starts: list[int]
+    num_hidden: int
+    hidden: torch.Tensor
+    begun_s: float
+
+
 def logits_shape(max_seqs: int, vocab_size: int) -> tuple[int, int]:
     """Rows and columns of the logits that are computed at once."""
     return max(max_seqs, PROMPT_LOGIT_ROWS), vocab_size
 
 
 class ModelRunner:
-    """A model with its attention backend (with an allocated pool), its tables, its sampler and the adapters of its layers."""
+    """A model with its attention backend (with an allocated pool), its tables, its sampler and the adapters of its layers.
+
+    stage: of the model. Without others, `start` is followed by `finish`; else several steps may be between the two.
+    """
 
     def __init__(
-        self, model: CausalLM, attention: AttentionBackend, table: SequenceTable, sampler: Sampler, loras: LoraPool
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        table: SequenceTable,
+        sampler: Sampler,
+        loras: LoraPool,
+        stage: Stage = ALL_LAYERS,
     ) -> None:
         self.model = model
         self.attention = attention
         self.table = table
         self.sampler = sampler
         self.loras = loras
+        self.stage = stage
+        self._finished_s = 0.0
         # Kept from step to step: malloc would map and unmap a block of more than 32 MiB every time, and each new page costs a fault.
         # Pages that no step has used take no memory.
         on_host = table.host is not None
@@ -123,7 +152,11 @@ class ModelRunner:
 
     def compute(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
         """Like `run`, for a plan whose new sequences have been added."""
-        begin = time.perf_counter()
+        return self.finish(self.start(plan, on_layers))
+
+    def start(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> Begun:
+        """Run this stage's layers, for a plan whose new sequences have been added."""
+        begun_s = time.perf_counter()
         self.begin(plan)
         seqs = plan.seqs.tolist()
         special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
@@ -131,8 +164,17 @@ class ModelRunner:
         reads = self._reads(plan, seqs, special)
         hidden = self._forward(plan, seqs, special, batch, reads, on_layers)
         starts = batch.row_starts if reads is None else reads.starts
+        return Begun(plan, seqs, special, batch, starts, starts[-1], hidden, begun_s)
+
+    @torch.inference_mode()
+    def finish(self, begun: Begun) -> StepResult:
+        """What comes after the layers. Steps are finished in the order in which they were started."""
+        plan, seqs, batch, starts, hidden = begun.plan, begun.seqs, begun.batch, begun.starts, begun.hidden
+        if self.stage.before is not None:
+            self._begin_masks(plan)
+            hidden = self.stage.before.receive(begun.num_hidden)
         outcome = Outcome([-1] * len(seqs))
-        for row in special:
+        for row in begun.special:
             new = self.table.specs[seqs[row]].new
             if new.task.return_hidden_states:
                 part = hidden[starts[row] : starts[row + 1]]
@@ -148,6 +190,8 @@ class ModelRunner:
         if sampled:
             self._sample(plan, seqs, batch, hidden, starts, sampled, outcome)
         ids, id_starts = one_id_a_row(outcome.token_ids)
+        # Time that the step before was still running is that step's.
+        since_s, self._finished_s = max(begun.begun_s, self._finished_s), time.perf_counter()
         return StepResult(
             step=plan.step,
             ids=ids,
@@ -156,7 +200,7 @@ class ModelRunner:
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
             hidden_states=outcome.hidden_states,
-            forward_s=time.perf_counter() - begin,
+            forward_s=self._finished_s - since_s,
             masks_s=self.sampler.take_masks_s(),
         )
 
@@ -184,7 +228,33 @@ class ModelRunner:
         reads: ReadTokens | None,
         on_layers: Callable[[], None],
     ) -> torch.Tensor:
-        """Hidden states [num_read, hidden_size] after the final norm."""
+        """What comes out of this stage's layers: hidden states [num_read, hidden_size] after the final norm, or what the next stage takes."""
+        inputs = self._inputs(seqs, special, batch)
+        self.attention.prepare(batch.rows)
+        loras = None
+        if self.table.adapted:
+            loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
+        self.loras.step.rows = loras
+        if self.stage.is_whole:
+            self._begin_masks(plan)
+        on_layers()
+        if not self.stage.is_last:
+            reads = None
+        if loras is None:
+            hidden = self.model.forward(inputs, batch.rows.positions, self.attention, reads)
+        else:
+            # An adapter finds its rows by their place in the whole step.
+            hidden = self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=True)
+            hidden = hidden if reads is None else hidden[reads.index]
+        if self.stage.after is not None:
+            self.stage.after.send(hidden)
+        return hidden
+
+    def _inputs(self, seqs: list[int], special: list[int], batch: ForwardBatch) -> torch.Tensor:
+        """What the first of this stage's layers takes, [num_tokens, hidden_size]."""
+        if not self.stage.is_first:
+            assert self.stage.before is not None, self.stage
+            return self.stage.before.receive(batch.row_starts[-1])
         inputs = self.model.embed(batch.token_ids)
         for row in special:
             embeds = self.table.specs[seqs[row]].input_embeds
@@ -193,18 +263,7 @@ class ModelRunner:
                 given = embeds[start : start + batch.rows.counts[row]]
                 begin = batch.row_starts[row]
                 inputs[begin : begin + len(given)] = given.to(inputs.dtype)
-        self.attention.prepare(batch.rows)
-        loras = None
-        if self.table.adapted:
-            loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
-        self.loras.step.rows = loras
-        self._begin_masks(plan)
-        on_layers()
-        if loras is None:
-            return self.model.forward(inputs, batch.rows.positions, self.attention, reads)
-        # An adapter finds its rows by their place in the whole step.
-        hidden = self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=True)
-        return hidden if reads is None else hidden[reads.index]
+        return inputs
 
     def _begin_masks(self, plan: ModelWorkerBatch) -> None:
         """Let the sampler fill the masks of grammars while the layers run."""

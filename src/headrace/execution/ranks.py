@@ -3,19 +3,26 @@
 The leader sends each plan to the followers and runs it as if it were alone; the layers exchange what they need (`distributed`). A follower
 runs the same code up to its part of the logits. Both are called by one thread, in which the calls of the group are in the same order; what
 other threads of the leader tell the followers goes between two steps (`rank_jobs`).
+
+With stages the leader starts a step, and finishes it when the last stage has sent its hidden states; meanwhile it may start others:
+
+    leader     start n | start n+1 | finish n | start n+2 | finish n+1 | ...
+    stage 1              n           n+1        n+2
 """
 
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 
 from headrace.attention.base import AttentionBackend
 from headrace.distributed.base import Group
+from headrace.distributed.rank import Rank
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.lora import LoraPool
-from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, ModelRunner, Outcome
+from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, Begun, ModelRunner, Outcome
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.execution.sequence_table import SequenceTable
@@ -23,7 +30,16 @@ from headrace.execution.update_weights import ModelWeights
 from headrace.log import get_logger
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.rank_step import RankStep, RankStop, SampledTokens, decode, encode, plan_of, rank_step
+from headrace.messages.rank_step import (
+    RankFinish,
+    RankStep,
+    RankStop,
+    SampledTokens,
+    decode,
+    encode,
+    plan_of,
+    rank_step,
+)
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult
 from headrace.models.spec import CausalLM
 from headrace.sampling.sampler import Sampler
@@ -32,7 +48,7 @@ _logger = get_logger(__name__)
 
 
 class LeaderRunner(ModelRunner):
-    """Runs the steps of all ranks. group: that of the model's shard. on_broken: see `build_worker`."""
+    """Runs the steps of all ranks. rank: the leader's. on_broken: see `build_worker`."""
 
     def __init__(
         self,
@@ -41,11 +57,12 @@ class LeaderRunner(ModelRunner):
         table: SequenceTable,
         sampler: Sampler,
         loras: LoraPool,
-        group: Group,
+        rank: Rank,
     ) -> None:
-        super().__init__(model, attention, table, sampler, loras)
+        super().__init__(model, attention, table, sampler, loras, rank.stage)
         self.on_broken: Callable[[str], None] = lambda reason: None
-        self._group = group
+        self._group = group = group_of(rank)
+        self._shares_logits = not rank.shard.is_whole
         self._turn = Turn()
         self.jobs = LeaderJobs(group, self._turn)
         self._sampled = SampledTokens()
@@ -58,11 +75,33 @@ class LeaderRunner(ModelRunner):
         return LeaderAdapters(self.loras, self.jobs)
 
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
-        """See `ModelRunner.run`. If it fails after the followers have begun, they are somewhere in the step, so the ranks have to start anew."""
-        with self._turn:
+        """See `ModelRunner.run`."""
+        with self._in_turn():
             self._is_sent = False
+            return super().run(plan, on_layers)
+
+    @torch.inference_mode()
+    def start_step(self, plan: ModelWorkerBatch) -> Begun:
+        """The first part of `run`: up to what this stage sends to the next."""
+        with self._in_turn():
+            self._is_sent = False
+            self.add(plan)
+            return self.start(plan)
+
+    def finish_step(self, begun: Begun) -> StepResult:
+        """The second part of `run`, for the oldest of the steps that were started."""
+        with self._in_turn():
+            self._is_sent = True
+            if self._shares_logits:
+                self._group.send(encode(RankFinish()))
+            return self.finish(begun)
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """If a step fails after the followers have begun it, they are somewhere in it, so the ranks have to start anew."""
+        with self._turn:
             try:
-                return super().run(plan, on_layers)
+                yield
             except Exception as error:
                 if self._is_sent:
                     _logger.exception("a step failed")
@@ -97,7 +136,8 @@ class LeaderRunner(ModelRunner):
     def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
         """Write what was sampled to the token buffer, and note it for the followers."""
         super().write_tokens(seqs, positions, token_ids, host_ids)
-        self._sampled = SampledTokens(seqs, positions, host_ids)
+        before = self._sampled
+        self._sampled = SampledTokens(before.seqs + seqs, before.positions + positions, before.ids + host_ids)
 
 
 class FollowerRunner(ModelRunner):
@@ -110,24 +150,29 @@ class FollowerRunner(ModelRunner):
         table: SequenceTable,
         sampler: Sampler,
         loras: LoraPool,
-        group: Group,
+        rank: Rank,
         weights: ModelWeights,
         profiler: StepProfiler,
     ) -> None:
-        super().__init__(model, attention, table, sampler, loras)
+        super().__init__(model, attention, table, sampler, loras, rank.stage)
         self._logits = None
-        self._group = group
+        self._group = group_of(rank)
         self._profiler = profiler
-        self._jobs = FollowerJobs(group, loras, weights, profiler)
+        self._jobs = FollowerJobs(self._group, loras, weights, profiler)
+        self._started: deque[Begun] = deque()
 
     def follow(self) -> None:
         """Run steps, and what comes between them, until there are no more. Raises ExecutionError when the group is broken, by whichever rank."""
         while not isinstance(message := decode(self._group.receive()), RankStop):
-            if isinstance(message, RankStep):
-                with self._profiler.step(message.step):
-                    self._run_step(message)
-            else:
-                self._jobs.handle(message)
+            match message:
+                case RankStep():
+                    with self._profiler.step(message.step):
+                        self._run_step(message)
+                case RankFinish():
+                    if self.stage.is_first:
+                        self.finish(self._started.popleft())
+                case _:
+                    self._jobs.handle(message)
 
     @torch.inference_mode()
     def _run_step(self, step: RankStep) -> None:
@@ -136,8 +181,13 @@ class FollowerRunner(ModelRunner):
         if sampled.seqs:
             super().write_tokens(sampled.seqs, sampled.positions, torch.tensor(sampled.ids), sampled.ids)
         self.add(plan)
-        if step.computes:
-            self.compute(plan)
+        if not step.computes:
+            return
+        begun = self.start(plan)
+        if self.stage.is_whole:
+            self.finish(begun)
+        elif self.stage.is_first:
+            self._started.append(begun)
 
     def _prompt_logprobs(
         self, new: NewSequence, seq: int, positions: range, hidden: torch.Tensor
@@ -157,6 +207,12 @@ class FollowerRunner(ModelRunner):
     ) -> None:
         """Its part of the logits."""
         self._logits_of(hidden)
+
+
+def group_of(rank: Rank) -> Group:
+    """Of all ranks; there are others."""
+    assert rank.group is not None, rank
+    return rank.group
 
 
 def follow(runner: FollowerRunner, group: Group) -> None:

@@ -48,10 +48,10 @@ class DecoderLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A whole decoder between embedding and output projection."""
+    """A decoder between embedding and output projection, or some layers of it in a row. final_norm: None = the last layer is not among them."""
 
     layers: tuple[DecoderLayerSpec, ...]
-    final_norm: torch.Tensor
+    final_norm: torch.Tensor | None
     eps: float
     num_q_heads: int
     num_kv_heads: int
@@ -60,7 +60,7 @@ class DecoderSpec:
     @property
     def hidden_size(self) -> int:
         """Elements of a token between layers."""
-        return self.final_norm.numel()
+        return self.layers[0].attention_norm.numel()
 
 
 def why_not(spec: DecoderSpec) -> str:
@@ -127,7 +127,7 @@ class FusedDecoder:
             spec.layers[0].activation == "gelu_tanh",
             kv_type(k_caches[0], rounded),
             k_caches[0].shape[0],
-            spec.final_norm.data_ptr(),
+            _address(spec.final_norm),
         )
         for layer, k_cache, v_cache in zip(spec.layers, k_caches, v_caches, strict=True):
             q_norm, k_norm = layer.head_norms or (None, None)
@@ -166,7 +166,7 @@ class FusedDecoder:
         q_starts: torch.Tensor,
         read_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run all layers and the final norm.
+        """Run all layers and the final norm; without one, what the layers add is added to the rows.
 
         hidden: float32[tokens, hidden_size], what the first layer takes; overwritten. positions, out_slots: int32[tokens].
         page_table, seq_lens, q_starts: see `ops.paged_attention`. read_starts: int32[num_seqs + 1]; of sequence i the last
@@ -215,7 +215,7 @@ class FusedDecoder:
 
 def _check(spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch.Tensor]) -> None:
     """ValueError unless every tensor has the size and precision that the native call takes for granted."""
-    hidden, head_dim = spec.hidden_size, spec.head_dim
+    head_dim = spec.head_dim
     q_size, kv_size = spec.num_q_heads * head_dim, spec.num_kv_heads * head_dim
     if not spec.layers or spec.num_q_heads % spec.num_kv_heads:
         raise ValueError(
@@ -223,7 +223,9 @@ def _check(spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch
         )
     if len(k_caches) != len(spec.layers) or len(v_caches) != len(spec.layers):
         raise ValueError(f"decoder: {len(spec.layers)} layers but {len(k_caches)} K and {len(v_caches)} V caches")
-    _contiguous("final_norm", spec.final_norm, torch.float32, (hidden,))
+    hidden = spec.hidden_size
+    if spec.final_norm is not None:
+        _contiguous("final_norm", spec.final_norm, torch.float32, (hidden,))
     intermediate = spec.layers[0].down.k
     dtype, num_pages = k_caches[0].dtype, k_caches[0].shape[0]
     k_shape, v_shape = kv_cache_shapes(num_pages, spec.num_kv_heads, head_dim, dtype)

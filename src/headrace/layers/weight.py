@@ -14,6 +14,7 @@ import torch
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.weight_formats import Scheme
 from headrace.distributed.base import WHOLE, Shard, length
+from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.layers.quantization import WeightFormat, weight_format
 
 Kept = Mapping[str, torch.Tensor | int | str | None]
@@ -129,7 +130,8 @@ class Placement:
     """Device and precision of a model, and how its linear layers compute.
 
     max_positions: longest supported sequence, in tokens; tables by position have this many rows. quantization: of linear layers.
-    shard: the part of the model that this process has. whole_experts: of a mixture, some whole experts instead of a part of each.
+    shard: the part of each layer that this process has; stage: the layers that it has. whole_experts: of a mixture, some whole experts instead
+    of a part of each.
     """
 
     device: torch.device
@@ -137,6 +139,7 @@ class Placement:
     max_positions: int
     quantization: Scheme = "none"
     shard: Shard = WHOLE
+    stage: Stage = ALL_LAYERS
     whole_experts: bool = False
 
     @property

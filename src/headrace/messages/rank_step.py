@@ -1,4 +1,4 @@
-"""A step on its way from the leader of a tensor-parallel group to its followers: the wire form of a plan.
+"""A step on its way from the leader of a group of ranks to its followers: the wire form of a plan.
 
 The followers compute the same step, each its part, but sample nothing: what was sampled comes with the next step.
 """
@@ -26,7 +26,7 @@ class RankSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that the last step wrote to the token buffer: token ids[i] of sequence seqs[i] at positions[i]."""
+    """Tokens that steps wrote to the token buffer: token ids[i] of sequence seqs[i] at positions[i]."""
 
     seqs: list[int] = []
     positions: list[int] = []
@@ -34,7 +34,7 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """A plan. sampled: by the step before it. computes: False if the leader found a fault before the layers; then only its tables change."""
+    """A plan. sampled: since the plan before it. computes: False if the leader found a fault before the layers; then only its tables change."""
 
     step: int
     new: tuple[RankSequence, ...]
@@ -47,11 +47,15 @@ class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     computes: bool = True
 
 
+class RankFinish(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """For the ranks of the first of several stages: compute logits of the oldest step that was not finished."""
+
+
 class RankStop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """There are no more steps."""
 
 
-RankMessage = RankStep | RankStop | RankBesideSteps
+RankMessage = RankStep | RankFinish | RankStop | RankBesideSteps
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)

@@ -23,9 +23,10 @@ from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe import SparseMoe
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import Rotary
-from headrace.layers.weight import Placement, Weight
+from headrace.layers.weight import Placement, Weight, elsewhere
 from headrace.models import piecewise
 from headrace.models.piecewise import PiecewiseDecoder
+from headrace.models.spec import stage_layers
 
 Mlp = GatedMlp | SparseMoe
 MlpFactory = Callable[[ModelConfig, int, Placement], Mlp]
@@ -69,7 +70,7 @@ class Attention:
         self._kv_size = share.num_kv * config.head_dim
         slides = config.layer_types[layer] == "sliding_attention" and config.sliding_window is not None
         self.spec = AttentionLayerSpec(
-            layer_id=layer,
+            layer_id=layer - stage_layers(config, placement.stage).start,
             num_q_heads=share.num_query,
             num_kv_heads=share.num_kv,
             head_dim=config.head_dim,
@@ -218,7 +219,7 @@ class Block:
 
 
 class DecoderLM:
-    """Embedding, blocks, final norm, logits: a `CausalLM`."""
+    """Embedding, blocks, final norm, logits: a `CausalLM`. What belongs to other stages is there by its names, without weights."""
 
     def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
         self._config = config
@@ -245,25 +246,29 @@ class DecoderLM:
             scale=options.embed_scale,
             tied=head if tied else None,
         )
-        self._blocks = [
+        self._stage = placement.stage
+        self._layers = stage_layers(config, self._stage)
+        self._all_blocks = [
             Block(config, layer, options, rotary(config.rope_for(layer)), placement)
             for layer in range(config.num_layers)
         ]
+        self._blocks = self._all_blocks[self._layers.start : self._layers.stop]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
         self._shard = placement.shard
         self._head = LogitsHead(head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied, shard=placement.shard)
 
     def weights(self) -> Iterator[Weight]:
         """See `CausalLM.weights`."""
-        yield from self._embedding.weights("model.embed_tokens")
-        for index, block in enumerate(self._blocks):
-            yield from block.weights(f"model.layers.{index}")
-        yield from self._norm.weights("model.norm")
-        yield from self._head.weights("")
+        first, last = self._stage.is_first, self._stage.is_last
+        yield from _here(first, self._embedding.weights("model.embed_tokens"))
+        for index, block in enumerate(self._all_blocks):
+            yield from _here(index in self._layers, block.weights(f"model.layers.{index}"))
+        yield from _here(last, self._norm.weights("model.norm"))
+        yield from _here(first, self._head.weights(""))
 
     def expert_counts(self) -> dict[int, ExpertCounts]:
         """See `CausalLM.expert_counts`."""
-        found = ((layer, block.expert_counts) for layer, block in enumerate(self._blocks))
+        found = ((layer, block.expert_counts) for layer, block in zip(self._layers, self._blocks, strict=True))
         return {layer: counts for layer, counts in found if counts is not None}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -294,6 +299,9 @@ class DecoderLM:
         residual, added = hidden, None
         for block in blocks:
             added, residual = block(added, residual, positions, attention)
+        if not self._stage.is_last:
+            added, residual = last(added, residual, positions, attention)
+            return residual + added
         if reads is not None and last.counts_experts:
             added, residual = last(added, residual, positions, attention)
             return self._norm(added, residual)[reads.index]
@@ -340,7 +348,7 @@ class DecoderLM:
         config, heads = self._config, self._blocks[0].attention_spec
         return DecoderSpec(
             layers=dense,
-            final_norm=self._norm.weight,
+            final_norm=self._norm.weight if self._stage.is_last else None,
             eps=config.rms_norm_eps,
             num_q_heads=heads.num_q_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -354,3 +362,7 @@ class DecoderLM:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
         return self._head(hidden, out)
+
+
+def _here(is_here: bool, weights: Iterator[Weight]) -> Iterator[Weight]:
+    return weights if is_here else map(elsewhere, weights)

@@ -55,7 +55,9 @@ class PiecewiseDecoder:
                 out, residual, layer.out.data, layer.out.bias, layer.after_attention, layer.mlp_norm,
                 layer.gate_up.data, layer.gate_up.bias, layer.down.data, layer.down.bias, layer.after_mlp,
             )  # fmt: skip
-        return _norm(residual + added, self.spec.final_norm, self.spec.eps)
+        residual = residual + added
+        norm = self.spec.final_norm
+        return residual if norm is None else _norm(residual, norm, self.spec.eps)
 
 
 def _entering(spec: DecoderSpec) -> Enter:

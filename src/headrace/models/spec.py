@@ -13,6 +13,7 @@ from headrace.attention.base import KvShape, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.distributed.base import WHOLE, Shard
 from headrace.distributed.heads import head_share
+from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.weight import Placement, Weight
 
@@ -38,11 +39,12 @@ class CausalLM(Protocol):
         *,
         by_layer: bool = False,
     ) -> torch.Tensor:
-        """Run all layers over `hidden` [num_tokens, hidden_size], which it may overwrite.
+        """Run all layers of this stage over `hidden` [num_tokens, hidden_size], which it may overwrite.
 
         positions: int32[num_tokens]. attention: prepared for this step. reads: None = all tokens. by_layer: call each linear layer, even
         where `fuse` found a quicker way, with the same bits: adapters add to their outputs. Returns the hidden states after the final norm
-        of the tokens that are read, [num_read, hidden_size]; keys and values are written of all tokens.
+        of the tokens that are read, [num_read, hidden_size]; keys and values are written of all tokens. A stage that is not the last reads
+        all tokens, and returns what the next stage takes.
         """
 
     def fuse(self, attention: StepAttention) -> str:
@@ -79,7 +81,16 @@ class ModelSpec:
     check: Callable[[CausalLM], None] = lambda model: None
 
 
-def kv_shape(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> KvShape:
-    """The KV cache that a rank of a model of this config fills."""
+def kv_shape(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE, stage: Stage = ALL_LAYERS) -> KvShape:
+    """The KV cache that a rank of a model of this config fills. Raises ModelError if there are more ranks than heads or layers."""
     num_heads = head_share(shard, config.num_q_heads, config.num_kv_heads).num_kv
-    return KvShape(config.num_layers, num_heads, config.head_dim, dtype)
+    return KvShape(len(stage_layers(config, stage)), num_heads, config.head_dim, dtype)
+
+
+def stage_layers(config: ModelConfig, stage: Stage) -> range:
+    """The layers of a stage: each stage reads about as many weights for a token. Raises ModelError if there are fewer layers than stages."""
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_q_heads + config.num_kv_heads)
+    moe = config.moe
+    width = config.intermediate_size if moe is None else moe.num_experts_per_tok * moe.intermediate_size
+    layer = attention + 3 * config.hidden_size * width
+    return stage.split(config.num_layers, config.hidden_size * config.vocab_size / layer)[stage.index]

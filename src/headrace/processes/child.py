@@ -81,8 +81,8 @@ class ChildProcess:
         passed = [report_fd]
         if http is not None:
             passed.append(http.listening_fd)
-        if rank is not None and rank.group_fd is not None:
-            passed.append(rank.group_fd)
+        if rank is not None:
+            passed += rank.descriptors
         with _signals_held():
             self._popen = subprocess.Popen(
                 [*self.program, kind],

@@ -10,14 +10,14 @@ def run_follower(args: ServerArgs, on_ready: OnReady, rank: RankStart) -> None:
 
     Raises ConfigError or ModelError before `on_ready`, and ExecutionError when the group of the ranks breaks.
     """
-    from headrace.distributed.base import Shard
     from headrace.execution.build import build_follower  # imports torch, which takes longest
-    from headrace.execution.ranks import follow
-    from headrace.processes.rank_groups import joined
+    from headrace.execution.ranks import follow, group_of
+    from headrace.processes.rank_groups import joined_follower
 
-    with joined(args, rank) as group:
-        runner, resources = build_follower(share_of_machine(args), Shard(rank.rank, rank.size, group))
+    with joined_follower(args, rank) as own:
+        runner, resources = build_follower(share_of_machine(args), own)
         with resources:
             on_ready(None)
+            group = group_of(own)
             group.ready()
             follow(runner, group)

@@ -24,11 +24,32 @@ OnProgress = Callable[[int, int], None]
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """What a follower is given: which rank it is, of how many, and the descriptor of the memory that they share; None = they use the network."""
+    """What a follower is given: its number among the ranks of all stages, and descriptors.
+
+    group_fd: of the memory that all ranks share, None if they use the network; shard_fd: of that of its stage, None if it is the same or if
+    it is alone there; before_fd, after_fd: of the links from the stage before and to the one after, None without stages.
+    """
 
     rank: int
-    size: int
     group_fd: int | None = None
+    shard_fd: int | None = None
+    before_fd: int | None = None
+    after_fd: int | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """All of them."""
+        return [*self.of_groups, *self.of_links]
+
+    @property
+    def of_groups(self) -> list[int]:
+        """Those of memory."""
+        return [fd for fd in (self.group_fd, self.shard_fd) if fd is not None]
+
+    @property
+    def of_links(self) -> list[int]:
+        """Those of sockets."""
+        return [fd for fd in (self.before_fd, self.after_fd) if fd is not None]
 
 
 class Bootstrap(msgspec.Struct, frozen=True):

@@ -80,9 +80,7 @@ class Node:
         self.is_whole = False
         self._args = args
         self._leave_s: float | None = None
-        self._followers = [
-            ChildProcess("follower", args, ports, rank=RankStart(rank, args.tp_size)) for rank in ranks_here(args)
-        ]
+        self._followers = [ChildProcess("follower", args, ports, rank=RankStart(rank)) for rank in ranks_here(args)]
         self._thread = threading.Thread(target=self._run, name="node", daemon=True)
 
     def start(self) -> None:

@@ -1,14 +1,21 @@
-"""Who makes the `Group` of a rank: shared memory on one host, connections to node 0 with --nnodes. Ranks are numbered node by node."""
+"""How the ranks of a model are connected: by shared memory on one host, by connections to node 0 with --nnodes.
+
+One group of all ranks for plans; with --pp-size, also a group for the ranks of each stage, and a link from each rank to the one with the same
+part of the next stage. Rank r is rank r % tp_size of stage r // tp_size. With --nnodes, ranks are numbered node by node.
+"""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from headrace.config.nodes import dist_secret, host_and_port
 from headrace.config.server_args import ServerArgs
-from headrace.distributed.base import Group
+from headrace.distributed.base import WHOLE, Group, Shard
+from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
+from headrace.distributed.rank import Rank
 from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.errors import HeadraceError
 from headrace.processes.handshake import RankStart
 from headrace.processes.node_facts import node_facts
@@ -19,49 +26,91 @@ if TYPE_CHECKING:
 
 def ranks_here(args: ServerArgs) -> range:
     """The ranks of this host."""
-    each = args.tp_size // args.num_nodes
+    each = args.num_ranks // args.num_nodes
     begin = each * (args.node_rank or 0)
     return range(begin, begin + each)
 
 
-def lead(args: ServerArgs) -> tuple[Group, list[RankStart]]:
-    """The leader's group, and what the followers of this host are given; their descriptors are closed once they have started.
+def starts_here(args: ServerArgs) -> list[RankStart]:
+    """What each rank of this host is given. Descriptors are closed once they are inherited or, those of links, joined.
 
-    Over a network, the group is of use after `wait_for_ranks`. Raises ConfigError.
+    Raises ConfigError without the native kernels, OSError if there are no descriptors left.
     """
-    own = ranks_here(args)
-    if args.num_nodes == 1:
-        group, fd = SharedMemoryGroup.create(args.tp_size, args.rank_timeout_s)
-        return group, [RankStart(rank, args.tp_size, fd) for rank in own[1:]]
+    if args.num_nodes > 1:
+        return [RankStart(rank) for rank in ranks_here(args)]
+    tp_size, num_stages, num_ranks = args.tp_size, args.pp_size, args.num_ranks
+    group_fd = SharedMemoryGroup.memory(num_ranks)
+    if num_stages == 1:
+        return [RankStart(rank, group_fd) for rank in range(num_ranks)]
+    shard_fds = [SharedMemoryGroup.memory(tp_size) if tp_size > 1 else None for _ in range(num_stages)]
+    links = [socket_link() for _ in range(num_ranks)]  # from each rank to the one of the next stage
+    return [
+        RankStart(
+            rank, group_fd, shard_fds[rank // tp_size], before_fd=links[rank - tp_size][1], after_fd=links[rank][0]
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def descriptors_of(starts: Iterable[RankStart]) -> set[int]:
+    """All of them."""
+    return {fd for start in starts for fd in start.descriptors}
+
+
+@contextlib.contextmanager
+def joined(args: ServerArgs, start: RankStart) -> Iterator[Rank]:
+    """The rank, connected to the others until the end. Its links' descriptors are its own from now on; those of groups may be closed.
+
+    Over a network the leader's group is of use after `wait_for_ranks`. Raises ConfigError or ExecutionError.
+    """
+    limit_s, shard, stage = args.rank_timeout_s, WHOLE, ALL_LAYERS
+    stage_index, shard_index = divmod(start.rank, args.tp_size)
+    with contextlib.ExitStack() as resources:
+        group: Group
+        if start.group_fd is not None:
+            group = SharedMemoryGroup.join(start.group_fd, start.rank, args.num_ranks, limit_s)
+        elif start.rank:
+            group = connect(args, start.rank, node_facts(args))
+        else:
+            group = _listen(args)
+        resources.callback(group.close)
+        if start.before_fd is not None and start.after_fd is not None:
+            before, after = SocketReceiver(start.before_fd, limit_s), SocketSender(start.after_fd, limit_s)
+            resources.callback(before.close)
+            resources.callback(after.close)
+            stage = Stage(stage_index, args.pp_size, before, after)
+        if start.shard_fd is not None:
+            of_stage = SharedMemoryGroup.join(start.shard_fd, shard_index, args.tp_size, limit_s)
+            resources.callback(of_stage.close)
+            shard = Shard(shard_index, args.tp_size, of_stage)
+        elif args.tp_size > 1:
+            shard = Shard(shard_index, args.tp_size, group)
+        yield Rank(shard, stage, group)
+
+
+@contextlib.contextmanager
+def joined_follower(args: ServerArgs, start: RankStart) -> Iterator[Rank]:
+    """`joined`, in a follower's process. Over a network, the others learn why it fails. Raises ConfigError or ExecutionError."""
+    with joined(args, start) as rank:
+        for fd in start.of_groups:
+            os.close(fd)
+        assert rank.group is not None, start
+        try:
+            yield rank
+        except BaseException as error:
+            if rank.group.spans_hosts:
+                rank.group.break_up(error.message if isinstance(error, HeadraceError) else type(error).__name__)
+            raise
+
+
+def _listen(args: ServerArgs) -> Group:
     from headrace.distributed.network import Address, Member
     from headrace.distributed.network_leader import LeaderGroup
 
     assert args.dist_init_addr is not None
-    member = Member(0, args.tp_size, node_facts(args))
+    member = Member(0, args.num_ranks, node_facts(args))
     address = Address(*host_and_port(args.dist_init_addr))
-    leader = LeaderGroup.listen(address, dist_secret(args, os.environ), member, args.rank_timeout_s)
-    return leader, [RankStart(rank, args.tp_size) for rank in own[1:]]
-
-
-@contextlib.contextmanager
-def joined(args: ServerArgs, start: RankStart) -> Iterator[Group]:
-    """A follower's group. Over a network, the others learn why this rank fails. Raises ConfigError or ExecutionError."""
-    if start.group_fd is not None:
-        group = SharedMemoryGroup.join(start.group_fd, start.rank, start.size, args.rank_timeout_s)
-        os.close(start.group_fd)
-        yield group
-        group.close()
-        return
-    connected = connect(args, start.rank, node_facts(args))
-    try:
-        yield connected
-    except HeadraceError as error:
-        connected.break_up(error.message)
-        raise
-    except BaseException as error:
-        connected.break_up(type(error).__name__)
-        raise
-    connected.close()
+    return LeaderGroup.listen(address, dist_secret(args, os.environ), member, args.rank_timeout_s)
 
 
 def connect(args: ServerArgs, rank: int | None, facts: dict[str, str]) -> "FollowerGroup":
@@ -73,7 +122,7 @@ def connect(args: ServerArgs, rank: int | None, facts: dict[str, str]) -> "Follo
     return FollowerGroup.join(
         Address(*host_and_port(args.dist_init_addr)),
         dist_secret(args, os.environ),
-        Member(rank, args.tp_size, facts),
+        Member(rank, args.num_ranks, facts),
         args.rank_timeout_s,
         args.dist_timeout,
     )

@@ -1,10 +1,11 @@
-"""The other ranks of a scheduler with --tp-size: processes that it starts, watches, and takes with it when it ends.
+"""The other ranks of a scheduler with --tp-size or --pp-size: processes that it starts, watches, and takes with it when it ends.
 
 The ranks of a group live and die together: when one is gone, the scheduler's process exits, and its parent starts the scheduler again, which
 starts new ranks. So nobody else needs to know of them. With --nnodes, some of them are processes of other hosts (`node_process`), and then the
 scheduler is not started again by its parent, but all nodes end.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -13,13 +14,13 @@ from types import TracebackType
 from typing import Self
 
 from headrace.config.server_args import ServerArgs
-from headrace.distributed.base import Shard
+from headrace.distributed.base import Group
 from headrace.errors import ExecutionError
 from headrace.log import get_logger
 from headrace.messages.channel import Ports
 from headrace.processes.child import ChildProcess
 from headrace.processes.handshake import OnProgress
-from headrace.processes.rank_groups import lead
+from headrace.processes.rank_groups import descriptors_of, joined, starts_here
 from headrace.processes.supervisor import describe_exit
 
 logger = get_logger(__name__)
@@ -35,23 +36,26 @@ def _exit() -> None:
 class Ranks:
     """The followers of one scheduler, from the start of the first to the end of the last; a context manager.
 
-    shard: the leader's part of the model. on_death: called, from a thread, when the ranks cannot go on.
+    rank: the leader's part of the model. on_death: called, from a thread, when the ranks cannot go on.
     """
 
     def __init__(self, args: ServerArgs, ports: Ports, replica: int, on_death: Callable[[], None] = _exit) -> None:
-        self.group, starts = lead(args)
-        self.shard = Shard(0, args.tp_size, self.group)
         self._on_death = on_death
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._followers: list[ChildProcess] = []
+        self._ends = contextlib.ExitStack()
+        starts = starts_here(args)
+        fds = descriptors_of(starts)
         try:
-            for start in starts:
+            self.rank = self._ends.enter_context(joined(args, starts[0]))
+            fds -= set(starts[0].of_links)
+            for start in starts[1:]:
                 self._followers.append(ChildProcess("follower", args, ports, replica, rank=start))
         finally:
-            for fd in {start.group_fd for start in starts if start.group_fd is not None}:
+            for fd in fds:
                 os.close(fd)
-        self.group.wait_for_ranks(args.dist_timeout, self._check)
+        self._group.wait_for_ranks(args.dist_timeout, self._check)
 
     def __enter__(self) -> Self:
         return self
@@ -61,11 +65,11 @@ class Ranks:
     ) -> None:
         self._stopping.set()
         if error is not None:
-            self.group.break_up("the leader ends")
+            self._group.break_up("the leader ends")
         deadline = time.monotonic() + STOP_S
         for follower in self._followers:
             follower.stop(max(0.0, deadline - time.monotonic()))
-        self.group.close()
+        self._ends.close()
 
     def checked(self, on_progress: OnProgress) -> OnProgress:
         """What the leader calls while it loads: raises the error of a follower that has ended instead of loading its part."""
@@ -80,7 +84,7 @@ class Ranks:
         """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""
         for follower in self._followers:
             follower.wait_ready()
-        self.group.wait_ready(self._check)
+        self._group.wait_ready(self._check)
         self._watcher.start()
 
     def give_up(self, reason: str) -> None:
@@ -88,7 +92,7 @@ class Ranks:
         if self._stopping.is_set():
             return
         logger.error("the ranks cannot go on: %s", reason)
-        self.group.break_up(reason)
+        self._group.break_up(reason)
         for follower in self._followers:
             follower.end()
         self._on_death()
@@ -98,12 +102,17 @@ class Ranks:
         for follower in self._followers:
             if follower.exit_code is not None:
                 follower.wait_ready()
-        if (reason := self.group.failure()) is not None:
+        if (reason := self._group.failure()) is not None:
             raise ExecutionError(reason)
+
+    @property
+    def _group(self) -> Group:
+        assert self.rank.group is not None, self.rank
+        return self.rank.group
 
     def _watch(self) -> None:
         while not self._stopping.wait(CHECK_S):
-            if (reason := self.group.failure()) is not None:
+            if (reason := self._group.failure()) is not None:
                 self.give_up(reason)
                 return
             for follower in self._followers:

@@ -54,12 +54,12 @@ def run_scheduler(
     """Load the model and schedule until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`.
 
     on_stall: called from a thread when a step takes longer than --watchdog-timeout-s. replica: its index, below --dp-size.
-    source: names this incarnation of the replica in its outputs, see `BatchTokenIDOut`. ports: of the engine, for the other ranks of --tp-size.
+    source: names this incarnation of the replica in its outputs, see `BatchTokenIDOut`. ports: of the engine, for the other ranks.
     """
     with contextlib.ExitStack() as resources:
         publisher = _kv_event_publisher(args, replica, resources)
         ranks = None
-        if args.tp_size > 1:
+        if args.num_ranks > 1:
             from headrace.processes.ranks import Ranks
 
             assert ports is not None, "ranks are processes"
@@ -78,7 +78,7 @@ def run_scheduler(
         if ranks is None:
             worker, ready = build_worker(args, on_progress)
         else:
-            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.shard, ranks.give_up)
+            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks.give_up)
             ranks.wait_ready()
         preparation.join()
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
@@ -173,7 +173,8 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         max_running=ready.max_running_requests,
         # The front end refuses what exceeds the queue. All that it accepts may be sent to one replica.
         max_queued=ready.max_running_requests * args.dp_size + args.max_queued_requests,
-        max_steps_in_flight=1 if args.disable_overlap_schedule else 2,
+        max_steps_in_flight=1 if args.disable_overlap_schedule else max(2, args.pp_size),
+        num_stages=args.pp_size,
         eos_token_ids=frozenset(model.eos_token_ids),
         vocab_size=ready.vocab_size,
         stream_interval=args.stream_interval,

@@ -7,11 +7,8 @@ from headrace.config.server_args import ServerArgs
 
 
 def share_of_machine(args: ServerArgs) -> ServerArgs:
-    """The options of one rank of one replica: cores and host memory are divided by --dp-size and --tp-size. A GPU is not: each has its own.
-
-    With --nnodes, a machine has only some of the ranks.
-    """
-    shares = args.dp_size * args.tp_size // args.num_nodes
+    """The options of one rank of one replica: cores and host memory are divided by the ranks and replicas here. A GPU is not: each has its own."""
+    shares = args.dp_size * args.num_ranks // args.num_nodes
     if shares == 1:
         return args
     import torch

@@ -59,6 +59,9 @@ def _add_decode_rows(state: SchedulerState, batch: ScheduleBatch, victims: Colle
     Returns those that have more tokens to compute, and whether the pool is full.
     """
     page_size, most_tokens = batch.page_size, state.config.step_tokens
+    num_stages = state.config.num_stages
+    # Stages work on different steps, so each step gets its share of the rows.
+    rows_left = -(-len(state.running) // num_stages)
     catching_up: list[Req] = []
     pool_is_full = False
     for req in [req for req in state.running if req not in victims] if victims else state.running[:]:
@@ -66,6 +69,11 @@ def _add_decode_rows(state: SchedulerState, batch: ScheduleBatch, victims: Colle
         if num_wanted > 1 or (num_wanted and req.num_scheduled < req.num_prompt_tokens):
             catching_up.append(req)
         elif num_wanted and req.seq >= 0 and batch.num_tokens < most_tokens:  # seq < 0: retracted just now
+            if num_stages > 1:
+                # What a step in flight samples is not known when the first stage begins the next one.
+                if req.num_sampling or not rows_left:
+                    continue
+                rows_left -= 1
             num_tokens = req.num_scheduled + 1
             if num_tokens <= len(req.pages) * page_size or _make_room(state, batch, req, num_tokens):
                 batch.add(req, 1)

@@ -51,6 +51,7 @@ class SchedulerConfig:
     max_step_s: how long a step with decode rows and prompt tokens should take at most; infinite = only tokens are bounded.
     preemption_threshold: a waiting request may displace running ones whose priority is lower by at least this; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
+    num_stages: 1, or that of a pipeline, which computes as many steps at a time.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     """
 
@@ -63,6 +64,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int]
     vocab_size: int
     stream_interval: int
+    num_stages: int = 1
     max_step_s: float = math.inf
     priority_ageing_s: float = 10.0
     preemption_threshold: int = 0

@@ -1,0 +1,32 @@
+"""What a process is among those that run one model: `Rank`."""
+
+from dataclasses import dataclass
+
+from headrace.distributed.base import WHOLE, Group, Shard
+from headrace.distributed.stages import ALL_LAYERS, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A process has a part (shard) of each layer of a stage.
+
+    group: of all ranks of all stages, for plans and what comes between them; None if there is no other. Ranks are numbered stage by stage.
+    """
+
+    shard: Shard = WHOLE
+    stage: Stage = ALL_LAYERS
+    group: Group | None = None
+
+    @property
+    def number(self) -> int:
+        """Among all ranks."""
+        return 0 if self.group is None else self.group.rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that plans and samples."""
+        return self.shard.leads and self.stage.is_first
+
+
+ALONE = Rank()
+"""One process that has all."""

@@ -1,0 +1,102 @@
+"""How many tokens the KV pool has: what was asked for or fits into memory, and the same on every rank. Runs once, at start."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.config.resolve import Config
+from headrace.config.server_args import ServerArgs
+from headrace.distributed.rank import Rank
+from headrace.errors import ConfigError
+from headrace.execution.memory import available_bytes, kv_token_budget
+from headrace.messages.packing import pack_int32, unpack_int32
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Size of the KV pool and the longest sequence that it allows."""
+
+    num_tokens: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankNeeds:
+    """Bytes of a rank's weights, and of its KV of a token."""
+
+    weight_bytes: int
+    bytes_per_token: int
+
+
+def agreed_plan(
+    rank: Rank,
+    args: ServerArgs,
+    config: Config,
+    needs: Sequence[RankNeeds],
+    reserved_bytes: int,
+    device: torch.device,
+    decisions: list[str],
+) -> PoolPlan:
+    """The same plan on every rank: the leader's, for the stage with the least room. Of the ranks of a stage the first needs the most.
+
+    needs: of a rank of each stage, this one's first. Raises ConfigError if the pool is too small for one sequence.
+    """
+    if rank.group is not None and not rank.leads:
+        [num_tokens] = unpack_int32(rank.group.receive())
+        args, needs = replace(args, max_total_tokens=num_tokens), needs[:1]
+    plans: list[tuple[PoolPlan, list[str]]] = []
+    for one in needs:
+        found: list[str] = []
+        plans.append((_plan(args, config, one, reserved_bytes, device, found), found))
+    plan, found = min(plans, key=lambda both: both[0].num_tokens)
+    decisions += found
+    if rank.group is not None and rank.leads:
+        rank.group.send(pack_int32([plan.num_tokens]))
+    return plan
+
+
+def whole_pages(max_total_tokens: int, page_size: int) -> int:
+    """--max-total-tokens, rounded down to pages. Raises ConfigError if it is less than one."""
+    if max_total_tokens < page_size:
+        raise ConfigError(f"--max-total-tokens {max_total_tokens} is less than one page of {page_size} tokens")
+    return max_total_tokens // page_size * page_size
+
+
+def _plan(
+    args: ServerArgs,
+    config: Config,
+    needs: RankNeeds,
+    reserved_bytes: int,
+    device: torch.device,
+    decisions: list[str],
+) -> PoolPlan:
+    """The number of tokens in the pool. Raises ConfigError if it is too small for one sequence."""
+    page_size, context_length = config.page_size, config.context_length
+    if args.max_total_tokens is not None:
+        num_tokens = whole_pages(args.max_total_tokens, page_size)
+        if num_tokens != args.max_total_tokens:
+            decisions.append(
+                f"max_total_tokens {num_tokens}: {args.max_total_tokens} rounded down to pages of {page_size}"
+            )
+    else:
+        budget = kv_token_budget(
+            available=available_bytes(device),
+            weight_bytes=needs.weight_bytes,
+            mem_fraction_static=config.mem_fraction_static,
+            reserved_bytes=reserved_bytes,
+            bytes_per_token=needs.bytes_per_token,
+            page_size=page_size,
+            max_tokens_useful=config.max_running_requests * context_length,
+        )
+        num_tokens = budget.max_total_tokens
+        decisions.append(f"max_total_tokens {num_tokens}: {budget.reason}")
+        if num_tokens == 0 or (args.context_length is not None and num_tokens < context_length):
+            raise ConfigError(
+                f"memory has room for {num_tokens} KV tokens ({budget.reason}), but a sequence may have {context_length} tokens; "
+                "raise --mem-fraction-static, or lower --context-length"
+            )
+    if num_tokens < context_length:
+        decisions.append(f"context_length {num_tokens}: the KV cache has no room for longer sequences")
+        context_length = num_tokens
+    return PoolPlan(num_tokens, context_length)
