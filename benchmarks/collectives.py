@@ -1,9 +1,9 @@
-"""How long ranks on one host take to sum their tensors: the shared-memory group, and gloo beside it.
+"""How long ranks on one host take to sum their tensors: the shared-memory group, the one over TCP (here over the loopback), and gloo beside them.
 
     .venv/bin/python benchmarks/collectives.py [--ranks 2] [--bytes 2304 524288] [--rounds 5] [--output FILE]
 
 Each rank is a process with one thread. They sum again and again, so all come at nearly the same time, as they do after equal shares of a layer.
-A round measures both, one after the other; the result has the median of all calls of the leader, in microseconds, and the 10th and 90th percentile
+A round measures all, one after the other; the result has the median of all calls of the leader, in microseconds, and the 10th and 90th percentile
 of them. Load: the system's one-minute load average before the ranks start. Prints JSON.
 """
 
@@ -23,11 +23,17 @@ import torch.distributed as dist
 
 from headrace import kernels
 from headrace.benchmark.report import add_output, write_report
+from headrace.distributed.base import Group
+from headrace.distributed.network import Address, Member
+from headrace.distributed.network_follower import FollowerGroup
+from headrace.distributed.network_leader import LeaderGroup
 from headrace.distributed.shared_memory import SharedMemoryGroup
 
 LIMIT_S = 60.0
+HOST = "127.0.0.1"
+SECRET = b"only for this benchmark"
 WARM_UP_CALLS = 50
-CALLS = {"shared_memory": 2_000, "gloo": 300}
+CALLS = {"shared_memory": 2_000, "network": 300, "gloo": 300}
 """In a round, of small tensors; of large ones a tenth of it."""
 LARGE_BYTES = 100_000
 
@@ -45,13 +51,19 @@ def time_calls(all_reduce: Callable[[torch.Tensor], object], num_bytes: int, cal
     return times
 
 
-def run(group: SharedMemoryGroup, store: Path, sizes: list[int], rounds: int) -> dict[tuple[str, int], list[float]]:
+def run(
+    group: SharedMemoryGroup, network: Group, store: Path, sizes: list[int], rounds: int
+) -> dict[tuple[str, int], list[float]]:
     """What every rank does."""
     torch.set_num_threads(1)
     kernels.set_num_threads(1)
     timeout = timedelta(seconds=LIMIT_S)
     gloo = dist.ProcessGroupGloo(dist.FileStore(str(store), group.size), group.rank, group.size, timeout=timeout)
-    ways = {"shared_memory": group.all_reduce, "gloo": lambda x: gloo.allreduce([x]).wait()}
+    ways = {
+        "shared_memory": group.all_reduce,
+        "network": network.all_reduce,
+        "gloo": lambda x: gloo.allreduce([x]).wait(),
+    }
     for name, all_reduce in ways.items():
         x = torch.full((5,), float(group.rank + 1))
         all_reduce(x)
@@ -83,27 +95,35 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs="+", default=[2304, 524_288])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--follow", nargs=3, help=argparse.SUPPRESS
-    )  # rank, descriptor, file of the store: how a follower is started
+        "--follow", nargs=4, help=argparse.SUPPRESS
+    )  # rank, descriptor, port, file of the store: how a follower is started
     add_output(parser)
     options = parser.parse_args()
     if options.follow is not None:
-        rank, fd, store = options.follow
+        rank, fd, port, store = options.follow
         group = SharedMemoryGroup.join(int(fd), int(rank), options.ranks, LIMIT_S)
-        run(group, Path(store), options.bytes, options.rounds)
+        member = Member(int(rank), options.ranks, {})
+        network = FollowerGroup.join(Address(HOST, int(port)), SECRET, member, LIMIT_S, LIMIT_S)
+        run(group, network, Path(store), options.bytes, options.rounds)
+        network.close()
         return
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         group, fd = SharedMemoryGroup.create(options.ranks, LIMIT_S)
+        leader = LeaderGroup.listen(Address(HOST, 0), SECRET, Member(0, options.ranks, {}), LIMIT_S)
         store = Path(folder, "store")
         followers = [
-            subprocess.Popen([sys.executable, *sys.argv, "--follow", str(rank), str(fd), str(store)], pass_fds=[fd])
+            subprocess.Popen(
+                [sys.executable, *sys.argv, "--follow", str(rank), str(fd), str(leader.port), str(store)], pass_fds=[fd]
+            )
             for rank in range(1, options.ranks)
         ]
         os.close(fd)
-        found = run(group, store, options.bytes, options.rounds)
+        leader.wait_for_ranks(LIMIT_S)
+        found = run(group, leader, store, options.bytes, options.rounds)
         for follower in followers:
             assert follower.wait(LIMIT_S) == 0
+        leader.close()
     results = [result(name, num_bytes, times) for (name, num_bytes), times in found.items()]
     write_report(
         {"ranks": options.ranks, "threads_per_rank": 1, "load": load, "results": results},

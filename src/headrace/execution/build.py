@@ -282,6 +282,8 @@ def _allocate(setup: _Setup, model: CausalLM, rank: Rank, decisions: list[str]) 
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = _reserved_bytes(config, model_config, graph_sizes)
     plan = agreed_plan(rank, setup.args, config, _needs(setup, model, rank), reserved, device, decisions)
+    if rank.group is not None and rank.group.spans_hosts:  # the leader's plan is for its own host's memory
+        check_pool_fits(plan.num_tokens, shape.bytes_per_token, available_bytes(device))
     rounded = config.activations == "bfloat16"
     attention = select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
     # The padding of a graph writes to a page of its own.

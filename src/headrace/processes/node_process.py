@@ -35,7 +35,10 @@ _LAST_S = 3.0
 
 
 def run_node(args: ServerArgs) -> int:
-    """Hold this node's ranks until node 0 ends. Returns the exit code: 0 if it ended well. Raises the error of a rank that cannot start."""
+    """Hold this node's ranks until node 0 ends. Returns the exit code: 0 if it ended well, 1 if a rank or a link was lost.
+
+    Raises ConfigError or ModelError when a rank cannot start.
+    """
     import uvloop
 
     from headrace.server.address import bind
@@ -65,7 +68,9 @@ def run_node(args: ServerArgs) -> int:
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve())
-    if node.error is not None:
+    if isinstance(node.error, ExecutionError):
+        logger.error("%s", node.error.message)
+    elif node.error is not None:
         raise node.error
     return node.exit_code
 
@@ -132,10 +137,7 @@ class Node:
             for follower in self._followers:
                 code = follower.exit_code
                 if code:
-                    group_says = group.failure()
-                    raise ExecutionError(
-                        f"{follower.name} died ({describe_exit(code)})" + (f": {group_says}" if group_says else "")
-                    )
+                    raise ExecutionError(f"{follower.name} died ({describe_exit(code)})")
             time.sleep(_CHECK_S)
 
     def _end_well(self) -> None:

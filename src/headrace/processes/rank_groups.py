@@ -6,6 +6,7 @@ part of the next stage. Rank r is rank r % tp_size of stage r // tp_size. With -
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,18 @@ from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
 from headrace.distributed.rank import Rank
 from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.distributed.stages import ALL_LAYERS, Stage
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
+from headrace.log import get_logger
 from headrace.processes.handshake import RankStart
 from headrace.processes.node_facts import node_facts
 
 if TYPE_CHECKING:
+    from headrace.distributed.network import Address
     from headrace.distributed.network_follower import FollowerGroup
+
+logger = get_logger(__name__)
+
+NAME_S = 1.0
 
 
 def ranks_here(args: ServerArgs) -> range:
@@ -110,7 +117,27 @@ def _listen(args: ServerArgs) -> Group:
     assert args.dist_init_addr is not None
     member = Member(0, args.num_ranks, node_facts(args))
     address = Address(*host_and_port(args.dist_init_addr))
+    _wait_for_name(address, args.dist_timeout)
     return LeaderGroup.listen(address, dist_secret(args, os.environ), member, args.rank_timeout_s)
+
+
+def _wait_for_name(address: "Address", limit_s: float) -> None:
+    """The name of a pod may be known only some time after it has started. Raises ConfigError when it is not after limit_s."""
+    from headrace.distributed.network import endpoint
+
+    end_s = time.monotonic() + limit_s
+    is_told = False
+    while True:
+        try:
+            endpoint(address)
+            return
+        except ConfigError as error:
+            if time.monotonic() > end_s:
+                raise
+            if not is_told:
+                logger.warning("%s; waiting for it", error.message)
+            is_told = True
+        time.sleep(NAME_S)
 
 
 def connect(args: ServerArgs, rank: int | None, facts: dict[str, str]) -> "FollowerGroup":
