@@ -143,8 +143,8 @@ def test_memory_of_all_ranks_is_released_and_taken_back(ranks, old, answers):
         wanted = {tag: released(one, [tag]) for tag in ("weights", "kv_cache")}
     found = {tag: released(ranks, [tag]) for tag in ("weights", "kv_cache")}
     assert found["kv_cache"] == wanted["kv_cache"]
-    # Each rank has all the norms and, of an embedding that is not tied, all rows.
-    assert wanted["weights"] < found["weights"] < 2 * wanted["weights"]
+    # Each rank of --tp-size has all the norms and, of an embedding that is not tied, all rows.
+    assert wanted["weights"] <= found["weights"] < 2 * wanted["weights"]
     assert released(ranks, ["kv_cache", "weights"]) == sum(found.values())
     assert served(ranks) == answers[0]
 
