@@ -15,7 +15,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.messages.control import InternalState, ReadyInfo
 from headrace.version import VERSION
 
-SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint"})
+SECRETS = frozenset({"api_key", "admin_api_key", "otlp_traces_endpoint", "dist_init_addr"})
 MASK = "***"
 _NAMED_INSTEAD = frozenset({"lora_paths"})
 _NOT_PATHS = frozenset({"served_model_name", "json_model_override_args", "allow_origins", "kv_events_config"})

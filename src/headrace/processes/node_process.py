@@ -57,7 +57,7 @@ def run_node(args: ServerArgs) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, node.on_signal)
             logger.info(
-                "node %d of %d has rank %s; it answers /health at %s, and node 0 at %s serves",
+                "node %d of %d has ranks %s; it answers /health at %s, and node 0 at %s serves",
                 args.node_rank,
                 args.num_nodes,
                 ", ".join(map(str, ranks_here(args))),
@@ -93,9 +93,9 @@ class Node:
         self._thread.start()
 
     def on_signal(self) -> None:
-        """SIGTERM or SIGINT: stay until node 0 has drained, since its requests need us; the second one ends it."""
+        """SIGTERM or SIGINT: stay until node 0 has drained, since its requests need us; the second one ends it, or the first while it starts."""
         now = time.monotonic()
-        if self._leave_s is None:
+        if self._leave_s is None and self.is_whole:
             logger.info("stopping when node 0 does; a second signal ends this node at once")
             self._leave_s = now + self._args.drain_timeout_s + _LAST_S
         else:
@@ -119,8 +119,16 @@ class Node:
     def _hold(self) -> None:
         """Until the end. Raises what a follower says that cannot start, ExecutionError if the group breaks."""
         connecting = _Connecting(self._args)
-        for follower in self._followers:
-            follower.wait_ready(should_stop=lambda: self._must_leave() or connecting.has_failed)
+        try:
+            for follower in self._followers:
+                follower.wait_ready(should_stop=lambda: self._must_leave() or connecting.has_failed)
+        except ExecutionError:
+            if self._must_leave():
+                self.exit_code = 0
+                return
+            if connecting.has_failed:
+                connecting.result()  # raises the cause
+            raise
         with connecting.result() as group:
             self.is_whole = True
             logger.info("all ranks are ready")
