@@ -43,9 +43,11 @@ def test_an_option_that_cannot_work_with_ray_is_refused_by_name(name):
         plan_replicas(ServerArgs(ray=True, **{name: OTHER_VALUES[name]}))
 
 
-def test_a_port_to_choose_and_fewer_replicas_than_the_least_are_refused():
+def test_a_port_to_choose_an_address_of_rays_client_and_limits_that_cross_are_refused():
     with pytest.raises(ConfigError, match="--port 0 cannot be combined with --ray"):
         plan_replicas(ServerArgs(ray=True, port=0))
+    with pytest.raises(ConfigError, match="--ray-address ray://a:10001 is for Ray's client"):
+        plan_replicas(ServerArgs(ray=True, ray_address="ray://a:10001"))
     with pytest.raises(ConfigError, match="--ray-min-replicas 3 is more than --ray-max-replicas 2"):
         plan_replicas(ServerArgs(ray=True, ray_min_replicas=3, ray_max_replicas=2))
 

@@ -47,6 +47,10 @@ def plan_replicas(args: ServerArgs, num_cores: int | None = None) -> ReplicaPlan
             raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --ray: {reason}")
     if args.port == 0:
         raise ConfigError("--port 0 cannot be combined with --ray: every node listens on the same port, so choose one")
+    if (args.ray_address or "").startswith("ray://"):
+        raise ConfigError(
+            f"--ray-address {args.ray_address} is for Ray's client; give HOST:PORT of the cluster, or auto on one of its nodes"
+        )
     if args.ray_min_replicas > args.ray_max_replicas:
         raise ConfigError(
             f"--ray-min-replicas {args.ray_min_replicas} is more than --ray-max-replicas {args.ray_max_replicas}"
