@@ -13,15 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.distributed.base import Group
+from headrace.distributed.base import Group, Shard
 from headrace.distributed.network import Address, Member
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
 from headrace.distributed.shared_memory import SharedMemoryGroup
+from headrace.layers.embedding import VOCABULARY_UNIT
+from headrace.layers.logits import LogitsHead
+from headrace.messages.requests import PromptContent, SampleTask
+from headrace.messages.step import NewSequence
+from headrace.sampling.params import ResolvedSamplingParams
+from headrace.sampling.sampler import Sampler
 
 LIMIT_S = 60.0
 """Reached only when a test fails."""
@@ -105,6 +112,52 @@ def mixed(group: Group) -> None:
             sum_once(group, call, count)
 
 
+class GivenLogits:
+    """In place of the output projection of a rank: its columns of logits that are given. A call's input says which rows."""
+
+    def __init__(self, logits: torch.Tensor, own: slice) -> None:
+        self.num_outputs = logits.shape[1]
+        self._own = logits[:, own]
+
+    def __call__(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._own[rows].clone()
+
+
+def peaks(group: Group) -> None:
+    """Random logits with ties, infinities and NaN, in parts of different sizes: greedy rows take the tokens and errors of gathered logits."""
+    greedy = ResolvedSamplingParams(max_new_tokens=5, seed=0, temperature=0.0)
+    generator = torch.Generator().manual_seed(group.size)
+    shard = Shard(group.rank, group.size, group)
+    for call in range(60):
+        num_rows, vocab_size = 1 + call % 7, 64 * group.size + 13 * call + 1
+        logits = torch.randn(num_rows, vocab_size, generator=generator) * 40
+        logits = logits.round() if call % 2 else logits  # ties
+        for value, share in ((-torch.inf, 0.5), (torch.inf, 0.001), (torch.nan, 0.001)):
+            chosen = torch.rand(logits.shape, generator=generator) < share * torch.rand(
+                num_rows, 1, generator=generator
+            )
+            logits[chosen & (torch.rand(num_rows, 1, generator=generator) < 0.5)] = value
+        for row in range(num_rows // 4):  # a part of a row, or all of it, has nothing to choose
+            logits[row, : vocab_size // (1 + call % 3)] = -torch.inf
+        projection: Any = GivenLogits(logits, shard.part(vocab_size, VOCABULARY_UNIT))
+        head = LogitsHead(projection, soft_cap=(0.0, 5.0, 30.0)[call % 3], shard=shard)
+        rows = torch.arange(num_rows)
+        gathered, found = head(rows), head.peaks(rows)
+        assert ((found.ids < 0) == np.isnan(found.values)).all(), f"call {call}"
+        if group.rank > 0:
+            continue
+        sampler = Sampler(vocab_size, num_rows, "cpu", {})
+        for row in range(num_rows):
+            prompt = np.array([1], np.int32)
+            task, content = SampleTask(greedy), PromptContent(prompt.tobytes())
+            sampler.add(row, NewSequence(row, f"r{row}", prompt, 1, np.empty(0, np.int32), task, (), content))
+        every = list(range(num_rows))
+        want = sampler.sample(gathered, every, [1] * num_rows, [0] * num_rows, [""] * num_rows)
+        got = sampler.take_largest(torch.from_numpy(found.ids), found.values.tolist())
+        assert got.token_ids.tolist() == want.token_ids.tolist(), f"call {call}"
+        assert got.errors == want.errors, f"call {call}"
+
+
 def one_sum(group: Group) -> None:
     sum_once(group, 0, 10)
 
@@ -117,7 +170,7 @@ def one_message(group: Group) -> None:
     message_once(group, 0, 10)
 
 
-TASKS = {task.__name__: task for task in (sums, gathers, messages, mixed, one_sum, one_gather, one_message)}
+TASKS = {task.__name__: task for task in (sums, gathers, messages, mixed, peaks, one_sum, one_gather, one_message)}
 
 
 class RankProcess:

@@ -16,6 +16,7 @@ from rank_harness import (
     one_gather,
     one_message,
     one_sum,
+    peaks,
     rank_processes,
     sums,
 )
@@ -47,7 +48,7 @@ def switches(process: RankProcess) -> int:
     return int(found.split()[1])
 
 
-@pytest.mark.parametrize("task", [sums, gathers, messages, mixed], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [sums, gathers, messages, mixed, peaks], ids=lambda task: task.__name__)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_ranks_tell_each_other_is_the_same_in_each(size, task, others):
     with new_group(size) as (group, fd):

@@ -25,6 +25,7 @@ from rank_harness import (
     one_gather,
     one_message,
     one_sum,
+    peaks,
     rank_processes,
     sums,
 )
@@ -93,7 +94,7 @@ def joined(group: LeaderGroup, joining: "list[Future[FollowerGroup]]") -> list[F
     return [one.result() for one in joining]
 
 
-@pytest.mark.parametrize("task", [sums, gathers, messages, mixed], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("task", [sums, gathers, messages, mixed, peaks], ids=lambda task: task.__name__)
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_ranks_tell_each_other_is_the_same_in_each(size, task, others):
     with network_leader(size) as group:

@@ -1,17 +1,20 @@
-"""Steps that go wrong on the leader: the follower, here a thread, stays where the leader is."""
+"""Steps of a leader and a follower, here a thread: what they tell each other about logits, and steps that go wrong on the leader, where the
+follower stays where the leader is."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rank_harness import LIMIT_S, new_group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 
-from runner_harness import CONTEXT, Driver, make_driver, prompt, save_llama
+from runner_harness import CONTEXT, VOCAB_SIZE, Driver, ids_by_row, make_driver, prompt, save_llama
 
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
@@ -21,6 +24,10 @@ from headrace.errors import ExecutionError
 from headrace.execution.build import build_follower, build_worker
 from headrace.execution.ranks import follow
 from headrace.kernels import cpu
+from headrace.messages.control import FaultReq
+from headrace.messages.requests import LogprobSpec, PromptContent
+from headrace.sampling.params import ResolvedSamplingParams
+from headrace.sampling.sampler import BAD_LOGITS
 
 if cpu.why_not():
     pytest.skip(cpu.why_not(), allow_module_level=True)
@@ -88,4 +95,64 @@ def test_sequences_that_cannot_be_entered_end_with_their_steps_and_nothing_else(
 
     assert driver.generate(2, prompt(9, 2), 6) == want
     assert driver.generate(1, prompt(9, 2), 6) == want
+    assert not broken
+
+
+@pytest.fixture
+def gathered(ranks: tuple[Driver, list[str]], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and columns of what the leader gathers."""
+    group: Any = ranks[0].worker.runner._group  # type: ignore[attr-defined]
+    gather, shapes = group.gather, []
+
+    def noted(x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
+        gather(x, columns, out)
+        shapes.append((len(x), sum(columns)))
+
+    monkeypatch.setattr(group, "gather", noted)
+    return shapes
+
+
+SEEDED = ResolvedSamplingParams(max_new_tokens=50, seed=4, temperature=0.9)
+EDITED = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0, logit_bias=((7, 3.0),))
+
+
+@pytest.mark.parametrize(
+    ("beside", "columns"),
+    [
+        ({}, 4),
+        ({"sampling": SEEDED}, VOCAB_SIZE),
+        ({"sampling": EDITED}, VOCAB_SIZE),
+        ({"logprobs": LogprobSpec(prompt_start=50, top_num=1, token_ids=())}, VOCAB_SIZE),
+        ({"return_hidden_states": True}, 4),
+    ],
+    ids=["greedy", "seeded", "edited", "with logprobs", "with hidden states"],
+)
+def test_all_logits_are_gathered_only_when_a_row_beside_needs_them(
+    ranks: tuple[Driver, list[str]], gathered: list[tuple[int, int]], folder: Path, beside: dict[str, Any], columns: int
+):
+    driver, _ = ranks
+    alone = make_driver(folder, disable_weight_cache=True)
+    want = [alone.generate(0, prompt(9, 2), 4), alone.generate(1, prompt(5, 3), 4, **beside)]
+
+    entering = (driver.new(0, prompt(9, 2)), driver.new(1, prompt(5, 3), **beside))
+    steps = [driver.step([(0, 9, True), (1, 5, True)], entering)]
+    steps += [driver.step([(0, 1, True), (1, 1, True)]) for _ in range(3)]
+
+    assert [[ids_by_row(step)[row] for step in steps] for row in (0, 1)] == want
+    assert gathered == [(2, columns)] * 4
+
+
+def test_a_row_without_usable_logits_fails_alone(ranks: tuple[Driver, list[str]], gathered: list[tuple[int, int]]):
+    """Whether the model finds them, in a prompt of embeddings with NaN, or a fault is injected, for which all logits are gathered."""
+    driver, broken = ranks
+    nan = PromptContent(b"", np.full((5, 32), np.nan, np.float32).tobytes())
+    failed = driver.step(
+        [(0, 9, True), (1, 5, True)], (driver.new(0, prompt(9, 2)), driver.new(1, prompt(5, 3), content=nan))
+    )
+    injected = driver.step([(0, 1, True)], faults=(FaultReq(rid="r0", stage="sampling", at_token=1, kind="nan"),))
+
+    assert failed.errors == {1: BAD_LOGITS}
+    assert ids_by_row(failed)[1] == -1
+    assert injected.errors == {0: BAD_LOGITS}
+    assert gathered == [(2, 4), (1, VOCAB_SIZE)]
     assert not broken

@@ -90,7 +90,7 @@ def test_a_profile_has_the_same_steps_of_every_rank(ranks: Engine, profiles: Pat
         ranks.stop_profile()
 
 
-@pytest.mark.parametrize("parts", [TWO, STAGES], ids=["two ranks", "two stages"])
+@pytest.mark.parametrize("parts", [TWO, STAGES, TWO | STAGES], ids=["two ranks", "two stages", "two of two"])
 def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model: str, parts: dict[str, Any]):
     """More prompts than the pool has room for, some with a grammar; and a pause that sends all of them back to the queue."""
     plain = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}

@@ -35,6 +35,7 @@ from headrace.execution.model_runner import ModelRunner
 from headrace.execution.worker import TpModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.logits import Peaks
 from headrace.layers.weight import Weight
 from headrace.messages.control import ReadyInfo
 from headrace.messages.requests import PromptContent, SampleTask
@@ -373,6 +374,10 @@ class _TimedModel:
         self._logits_s = time.perf_counter() - begin
         self.seconds += self._logits_s
         return logits
+
+    def peaks(self, hidden: torch.Tensor) -> Peaks:
+        """The model's; only ranks ask for them, and these steps have none."""
+        return self._inner.peaks(hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from headrace.messages.outputs import LogprobBlock
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, one_id_a_row
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
-from headrace.sampling.sampler import Sampler
+from headrace.sampling.sampler import Sampler, SamplerOutput
 
 PROMPT_LOGIT_ROWS = 64
 """Prompt logprobs are computed for this many positions at a time, to limit memory (rows x vocabulary x 4 bytes)."""
@@ -315,16 +315,13 @@ class ModelRunner:
         outcome: Outcome,
     ) -> None:
         """Sample after the hidden states [len(sampled), hidden_size] of the rows `sampled`."""
-        logits = self._logits_of(hidden)
         seqs = [all_seqs[row] for row in sampled]
         positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
         specs = [self.table.specs[seq].new for seq in seqs]
         num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
         rids = [new.rid for new in specs]
-        failed = _sampling_faults(plan.faults, rids, num_outputs, logits) if plan.faults else {}
-        output = self.sampler.sample(logits, seqs, positions, num_outputs, rids)
-        token_ids = output.token_ids
-        errors = {**output.errors, **failed} if failed else output.errors
+        output = self._picked(plan, hidden, seqs, positions, num_outputs, rids)
+        token_ids, errors = output.token_ids, output.errors
         without = [*errors, *output.late]
         if without:
             # A step planned before this is known may still read these tokens, so they must be valid ids.
@@ -341,6 +338,21 @@ class ModelRunner:
         for index, block in output.logprobs.items():
             if index not in errors:
                 outcome.logprobs[sampled[index]] = block
+
+    def _picked(
+        self,
+        plan: ModelWorkerBatch,
+        hidden: torch.Tensor,
+        seqs: list[int],
+        positions: list[int],
+        num_outputs: list[int],
+        rids: list[str],
+    ) -> SamplerOutput:
+        """What the sampler picks after hidden states [len(seqs), hidden_size]. The lists: see `Sampler.sample`."""
+        logits = self._logits_of(hidden)
+        failed = _sampling_faults(plan.faults, rids, num_outputs, logits) if plan.faults else {}
+        output = self.sampler.sample(logits, seqs, positions, num_outputs, rids)
+        return replace(output, errors={**output.errors, **failed}) if failed else output
 
     def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
         """Write the next token of each sequence to the token buffer. host_ids: token_ids on the host."""

@@ -42,7 +42,7 @@ from headrace.messages.rank_step import (
 )
 from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult
 from headrace.models.spec import CausalLM
-from headrace.sampling.sampler import Sampler
+from headrace.sampling.sampler import Sampler, SamplerOutput
 
 _logger = get_logger(__name__)
 
@@ -67,6 +67,7 @@ class LeaderRunner(ModelRunner):
         self.jobs = LeaderJobs(group, self._turn)
         self._sampled = SampledTokens()
         self._is_sent = False
+        self._only_peaks = False
         self._absent: set[int] = set()
 
     @property
@@ -93,7 +94,8 @@ class LeaderRunner(ModelRunner):
         with self._in_turn():
             self._is_sent = True
             if self._shares_logits:
-                self._group.send(encode(RankFinish()))
+                self._only_peaks = self._needs_only_peaks(begun.plan)
+                self._group.send(encode(RankFinish(self._only_peaks)))
             return self.finish(begun)
 
     @contextlib.contextmanager
@@ -122,16 +124,36 @@ class LeaderRunner(ModelRunner):
 
     def begin(self, plan: ModelWorkerBatch) -> None:
         """Let the followers begin the step, too; only their tables change if it has failed here already."""
-        computes = False
+        computes = self._only_peaks = False
         try:
             if self._absent and not self._absent.isdisjoint(plan.seqs.tolist()):
                 raise ExecutionError("a sequence of this step could not be entered in the step before")
             super().begin(plan)
+            self._only_peaks = self.stage.is_whole and self._needs_only_peaks(plan)
             computes = True
         finally:
             sampled, self._sampled = self._sampled, SampledTokens()
             self._is_sent = computes
-            self._group.send(encode(rank_step(plan, sampled, computes)))
+            self._group.send(encode(rank_step(plan, sampled, computes, self._only_peaks)))
+
+    def _needs_only_peaks(self, plan: ModelWorkerBatch) -> bool:
+        """Whether the largest logits of the rows that are sampled say all that is needed. Sampling faults change logits."""
+        return not plan.faults and self.sampler.takes_largest(plan.seqs[plan.num_logits > 0].tolist())
+
+    def _picked(
+        self,
+        plan: ModelWorkerBatch,
+        hidden: torch.Tensor,
+        seqs: list[int],
+        positions: list[int],
+        num_outputs: list[int],
+        rids: list[str],
+    ) -> SamplerOutput:
+        """See `ModelRunner._picked`."""
+        if not self._only_peaks:
+            return super()._picked(plan, hidden, seqs, positions, num_outputs, rids)
+        peaks = self.model.peaks(hidden)
+        return self.sampler.take_largest(torch.from_numpy(peaks.ids), peaks.values.tolist())
 
     def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
         """Write what was sampled to the token buffer, and note it for the followers."""
@@ -158,6 +180,7 @@ class FollowerRunner(ModelRunner):
         self._logits = None
         self._group = group_of(rank)
         self._profiler = profiler
+        self._only_peaks = False
         self._jobs = FollowerJobs(self._group, loras, weights, profiler)
         self._started: deque[Begun] = deque()
 
@@ -170,6 +193,7 @@ class FollowerRunner(ModelRunner):
                         self._run_step(message)
                 case RankFinish():
                     if self.stage.is_first:
+                        self._only_peaks = message.only_peaks
                         self.finish(self._started.popleft())
                 case _:
                     self._jobs.handle(message)
@@ -185,6 +209,7 @@ class FollowerRunner(ModelRunner):
             return
         begun = self.start(plan)
         if self.stage.is_whole:
+            self._only_peaks = step.only_peaks
             self.finish(begun)
         elif self.stage.is_first:
             self._started.append(begun)
@@ -205,8 +230,11 @@ class FollowerRunner(ModelRunner):
         sampled: list[int],
         outcome: Outcome,
     ) -> None:
-        """Its part of the logits."""
-        self._logits_of(hidden)
+        """Its part of the logits, or of their largest."""
+        if self._only_peaks:
+            self.model.peaks(hidden)
+        else:
+            self._logits_of(hidden)
 
 
 def group_of(rank: Rank) -> Group:

@@ -34,7 +34,10 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """A plan. sampled: since the plan before it. computes: False if the leader found a fault before the layers; then only its tables change."""
+    """A plan. sampled: since the plan before it. computes: False if the leader found a fault before the layers; then only its tables change.
+
+    only_peaks: without other stages, whether the leader needs only the largest logits of the rows that it samples, not all.
+    """
 
     step: int
     new: tuple[RankSequence, ...]
@@ -45,10 +48,13 @@ class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     out_slots: bytes
     sampled: SampledTokens
     computes: bool = True
+    only_peaks: bool = False
 
 
 class RankFinish(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """For the ranks of the first of several stages: compute logits of the oldest step that was not finished."""
+    """For the ranks of the first of several stages: compute logits of the oldest step that was not finished. only_peaks: as in `RankStep`."""
+
+    only_peaks: bool
 
 
 class RankStop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -72,7 +78,7 @@ def decode(data: bytes) -> RankMessage:
     return message
 
 
-def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, computes: bool) -> RankStep:
+def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, computes: bool, only_peaks: bool = False) -> RankStep:
     """The wire form of a plan."""
     return RankStep(
         step=plan.step,
@@ -84,6 +90,7 @@ def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, computes: bool) ->
         out_slots=plan.out_slots.tobytes(),
         sampled=sampled,
         computes=computes,
+        only_peaks=only_peaks,
     )
 
 

@@ -18,7 +18,7 @@ from headrace.kernels.decoder import why_not
 from headrace.layers.embedding import Embedding, vocabulary_part
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
-from headrace.layers.logits import LogitsHead
+from headrace.layers.logits import LogitsHead, Peaks
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe import SparseMoe
 from headrace.layers.norm import RMSNorm
@@ -362,6 +362,10 @@ class DecoderLM:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
         return self._head(hidden, out)
+
+    def peaks(self, hidden: torch.Tensor) -> Peaks:
+        """See `CausalLM.peaks`."""
+        return self._head.peaks(hidden)
 
 
 def _here(is_here: bool, weights: Iterator[Weight]) -> Iterator[Weight]:

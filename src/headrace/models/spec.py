@@ -15,6 +15,7 @@ from headrace.distributed.base import WHOLE, Shard
 from headrace.distributed.heads import head_share
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.layers.expert_counts import ExpertCounts
+from headrace.layers.logits import Peaks
 from headrace.layers.weight import Placement, Weight
 
 
@@ -58,6 +59,9 @@ class CausalLM(Protocol):
 
         out: memory that the result may be in, of its shape, on the CPU.
         """
+
+    def peaks(self, hidden: torch.Tensor) -> Peaks:
+        """hidden: as for `logits`, of which these are the largest. Ranks tell each other no more than they need for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.linear import Linear
+from headrace.layers.logits import Peaks, peaks_of
 from headrace.layers.weight import Keeper, Kept, Parts, Placement, Weight
 from headrace.models.spec import CausalLM, ModelSpec
 from headrace.models.transformers_names import ExpertStack, read_names, stacking_of
@@ -199,6 +200,10 @@ class TransformersLM:
         """See `CausalLM.logits`. Its code says where they go."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
+
+    def peaks(self, hidden: torch.Tensor) -> Peaks:
+        """See `CausalLM.peaks`."""
+        return peaks_of(self.logits(hidden))
 
     def fuse(self, attention: StepAttention) -> str:
         """See `CausalLM.fuse`."""

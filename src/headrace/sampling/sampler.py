@@ -11,7 +11,7 @@ A row's token is a function of its logits, its parameters, its own tokens and (s
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,6 +185,25 @@ class Sampler:
         """End the threads that fill masks."""
         self._grammars.close()
 
+    def takes_largest(self, seqs: Iterable[int]) -> bool:
+        """Whether each of these sequences takes its most likely token, and nothing but its id and its logit is needed. Penalties that are applied
+        on the device do not count."""
+        return all(state.is_plain and state.is_greedy for state in map(self._state, seqs))
+
+    def take_largest(self, token_ids: torch.Tensor, largest: Iterable[float]) -> SamplerOutput:
+        """What `sample` gives for rows whose sequences `takes_largest`.
+
+        token_ids: int64[R], the most likely token of each row, -1 if its logits have a NaN; becomes the output's. largest: its logit, by row.
+        """
+        bad = [
+            row
+            for row, (i, peak) in enumerate(zip(token_ids.tolist(), largest, strict=True))
+            if i < 0 or not math.isfinite(peak)
+        ]
+        if bad:
+            token_ids[bad] = -1
+        return SamplerOutput(token_ids, dict.fromkeys(bad, BAD_LOGITS))
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -208,7 +227,7 @@ class Sampler:
         if self._penalties is not None and self._penalises(seqs):
             source = logits.clone()
             self._penalties.apply(source, seqs, positions)
-        if self._device.type == "cpu" and all(state.is_plain and state.is_greedy for state in states):
+        if self._device.type == "cpu" and self.takes_largest(seqs):
             return self._greedy(source)
         masks = self._grammars.ready(seqs, positions) if any(state.constrained for state in states) else NO_MASKS
         errors = dict(masks.errors)
@@ -268,12 +287,8 @@ class Sampler:
     def _greedy(self, logits: torch.Tensor) -> SamplerOutput:
         """The most likely token of every row, on the CPU: the result of `_pick` without its tensor operations."""
         token_ids = ops.argmax(logits)
-        peak = logits.numpy().item
-        bad = [row for row, i in enumerate(token_ids.tolist()) if i < 0 or not math.isfinite(peak(row, i))]
-        if not bad:
-            return SamplerOutput(token_ids)
-        token_ids[bad] = -1
-        return SamplerOutput(token_ids, dict.fromkeys(bad, BAD_LOGITS))
+        logit = logits.numpy().item
+        return self.take_largest(token_ids, [logit(row, i) for row, i in enumerate(token_ids.tolist())])
 
     def _pick(
         self,
