@@ -52,7 +52,9 @@ def test_a_port_to_choose_an_address_of_rays_client_and_limits_that_cross_are_re
         plan_replicas(ServerArgs(ray=True, ray_min_replicas=3, ray_max_replicas=2))
 
 
-@pytest.mark.parametrize("field", [f for f in dataclasses.fields(ServerArgs) if f.name.startswith("ray_")], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "field", [f for f in dataclasses.fields(ServerArgs) if f.name.startswith("ray_")], ids=lambda f: f.name
+)
 def test_options_of_ray_need_ray(field):
     value = {"ray_address": "auto", "ray_placement": "strict_spread", "ray_target_ongoing_requests": 3.0}
     with pytest.raises(ConfigError, match="needs --ray"):
