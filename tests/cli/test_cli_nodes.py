@@ -1,11 +1,13 @@
 """--nnodes, --node-rank, --dist-init-addr and the secret: from options, from LeaderWorkerSet's variables, and what is refused."""
 
+import os
+
 import pytest
 
 from headrace.config.nodes import dist_secret, host_and_port, with_nodes
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.processes.rank_groups import ranks_here
+from headrace.processes.rank_groups import descriptors_of, ranks_here, starts_here
 
 LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "engine-0.engine.default"}
 TWO = {"nnodes": 2, "tp_size": 4, "node_rank": 1, "dist_init_addr": "a:1"}
@@ -34,10 +36,30 @@ def test_each_node_has_as_many_ranks_in_order():
     assert [list(ranks_here(ServerArgs(**TWO | {"node_rank": rank}))) for rank in (0, 1)] == [[0, 1], [2, 3]]
 
 
+def test_each_node_has_whole_stages_whose_ranks_share_memory_there():
+    """Four stages of three ranks on two nodes: six ranks each, which share two memories. Links lead to another node where a node's stages end."""
+    for node in (0, 1):
+        args = with_nodes(ServerArgs(**TWO | {"tp_size": 3, "pp_size": 4, "node_rank": node}), {})
+        starts = starts_here(args)
+        try:
+            assert [start.rank for start in starts] == list(range(6 * node, 6 * node + 6))
+            assert {start.group_fd for start in starts} == {None}
+            first, second = {start.shard_fd for start in starts[:3]}, {start.shard_fd for start in starts[3:]}
+            assert len(first) == len(second) == 1
+            assert None not in first | second
+            assert first != second
+            assert [start.before_fd is None for start in starts] == [True] * 3 + [False] * 3
+            assert [start.after_fd is None for start in starts] == [False] * 3 + [True] * 3
+        finally:
+            for fd in descriptors_of(starts):
+                os.close(fd)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"tp_size": 3}, "--tp-size 3 .* multiple of --nnodes 2"),
+        ({"pp_size": 3}, "--pp-size 3 .* multiple of --nnodes 2, .* use --tp-size without --pp-size"),
         ({"node_rank": 2}, "--node-rank 2 of --nnodes 2"),
         ({"node_rank": None}, "needs --node-rank"),
         ({"dist_init_addr": None}, "needs --dist-init-addr HOST:PORT"),

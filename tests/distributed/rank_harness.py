@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from headrace.distributed.base import Group, Shard
-from headrace.distributed.network import Address, Member
+from headrace.distributed.network import Address, Member, NetworkGroup
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
+from headrace.distributed.network_links import NetworkReceiver, NetworkSender
 from headrace.distributed.shared_memory import SharedMemoryGroup
 from headrace.layers.embedding import VOCABULARY_UNIT
 from headrace.layers.logits import LogitsHead
@@ -170,7 +171,36 @@ def one_message(group: Group) -> None:
     message_once(group, 0, 10)
 
 
-TASKS = {task.__name__: task for task in (sums, gathers, messages, mixed, peaks, one_sum, one_gather, one_message)}
+def ends_of(group: Group) -> tuple[NetworkReceiver, NetworkSender]:
+    """Links of a ring over the network: from the rank before and to the one after."""
+    assert isinstance(group, NetworkGroup)
+    return NetworkReceiver(group), NetworkSender(group, (group.rank + 1) % group.size)
+
+
+def ring(group: Group) -> None:
+    """Steps as stages make them: a message of the leader, hidden states from rank to rank, each a bit larger, and several steps in flight."""
+    (before, after), count, in_flight = ends_of(group), 300, 4
+    rows = [call * 7 % 40 for call in range(count)]
+    for call in range(count + in_flight):
+        if call < count:
+            message_once(group, call, 100)
+            if call % 50 == 0:
+                gather_once(group, call, 1, [3] * group.size)
+            hidden = torch.full((rows[call], 1000), float(call)) if group.rank == 0 else before.receive(rows[call])
+            after.send(hidden + 1)
+        if group.rank == 0 and call >= in_flight:
+            begun = call - in_flight
+            assert torch.equal(before.receive(rows[begun]), torch.full((rows[begun], 1000), float(begun + group.size)))
+
+
+def one_hidden(group: Group) -> None:
+    ends_of(group)[0].receive(1)
+
+
+TASKS = {
+    task.__name__: task
+    for task in (sums, gathers, messages, mixed, peaks, ring, one_sum, one_gather, one_message, one_hidden)
+}
 
 
 class RankProcess:

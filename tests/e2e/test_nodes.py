@@ -1,5 +1,6 @@
 """One model on two "hosts", both on this machine: the text of one host, and what happens when a rank or the link between them is lost."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from cut_link import Link
 
 LIMIT_S = 60.0
 LONG: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 900, "ignore_eos": True}
-OPTIONS = ("--nnodes", "2", "--tp-size", "2", "--max-total-tokens", "2048")
+OPTIONS = ("--nnodes", "2", "--max-total-tokens", "2048")
+SHARDS, STAGES = ("--tp-size", "2"), ("--pp-size", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +56,9 @@ class OtherNode:
 
 
 @contextmanager
-def other_node(model: str, port: int) -> Iterator[OtherNode]:
+def other_node(model: str, port: int, *options: str) -> Iterator[OtherNode]:
     """Node 1 of two, which looks for node 0 at this port."""
-    command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", *OPTIONS]
+    command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", *OPTIONS, *options]
     command += ["--node-rank", "1", "--dist-init-addr", f"127.0.0.1:{port}"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         node = OtherNode(process)
@@ -76,8 +78,8 @@ def free_port() -> int:
         return port
 
 
-def node_0(model: str, port: int) -> Any:
-    return serving(model, *OPTIONS, "--node-rank", "0", "--dist-init-addr", f"127.0.0.1:{port}")
+def node_0(model: str, port: int, *options: str) -> Any:
+    return serving(model, *OPTIONS, *options, "--node-rank", "0", "--dist-init-addr", f"127.0.0.1:{port}")
 
 
 def wait_for_end(pid: int) -> None:
@@ -102,17 +104,27 @@ def stream_until(server: ServerProcess, begun: Callable[[], None]) -> str:
     return text
 
 
-def test_two_nodes_give_the_text_of_one_until_their_link_is_cut_and_both_end_with_an_error(tiny_model: str):
+@pytest.mark.parametrize(
+    ("options", "one_host"),
+    [(SHARDS, {"tp_size": 2}), (STAGES, {}), (SHARDS + STAGES, {"tp_size": 2})],
+    ids=["shards", "stages", "both"],
+)
+def test_two_nodes_give_the_text_of_one_until_their_link_is_cut_and_both_end_with_an_error(
+    options: tuple[str, ...], one_host: dict[str, int], tiny_model: str
+):
     sampling = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
     prompts = [[5 + i] * (3 + 20 * i) for i in range(4)]
-    with running_engine(tiny_model, tp_size=2, single_process=False) as engine:
+    with running_engine(tiny_model, single_process=False, **one_host) as engine:
         alone = [one["output_ids"] for one in engine.generate(input_ids=prompts, sampling_params=sampling)]
     port = free_port()
     link = Link(port)
     try:
-        with other_node(tiny_model, link.port) as node, node_0(tiny_model, port) as server:
+        with other_node(tiny_model, link.port, *options) as node, node_0(tiny_model, port, *options) as server:
             together = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
             assert [one["output_ids"] for one in together] == alone
+            assert server.post("/update_weights_from_disk", {"model_path": tiny_model})["success"]
+            again = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
+            assert [one["output_ids"] for one in again] == alone
             assert node.health() == 200
             assert httpx.get(f"{node.url}/v1/models", timeout=30).status_code == 404
             reply = httpx.post(f"{server.url}/get_weights_by_name", json={"name": "model.norm.weight"}, timeout=30)
@@ -123,14 +135,15 @@ def test_two_nodes_give_the_text_of_one_until_their_link_is_cut_and_both_end_wit
             assert "the scheduler process has ended" in stream_until(server, link.cut)
             assert node.process.wait(LIMIT_S) == 1
             wait_for_end(server.pid)
-        assert any("rank 1 on" in line and "is lost" in line for line in server.log), server.log
+        assert any(re.search("rank [123] on .* is lost", line) for line in server.log), server.log
     finally:
         link.close()
 
 
-def test_two_nodes_end_well_together(tiny_model: str):
+@pytest.mark.parametrize("options", [SHARDS, STAGES], ids=["shards", "stages"])
+def test_two_nodes_end_well_together(options: tuple[str, ...], tiny_model: str):
     port = free_port()
-    with other_node(tiny_model, port) as node:
-        with node_0(tiny_model, port):
+    with other_node(tiny_model, port, *options) as node:
+        with node_0(tiny_model, port, *options):
             pass
         assert node.process.wait(LIMIT_S) == 0, node.log

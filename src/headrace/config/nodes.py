@@ -46,12 +46,15 @@ def _check(args: ServerArgs) -> None:
     assert rank is not None
     if rank >= nnodes:
         raise ConfigError(f"--node-rank {rank} of --nnodes {nnodes}: nodes are numbered from 0")
-    if args.tp_size % nnodes:
+    if args.pp_size == 1 and args.tp_size % nnodes:
         raise ConfigError(
             f"--tp-size {args.tp_size} counts the ranks of all nodes: it must be a multiple of --nnodes {nnodes}"
         )
-    if args.pp_size > 1:
-        raise ConfigError("--pp-size cannot be combined with --nnodes yet: use --tp-size")
+    if args.pp_size > 1 and args.pp_size % nnodes:
+        raise ConfigError(
+            f"--pp-size {args.pp_size} counts the stages of all nodes: it must be a multiple of --nnodes {nnodes}, since a stage with its "
+            f"--tp-size ranks is on one node; to split layers over nodes, use --tp-size without --pp-size"
+        )
     if args.dp_size > 1:
         raise ConfigError(
             "--dp-size cannot be combined with --nnodes: start several groups of nodes, with a router in front"

@@ -175,8 +175,8 @@ class ServerArgs:
     nnodes: int | None = _opt(
         None,
         _S,
-        "Number of hosts that run one model together; --tp-size counts the processes of all of them. Default: LWS_GROUP_SIZE, else 1. See "
-        "docs/parallel.md.",
+        "Number of hosts that run one model together: each has some of the stages of --pp-size or, without stages, some of the processes of "
+        "--tp-size. Default: LWS_GROUP_SIZE, else 1. See docs/parallel.md.",
         Bounds(least=1, most=64),
     )
     node_rank: int | None = _opt(

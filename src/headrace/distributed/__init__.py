@@ -4,8 +4,8 @@
 - heads.py: which attention heads a rank computes.
 - stages.py: which layers a rank has (`Stage`), and what stages send to each other.
 - rank.py: both, and the group of all (`Rank`).
-- links.py: links between processes of one host, over sockets.
+- links.py: links between stages on one host, over sockets.
 - shared_memory.py: the group of ranks on one host, over shared memory.
 - network.py: the group of ranks on several hosts, over TCP; network_leader.py and network_follower.py are its sides, network_keys.py says who
-  may join.
+  may join, network_links.py has links between stages on different hosts.
 """

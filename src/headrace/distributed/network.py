@@ -5,6 +5,9 @@ answers within a limit. A connection that carries nothing for SILENCE_S, not eve
 closed: so a cut cable, a process that was stopped and one that died all show as a lost connection, also between calls. No connection is
 made twice: when one is lost, the group is broken, the others are told, and all ranks make a new one.
 
+Beside the calls, a rank sends hidden states to one of the next stage (`send_hidden`), through the leader unless one of the two is the
+leader. They wait in a queue of their own, so they may come before, within and after any call.
+
 Owns what both sides share; network_leader.py and network_follower.py are the sides. One call at a time; `break_up`, `failure` and `close`
 may be called by any thread.
 """
@@ -13,6 +16,7 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import TracebackType
@@ -38,7 +42,10 @@ _ZERO_COPY_BYTES = 64 << 10
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 Socket: TypeAlias = zmq.Socket[bytes]
 Floats: TypeAlias = npt.NDArray[np.float32]
+Part: TypeAlias = bytes | memoryview | zmq.Frame
 _HEADER = struct.Struct("<BQ")
+"""Before each frame: its kind, and the number of its call. Hidden states have the rank that they are for in place of a call."""
+_SHAPE = struct.Struct("<II")
 
 
 class Kind(IntEnum):
@@ -50,6 +57,8 @@ class Kind(IntEnum):
     GATHER = 2
     MESSAGE = 3
     READY = 4
+    HIDDEN = 5
+    """The shape of hidden states, which follow in a frame of their own. Belongs to no call."""
 
 
 class Address(NamedTuple):
@@ -68,6 +77,14 @@ class Member(NamedTuple):
     rank: int | None
     size: int
     facts: dict[str, str]
+
+
+class Hidden(NamedTuple):
+    """Hidden states that have come. values: their bytes, of float32[rows, columns]."""
+
+    rows: int
+    columns: int
+    values: memoryview
 
 
 class Lost(Exception):
@@ -92,6 +109,7 @@ class NetworkGroup(ABC):
         self._num_calls = 0
         self._reason: str | None = None
         self._has_left = False
+        self._hidden: deque[Hidden] = deque()
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """See `Group.all_reduce`. ValueError unless x is float32, contiguous and on the CPU."""
@@ -110,6 +128,26 @@ class NetworkGroup(ABC):
         if out is not None:
             whole = _matrix(out, x.shape[0], sum(columns))
         self._call(lambda: self._gather(own, columns, whole))
+
+    def send_hidden(self, rank: int, hidden: torch.Tensor) -> None:
+        """Send hidden states to a rank. See `Sender.send`."""
+        rows, columns = hidden.shape
+        shape = _HEADER.pack(Kind.HIDDEN, rank) + _SHAPE.pack(rows, columns)
+        values = bytes_of(_values(hidden))
+        self._guard(lambda: self._send_on(rank, shape, values))
+
+    def receive_hidden(self) -> Hidden:
+        """The next hidden states for this rank; waits for them until the group breaks."""
+        found = []
+
+        def act() -> None:
+            while not self._hidden:
+                self._check_not_broken()
+                self._wait_for_more()
+            found.append(self._hidden.popleft())
+
+        self._guard(act)
+        return found[0]
 
     @abstractmethod
     def wait_for_ranks(self, limit_s: float, check: Callable[[], None]) -> None:
@@ -175,6 +213,27 @@ class NetworkGroup(ABC):
         """See `gather`."""
 
     @abstractmethod
+    def _send_on(self, rank: int, shape: Part, values: Part) -> None:
+        """Send hidden states, in two frames, towards a rank. Does not wait."""
+
+    @abstractmethod
+    def _wait_for_more(self) -> None:
+        """Handle what comes next, or look after LOOK_S whether the others can be reached."""
+
+    @abstractmethod
+    def _handle_next(self, timeout_s: float) -> bool:
+        """Handle the next message, waiting for it if need be. False if none came."""
+
+    def _handle_rest(self) -> None:
+        """Handle what else has come."""
+        while self._handle_next(0.0):
+            pass
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """What is to be done before others may use the connections."""
+
+    @abstractmethod
     def _look(self) -> None:
         """Handle what has come, and look whether the others can be reached. Does not wait."""
 
@@ -183,15 +242,23 @@ class NetworkGroup(ABC):
         """Say a last word to everyone who can be reached, without waiting, and let go of all but the connection."""
 
     def _call(self, act: Callable[[], None]) -> None:
+        def call() -> None:
+            self._num_calls += 1
+            act()
+
+        self._guard(call)
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        """Do something with the connections to the others. Raises ExecutionError when the group is broken."""
         with self._lock:
             if self._has_left:
                 if self._reason is None:
                     raise ExecutionError(f"rank {self.rank} has left its group")
                 raise ExecutionError(f"the group of ranks is broken: {self._reason}")
-            self._num_calls += 1
             try:
                 self._check_not_broken()
                 act()
+                self._settle()
             except Lost as lost:
                 self._give_up(str(lost))
                 raise ExecutionError(f"the group of ranks is broken: {self._reason}") from None
@@ -238,9 +305,31 @@ def note_of(frame: memoryview) -> memoryview | None:
     return frame[_HEADER.size :] if frame[0] == Kind.NOTE else None
 
 
-def send_frame(connection: Socket, frame: bytes) -> None:
-    """Send without waiting. Raises zmq.ZMQError."""
-    connection.send(frame, zmq.NOBLOCK, copy=len(frame) < _ZERO_COPY_BYTES)
+def hidden_of(frames: Sequence[memoryview]) -> tuple[int, Hidden] | None:
+    """Hidden states and the rank that they are for; None if the frames hold something else. Raises Lost if they do not fit each other."""
+    if frames[0].nbytes < _HEADER.size or frames[0][0] != Kind.HIDDEN:
+        return None
+    shape, *rest = frames
+    if shape.nbytes == _HEADER.size + _SHAPE.size and len(rest) == 1:
+        _, rank = _HEADER.unpack_from(shape)
+        rows, columns = _SHAPE.unpack_from(shape, _HEADER.size)
+        if rest[0].nbytes == rows * columns * 4:
+            return rank, Hidden(rows, columns, rest[0])
+    raise Lost(f"hidden states came in frames of {', '.join(str(frame.nbytes) for frame in frames)} bytes")
+
+
+def only(frames: Sequence[memoryview]) -> memoryview:
+    """The frame of a note or of a call. Raises Lost if there are several."""
+    if len(frames) > 1:
+        raise Lost("a message of several frames came, which is none between ranks")
+    return frames[0]
+
+
+def send_message(connection: Socket, *frames: Part) -> None:
+    """Send a message without waiting. Large frames are not copied, so nobody may write to them afterwards. Raises zmq.ZMQError."""
+    for left, frame in zip(reversed(range(len(frames))), frames, strict=True):
+        flags = zmq.NOBLOCK | zmq.SNDMORE if left else zmq.NOBLOCK
+        connection.send(frame, flags, copy=len(frame) < _ZERO_COPY_BYTES)
 
 
 def new_socket(context: Context, kind: int) -> Socket:

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -21,15 +22,18 @@ from headrace.distributed.network import (
     Lost,
     Member,
     NetworkGroup,
+    Part,
     Socket,
     bytes_of,
     end,
     endpoint,
     floats,
+    hidden_of,
     new_socket,
     note_frame,
     note_of,
-    send_frame,
+    only,
+    send_message,
 )
 from headrace.distributed.network_keys import GroupKeys, group_keys
 from headrace.errors import ConfigError, ExecutionError
@@ -43,6 +47,7 @@ _CONNECT_S = 3.0
 _HANDSHAKE_S = 5.0
 _FAILING_S = 20.0
 """Handshakes that fail for so long will not work later. A leader may just end, and a proxy may accept connections before there is one."""
+_GONE = f"the connection to rank 0 is lost: its process has ended, or nothing came from it for {SILENCE_S:g} s"
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CLOSED
@@ -64,6 +69,7 @@ class FollowerGroup(NetworkGroup):
         self.has_ended = False
         """Whether the leader has ended without an error. Known after `failure`."""
         self._link = link
+        self._arrived: deque[memoryview] = deque()
 
     @classmethod
     def join(
@@ -130,38 +136,41 @@ class FollowerGroup(NetworkGroup):
 
     def _give(self, kind: Kind, payload: bytes | memoryview) -> None:
         """Send a part of the current call. If the connection is lost, the next answer does not come."""
-        send_frame(self._socket, self._frame(kind, payload))
+        send_message(self._socket, self._frame(kind, payload))
 
     def _answer(self, kind: Kind, num_bytes: int | None, limit_s: float | None) -> memoryview:
         """What the leader gives to the current call. limit_s: None = it may take as long as it likes."""
         begin_s = time.monotonic()
-        while True:
+        while not self._arrived:
             self._check_not_broken()
-            frame = self._next_frame(LOOK_S)
-            if frame is not None:
-                return self._payload(frame, kind, 0, num_bytes)
-            if limit_s is not None and time.monotonic() - begin_s > limit_s:
+            if not self._handle_next(LOOK_S) and limit_s is not None and time.monotonic() - begin_s > limit_s:
                 raise Lost(f"rank 0 did not answer within {limit_s:g} s")
+        return self._payload(self._arrived.popleft(), kind, 0, num_bytes)
 
-    def _next_frame(self, timeout_s: float) -> memoryview | None:
-        """The next frame of a call; None if none came. Raises Lost if the leader says so, or cannot be reached."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            # What it sent before it was lost comes first.
-            was_cut = self._link.is_cut
-            frame = self._link.receive(max(0.0, end_s - time.monotonic()))
-            if frame is None:
-                if was_cut:
-                    raise Lost(
-                        f"the connection to rank 0 is lost: its process has ended, or nothing came from it for {SILENCE_S:g} s"
-                    )
-                if time.monotonic() >= end_s and not self._link.is_cut:
-                    return None
-                continue
-            note = note_of(frame)
-            if note is None:
-                return frame
+    def _send_on(self, rank: int, shape: Part, values: Part) -> None:
+        self._handle_rest()  # a connection that is lost takes what is sent, too
+        send_message(self._socket, shape, values)
+
+    def _wait_for_more(self) -> None:
+        self._handle_next(LOOK_S)
+
+    def _handle_next(self, timeout_s: float) -> bool:
+        """See `NetworkGroup._handle_next`. Raises Lost if the leader says so, or cannot be reached."""
+        # What it sent before it was lost comes first.
+        was_cut = self._link.is_cut
+        frames = self._link.receive(timeout_s)
+        if not frames:
+            if was_cut:
+                raise Lost(_GONE)
+            return False
+        hidden = hidden_of(frames)
+        if hidden is not None:
+            self._hidden.append(hidden[1])
+        elif (note := note_of(only(frames))) is not None:
             self._handle(_decoded(note))
+        else:
+            self._arrived.append(frames[0])
+        return True
 
     def _handle(self, note: GroupNote) -> None:
         match note:
@@ -173,16 +182,20 @@ class FollowerGroup(NetworkGroup):
             case _:
                 pass
 
+    def _settle(self) -> None:
+        # A rank has one thread that makes calls.
+        pass
+
     def _look(self) -> None:
         # A rank is called by the leader, and looks when it is; a frame that comes now would be lost.
         if self.rank < 0:
-            self._next_frame(0.0)
+            self._handle_rest()
 
     def _leave_with(self, note: GroupNote) -> None:
         # One that leaves in peace does so after the leader, or is missed when more is asked of it.
         if isinstance(note, Broken) and not self._link.is_cut:
             with contextlib.suppress(zmq.ZMQError):
-                send_frame(self._socket, note_frame(note))
+                send_message(self._socket, note_frame(note))
         self._link.stop_watching()
 
 
@@ -270,19 +283,18 @@ class _Link:
             )
         return False
 
-    def receive(self, timeout_s: float) -> memoryview | None:
-        """The next frame; None if none came in this time, or the connection was lost."""
+    def receive(self, timeout_s: float) -> list[memoryview]:
+        """The frames of the next message; none if none came in this time, or the connection was lost."""
         try:
-            frame = self.connection.recv(zmq.NOBLOCK, copy=False)
+            frames = self.connection.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             ready = dict(self._poller.poll(0 if self.is_cut else int(timeout_s * 1000)))
             if self._monitor in ready:
                 self.is_cut |= recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
             if self.connection not in ready:
-                return None
-            frame = self.connection.recv(zmq.NOBLOCK, copy=False)
-        buffer: memoryview = frame.buffer
-        return buffer
+                return []
+            frames = self.connection.recv_multipart(zmq.NOBLOCK, copy=False)
+        return [frame.buffer for frame in frames]
 
     def stop_watching(self) -> None:
         """Let go of all but the connection."""
@@ -297,11 +309,11 @@ class _Link:
 
 def _is_welcome(link: _Link, member: Member, end_s: float, check: Callable[[], None]) -> bool:
     """Wait for the answer to a Hello. False if it is worth another try. Raises ConfigError if the leader refuses."""
-    send_frame(link.connection, note_frame(Hello(member.rank, member.size, socket.gethostname(), member.facts)))
+    send_message(link.connection, note_frame(Hello(member.rank, member.size, socket.gethostname(), member.facts)))
     while time.monotonic() < end_s and not link.is_cut:
         check()
-        frame = link.receive(LOOK_S)
-        note = None if frame is None else note_of(frame)
+        frames = link.receive(LOOK_S)
+        note = note_of(only(frames)) if frames else None
         match None if note is None else _decoded(note):
             case Welcome():
                 return True

@@ -1,6 +1,9 @@
 """The leader's side of a group over the network: it listens, decides who joins, and adds up."""
 
 import contextlib
+import os
+import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,15 +22,18 @@ from headrace.distributed.network import (
     Lost,
     Member,
     NetworkGroup,
+    Part,
     Socket,
     bytes_of,
     end,
     endpoint,
     floats,
+    hidden_of,
     new_socket,
     note_frame,
     note_of,
-    send_frame,
+    only,
+    send_message,
 )
 from headrace.distributed.network_keys import admit_only, group_keys
 from headrace.errors import ConfigError, ExecutionError
@@ -50,7 +56,10 @@ _FULL = Refused("the group already has all of its ranks, which start and end tog
 
 
 class LeaderGroup(NetworkGroup):
-    """Made by `listen`. `wait_for_ranks` comes before every call."""
+    """Made by `listen`. `wait_for_ranks` comes before every call.
+
+    What followers send to each other is passed on by whichever thread uses the socket, and by one of the group's own while none does.
+    """
 
     def __init__(self, context: Context, router: Socket, member: Member, limit_s: float) -> None:
         super().__init__(context, router, 0, member.size, limit_s)
@@ -102,6 +111,22 @@ class LeaderGroup(NetworkGroup):
                     reason = f"rank {', '.join(map(str, self._missing()))} did not join within {limit_s:g} s"
                     self._give_up(reason)
                     raise ExecutionError(f"{reason}; start every node, with the same --dist-init-addr")
+
+    def pass_on(self) -> None:
+        """From now on, pass on what followers send to each other while the leader makes no calls, too. Called once."""
+        with self._lock:
+            come = os.dup(self._socket.get(zmq.FD))  # also readable after the socket is closed
+        threading.Thread(target=self._pass_on, args=(come,), name="rank relay", daemon=True).start()
+
+    def _pass_on(self, come: int) -> None:
+        """come: readable when something may have come since the socket was used last (https://libzmq.readthedocs.io/, ZMQ_FD)."""
+        poll = select.poll()
+        poll.register(come, select.POLLIN)
+        while not self._has_left:
+            poll.poll(int(LOOK_S * 1000))
+            with contextlib.suppress(ExecutionError):  # the next call says it, too
+                self._guard(lambda: None)
+        os.close(come)
 
     def ready(self) -> None:
         """See `Group.ready`: of a follower only, so ValueError."""
@@ -163,23 +188,43 @@ class LeaderGroup(NetworkGroup):
             for rank in range(1, self.size)
         ]
 
-    def _look(self) -> None:
-        while self._handle_next(0.0):
-            pass
-        if self._is_whole:
+    def _send_on(self, rank: int, shape: Part, values: Part) -> None:
+        self._send_to([rank], shape, values)
+
+    def _wait_for_more(self) -> None:
+        if not self._handle_next(LOOK_S):
             self._send_to(self._connections, _STILL_HERE)
 
+    def _settle(self) -> None:
+        # Whoever uses the socket may take away the sign that something has come, for which `_pass_on` waits.
+        self._handle_rest()
+
+    def _look(self) -> None:
+        self._handle_rest()  # a last word of a rank comes before its loss
+        if self._is_whole:
+            self._send_to(self._connections, _STILL_HERE)
+        self._settle()
+
     def _handle_next(self, timeout_s: float) -> bool:
-        """Handle the next frame, waiting for it if need be. False if none came."""
+        """See `NetworkGroup._handle_next`."""
         try:
-            connection, frame, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            connection, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             if timeout_s > 0 and self._socket.poll(int(timeout_s * 1000)):
                 return self._handle_next(0.0)
             return False
-        if rest:
-            raise Lost("a message of several frames came, which is none between ranks")
-        self._handle(bytes(connection.buffer), frame.buffer)
+        buffers = [frame.buffer for frame in frames]
+        hidden = hidden_of(buffers)
+        if hidden is None:
+            self._handle(bytes(connection.buffer), only(buffers))
+        elif bytes(connection.buffer) in self._ranks:
+            rank, states = hidden
+            if rank == 0:
+                self._hidden.append(states)
+            elif rank in self._connections:
+                self._send_on(rank, *frames)
+            else:
+                raise Lost(f"hidden states came for rank {rank} of {self.size}")
         return True
 
     def _handle(self, connection: bytes, frame: memoryview) -> None:
@@ -246,9 +291,9 @@ class LeaderGroup(NetworkGroup):
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self.size) if rank not in self._connections]
 
-    def _send_to(self, ranks: Iterable[int], frame: bytes) -> None:
+    def _send_to(self, ranks: Iterable[int], *frames: Part) -> None:
         for rank in ranks:
-            if not self._send(self._connections[rank], frame):
+            if not self._send(self._connections[rank], *frames):
                 raise Lost(
                     f"{self._who(rank)} is lost: its process has ended, or nothing came from it for {SILENCE_S:g} s"
                 )
@@ -256,7 +301,7 @@ class LeaderGroup(NetworkGroup):
     def _say(self, connection: bytes, note: GroupNote) -> bool:
         return self._send(connection, note_frame(note))
 
-    def _send(self, connection: bytes, frame: bytes) -> bool:
+    def _send(self, connection: bytes, *frames: Part) -> bool:
         """False if the connection is lost."""
         try:
             self._socket.send(connection, zmq.SNDMORE | zmq.NOBLOCK)
@@ -264,7 +309,7 @@ class LeaderGroup(NetworkGroup):
             if error.errno == zmq.EHOSTUNREACH:
                 return False
             raise Lost(f"rank 0 cannot send: {error.strerror}") from error
-        send_frame(self._socket, frame)
+        send_message(self._socket, *frames)
         return True
 
     def _leave_with(self, note: GroupNote) -> None:

@@ -27,7 +27,8 @@ class RankStart(msgspec.Struct, frozen=True):
     """What a follower is given: its number among the ranks of all stages, and descriptors.
 
     group_fd: of the memory that all ranks share, None if they use the network; shard_fd: of that of its stage, None if it is the same or if
-    it is alone there; before_fd, after_fd: of the links from the stage before and to the one after, None without stages.
+    it is alone there; before_fd, after_fd: of the links from the stage before and to the one after, None without stages, and if that stage
+    is on another host.
     """
 
     rank: int

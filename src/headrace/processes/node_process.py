@@ -18,8 +18,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.messages.channel import IpcDir, Ports
 from headrace.processes.child import ChildProcess
-from headrace.processes.handshake import RankStart
-from headrace.processes.rank_groups import connect, ranks_here
+from headrace.processes.rank_groups import connect, descriptors_of, ranks_here, starts_here
 from headrace.processes.supervisor import describe_exit
 
 if TYPE_CHECKING:
@@ -85,7 +84,12 @@ class Node:
         self.is_whole = False
         self._args = args
         self._leave_s: float | None = None
-        self._followers = [ChildProcess("follower", args, ports, rank=RankStart(rank)) for rank in ranks_here(args)]
+        starts = starts_here(args)
+        try:
+            self._followers = [ChildProcess("follower", args, ports, rank=start) for start in starts]
+        finally:
+            for fd in descriptors_of(starts):
+                os.close(fd)
         self._thread = threading.Thread(target=self._run, name="node", daemon=True)
 
     def start(self) -> None:

@@ -1,7 +1,8 @@
 """How the ranks of a model are connected: by shared memory on one host, by connections to node 0 with --nnodes.
 
 One group of all ranks for plans; with --pp-size, also a group for the ranks of each stage, and a link from each rank to the one with the same
-part of the next stage. Rank r is rank r % tp_size of stage r // tp_size. With --nnodes, ranks are numbered node by node.
+part of the next stage. Rank r is rank r % tp_size of stage r // tp_size. With --nnodes, ranks are numbered node by node, and a stage is on
+one node: its group is shared memory, and only links lead to other nodes. Without stages, the one group spans the nodes.
 """
 
 import contextlib
@@ -16,14 +17,14 @@ from headrace.distributed.base import WHOLE, Group, Shard
 from headrace.distributed.links import SocketReceiver, SocketSender, socket_link
 from headrace.distributed.rank import Rank
 from headrace.distributed.shared_memory import SharedMemoryGroup
-from headrace.distributed.stages import ALL_LAYERS, Stage
+from headrace.distributed.stages import ALL_LAYERS, Receiver, Sender, Stage
 from headrace.errors import ConfigError, HeadraceError
 from headrace.log import get_logger
 from headrace.processes.handshake import RankStart
 from headrace.processes.node_facts import node_facts
 
 if TYPE_CHECKING:
-    from headrace.distributed.network import Address
+    from headrace.distributed.network import Address, NetworkGroup
     from headrace.distributed.network_follower import FollowerGroup
 
 logger = get_logger(__name__)
@@ -43,20 +44,25 @@ def starts_here(args: ServerArgs) -> list[RankStart]:
 
     Raises ConfigError without the native kernels, OSError if there are no descriptors left.
     """
-    if args.num_nodes > 1:
-        return [RankStart(rank) for rank in ranks_here(args)]
-    tp_size, num_stages, num_ranks = args.tp_size, args.pp_size, args.num_ranks
-    group_fd = SharedMemoryGroup.memory(num_ranks)
-    if num_stages == 1:
-        return [RankStart(rank, group_fd) for rank in range(num_ranks)]
-    shard_fds = [SharedMemoryGroup.memory(tp_size) if tp_size > 1 else None for _ in range(num_stages)]
-    links = [socket_link() for _ in range(num_ranks)]  # from each rank to the one of the next stage
+    tp_size, here = args.tp_size, ranks_here(args)
+    group_fd = SharedMemoryGroup.memory(args.num_ranks) if args.num_nodes == 1 else None
+    if args.pp_size == 1:
+        return [RankStart(rank, group_fd) for rank in here]
+    shard_fds, before_fds, after_fds = dict[int, int](), dict[int, int](), dict[int, int]()
+    if tp_size > 1:
+        shard_fds = {stage: SharedMemoryGroup.memory(tp_size) for stage in {rank // tp_size for rank in here}}
+    for rank in here:
+        if (following := _following(args, rank)) in here:
+            after_fds[rank], before_fds[following] = socket_link()
     return [
-        RankStart(
-            rank, group_fd, shard_fds[rank // tp_size], before_fd=links[rank - tp_size][1], after_fd=links[rank][0]
-        )
-        for rank in range(num_ranks)
+        RankStart(rank, group_fd, shard_fds.get(rank // tp_size), before_fds.get(rank), after_fds.get(rank))
+        for rank in here
     ]
+
+
+def _following(args: ServerArgs, rank: int) -> int:
+    """The rank of the next stage that has the same part of its layers. The first stage comes after the last."""
+    return (rank + args.tp_size) % args.num_ranks
 
 
 def descriptors_of(starts: Iterable[RankStart]) -> set[int]:
@@ -73,16 +79,10 @@ def joined(args: ServerArgs, start: RankStart) -> Iterator[Rank]:
     limit_s, shard, stage = args.rank_timeout_s, WHOLE, ALL_LAYERS
     stage_index, shard_index = divmod(start.rank, args.tp_size)
     with contextlib.ExitStack() as resources:
-        group: Group
-        if start.group_fd is not None:
-            group = SharedMemoryGroup.join(start.group_fd, start.rank, args.num_ranks, limit_s)
-        elif start.rank:
-            group = connect(args, start.rank, node_facts(args))
-        else:
-            group = _listen(args)
+        network, group = _group_of_all(args, start)
         resources.callback(group.close)
-        if start.before_fd is not None and start.after_fd is not None:
-            before, after = SocketReceiver(start.before_fd, limit_s), SocketSender(start.after_fd, limit_s)
+        if args.pp_size > 1:
+            before, after = _receiver(args, start, network), _sender(args, start, network)
             resources.callback(before.close)
             resources.callback(after.close)
             stage = Stage(stage_index, args.pp_size, before, after)
@@ -110,7 +110,35 @@ def joined_follower(args: ServerArgs, start: RankStart) -> Iterator[Rank]:
             raise
 
 
-def _listen(args: ServerArgs) -> Group:
+def _group_of_all(args: ServerArgs, start: RankStart) -> "tuple[NetworkGroup | None, Group]":
+    """The group of all ranks, twice; the first is None if it is shared memory."""
+    if start.group_fd is not None:
+        return None, SharedMemoryGroup.join(start.group_fd, start.rank, args.num_ranks, args.rank_timeout_s)
+    network = connect(args, start.rank, node_facts(args)) if start.rank else _listen(args)
+    return network, network
+
+
+def _receiver(args: ServerArgs, start: RankStart, network: "NetworkGroup | None") -> Receiver:
+    """From the stage before, on this host or another."""
+    if start.before_fd is not None:
+        return SocketReceiver(start.before_fd, args.rank_timeout_s)
+    from headrace.distributed.network_links import NetworkReceiver
+
+    assert network is not None, start
+    return NetworkReceiver(network)
+
+
+def _sender(args: ServerArgs, start: RankStart, network: "NetworkGroup | None") -> Sender:
+    """To the next stage, on this host or another."""
+    if start.after_fd is not None:
+        return SocketSender(start.after_fd, args.rank_timeout_s)
+    from headrace.distributed.network_links import NetworkSender
+
+    assert network is not None, start
+    return NetworkSender(network, _following(args, start.rank))
+
+
+def _listen(args: ServerArgs) -> "NetworkGroup":
     from headrace.distributed.network import Address, Member
     from headrace.distributed.network_leader import LeaderGroup
 
@@ -118,7 +146,10 @@ def _listen(args: ServerArgs) -> Group:
     member = Member(0, args.num_ranks, node_facts(args))
     address = Address(*host_and_port(args.dist_init_addr))
     _wait_for_name(address, args.dist_timeout)
-    return LeaderGroup.listen(address, dist_secret(args, os.environ), member, args.rank_timeout_s)
+    group = LeaderGroup.listen(address, dist_secret(args, os.environ), member, args.rank_timeout_s)
+    if args.pp_size > 1 and args.num_ranks > 2:  # of two ranks, both links are the leader's own
+        group.pass_on()
+    return group
 
 
 def _wait_for_name(address: "Address", limit_s: float) -> None:
