@@ -26,7 +26,7 @@ class RunningFake:
         self.ready = READY
         self.engine = FakeEngine(channels, tokenizer)
         self.tokenizer_manager = TokenizerManager(
-            ServerArgs(model_path="fake", api_key="secret"),
+            ServerArgs(model_path="fake", api_key="open-sesame"),
             READY,
             tokenizer,
             channels.sender("to_scheduler"),
@@ -180,7 +180,7 @@ def test_control_operations(engine):
     info = engine.get_server_info()
     assert info["context_length"] == READY.context_length
     assert info["internal_states"][0]["num_retracted"] == 3
-    assert "secret" not in str(info)
+    assert "open-sesame" not in str(info)
 
 
 def test_what_a_server_does_by_routes_an_engine_does_by_methods(engine, monkeypatch):
