@@ -11,6 +11,7 @@ from headrace.cli.app import main
 from headrace.cli.arguments import with_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
+from headrace.processes.numa import Node
 
 
 def run(*argv):
@@ -103,11 +104,30 @@ def test_doctor_tells_what_each_rank_of_a_model_would_get(capsys, monkeypatch):
     assert run("doctor", "--json", "--tp-size", "3") == 0
     report = json.loads(capsys.readouterr().out)
 
-    near = "any of 0, 1: ranks are not bound to nodes"
+    near = "any of 0, 1: ranks are bound with --numa-bind"
     assert report["ranks"] == [
         {"rank": rank, "num_threads": 2, "memory_gib": 2.0, "numa_node": near} for rank in range(3)
     ]
     assert [node["cores"] for node in report["numa_nodes"]] == ["0-3", "4-7"]
+
+
+def test_doctor_tells_to_which_node_each_rank_would_be_bound(capsys, monkeypatch):
+    nodes = (Node(0, (0, 1, 2, 3), 8 << 30, 6 << 30), Node(1, (4, 5), 8 << 30, 4 << 30))
+    monkeypatch.setattr("headrace.processes.numa.read_nodes", lambda folder: nodes)
+    monkeypatch.setattr("headrace.processes.numa._allowed_nodes", lambda status: None)
+    monkeypatch.setattr("headrace.processes.share.read_nodes", lambda: nodes)
+    monkeypatch.setattr("headrace.kernels.cpu.threads.quota_cpus", lambda: None)
+    monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 16 * 2**30)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert run("doctor", "--json", "--tp-size", "3", "--numa-bind") == 0
+    report = json.loads(capsys.readouterr().out)
+
+    assert [(row["rank"], row["num_threads"], row["numa_node"]) for row in report["ranks"]] == [
+        (0, 2, "0: cores 0-3"),
+        (1, 2, "0: cores 0-3"),
+        (2, 2, "1: cores 4-5"),
+    ]
+    assert {row["memory_gib"] for row in report["ranks"]} == {1.5}, "half of what each of two ranks has on node 0"
 
 
 def test_doctor_says_which_variant_of_the_kernels_runs_and_why_others_cannot(monkeypatch, capsys):

@@ -23,6 +23,7 @@ OTHER_VALUES = {
     "node_rank": 1,
     "dist_init_addr": "10.0.0.1:20000",
     "dist_secret_file": "secret",
+    "numa_bind": True,
     "max_stored_responses": 1,
     "max_sessions": 1,
     "max_session_tokens": 1,

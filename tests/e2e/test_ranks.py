@@ -16,6 +16,7 @@ from rank_processes import followers
 
 from headrace.api.engine import Engine
 from headrace.errors import ConfigError, HeadraceError
+from headrace.processes.numa import dealt, read_nodes, usable
 
 TWO: dict[str, Any] = {"tp_size": 2, "single_process": False}
 STAGES: dict[str, Any] = {"pp_size": 2, "single_process": False}
@@ -163,6 +164,29 @@ def test_a_rank_that_is_lost_costs_no_token(tiny_model: str, parts: dict[str, An
         assert outputs == whole
         [new] = followers() - others
         assert new != lost
+
+
+def heap_policy(process: psutil.Process) -> str:
+    """Where a process's heap gets memory, as in numa(7)."""
+    maps = [line.split() for line in Path(f"/proc/{process.pid}/numa_maps").read_text().splitlines()]
+    [heap] = [words for words in maps if "heap" in words]
+    return heap[1]
+
+
+def test_bound_ranks_have_the_memory_of_their_node_and_answer_as_others(tiny_model: str, ranks: Engine):
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("the kernel does not tell the policy of a process's memory")
+    whole = usable(read_nodes(), os.sched_getaffinity(0), None)
+    want = [one["output_ids"] for one in ranks.generate(PROMPTS, GREEDY)]
+    others = followers()
+    with running_engine(tiny_model, numa_bind=True, **TWO) as engine:
+        [follower] = followers() - others
+        places = dealt(whole, 2)
+        for place, process in zip(places, (follower.parent(), follower), strict=True):
+            assert process is not None
+            assert heap_policy(process) == f"bind:{place.node}"
+            assert process.cpu_affinity() == list(place.cores)
+        assert [one["output_ids"] for one in engine.generate(PROMPTS, GREEDY)] == want
 
 
 def test_ranks_end_with_their_engine(tiny_model: str):

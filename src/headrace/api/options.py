@@ -158,6 +158,7 @@ class ServerOptions(TypedDict, total=False):
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"]
     enable_deterministic_inference: bool
     num_threads: int | None
+    numa_bind: bool
     activations: Literal["auto", "float32", "bfloat16"]
     quantization: Literal["none", "int16", "int8", "int8-fast", "int4", "fp8"]
     disable_cuda_graph: bool

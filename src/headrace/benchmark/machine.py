@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from headrace.processes.numa import SYSFS, listed, read_nodes
+
 # As /proc/cpuinfo spells them, in the order in which a kernel prefers them last to first.
 _X86_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ISA_FLAGS = (*_X86_FLAGS, "asimd", "asimddp", "i8mm", "sve")
@@ -66,15 +68,11 @@ def this_machine() -> Machine:
     )
 
 
-def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
-    """The NUMA nodes with memory; empty where the system does not tell. Format: Documentation/ABI/stable/sysfs-devices-node of Linux."""
-    found = []
-    for node in folder.glob("node[0-9]*"):
-        kib = [line.split()[3] for line in _lines(node / "meminfo") if "MemTotal:" in line]
-        if kib and int(kib[0]):
-            number = int(node.name.removeprefix("node"))
-            found.append(NumaNode(number, _first_line(node / "cpulist"), round(int(kib[0]) * 1024 / _GIB, 1)))
-    return tuple(sorted(found, key=lambda node: node.number))
+def numa_nodes(folder: Path = SYSFS) -> tuple[NumaNode, ...]:
+    """The NUMA nodes with memory; empty where the system does not tell."""
+    return tuple(
+        NumaNode(node.number, listed(node.cores), round(node.memory_bytes / _GIB, 1)) for node in read_nodes(folder)
+    )
 
 
 def cpu_quota(cgroup: Path) -> float | None:

@@ -318,12 +318,15 @@ def doctor(
     tp_size: Annotated[
         int, typer.Option(min=1, max=64, help="Show what each of so many ranks of one model would get.")
     ] = 1,
+    numa_bind: Annotated[
+        bool, typer.Option("--numa-bind", help="Show what each would get with --numa-bind.", metavar="")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", metavar="")] = False,
 ) -> None:
     """Show the machine, which kernels and attention backends run on it, and why others do not."""
     from headrace.cli.doctor import examine, print_report
 
-    report = examine(tp_size)
+    report = examine(tp_size, numa_bind)
     if as_json:
         print(json.dumps(report, indent=2))
     else:

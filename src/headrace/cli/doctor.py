@@ -20,8 +20,11 @@ from headrace.version import VERSION
 _TYPICAL_HEAD_DIM = 64
 
 
-def examine(tp_size: int = 1) -> dict[str, Any]:
-    """Everything that doctor shows, ready for JSON. tp_size: shows what each of so many ranks would get."""
+def examine(tp_size: int = 1, numa_bind: bool = False) -> dict[str, Any]:
+    """Everything that doctor shows, ready for JSON. tp_size, numa_bind: shows what each rank of a model would get with these options.
+
+    Raises ConfigError if there is no NUMA node to bind to.
+    """
     torch = _torch()
     has_torch = torch["version"] is not None
     return {
@@ -29,7 +32,7 @@ def examine(tp_size: int = 1) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": asdict(this_machine()),
         "numa_nodes": [asdict(node) for node in numa_nodes()],
-        "ranks": _ranks(tp_size) if has_torch and tp_size > 1 else [],
+        "ranks": _ranks(tp_size, numa_bind) if has_torch and (tp_size > 1 or numa_bind) else [],
         "torch": torch,
         "kernels": _kernels() if has_torch else [],
         "kernel_variants": _kernel_variants() if has_torch else [],
@@ -85,27 +88,35 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     print_table(console, models)
 
 
-def _ranks(tp_size: int) -> list[dict[str, Any]]:
-    """What each rank would get of this machine as it is now, on the CPU."""
+def _ranks(tp_size: int, numa_bind: bool) -> list[dict[str, Any]]:
+    """What each rank would get of this machine as it is now, on the CPU. Raises ConfigError if there is no NUMA node to bind to."""
     import torch
 
     from headrace.config.server_args import ServerArgs
     from headrace.execution.memory import available_bytes
+    from headrace.processes.numa import bindings, listed
     from headrace.processes.share import share_of_machine
 
-    share = share_of_machine(ServerArgs(model_path="any", tp_size=tp_size, device="cpu"))
-    memory = available_bytes(torch.device("cpu")) * (share.mem_fraction_static or 0.0)
+    args = ServerArgs(model_path="any", tp_size=tp_size, device="cpu", numa_bind=numa_bind)
+    memory = available_bytes(torch.device("cpu"))
     nodes = [str(node.number) for node in numa_nodes()]
-    near = f"any of {', '.join(nodes)}: ranks are not bound to nodes" if len(nodes) > 1 else ", ".join(nodes)
-    return [
-        {
-            "rank": rank,
-            "num_threads": share.num_threads,
-            "memory_gib": round(memory / 2**30, 1),
-            "numa_node": near or "unknown",
-        }
-        for rank in range(tp_size)
-    ]
+    near = f"any of {', '.join(nodes)}: ranks are bound with --numa-bind" if len(nodes) > 1 else ", ".join(nodes)
+    places = bindings(args)
+    rows = []
+    for rank in range(tp_size):
+        # The leader, which decides on the size of the KV cache, looks at the nodes of all.
+        share = share_of_machine(args, places[rank:] + places[:rank])
+        rows.append(
+            {
+                "rank": rank,
+                "num_threads": share.num_threads,
+                "memory_gib": round(memory * (share.mem_fraction_static or 0.0) / 2**30, 1),
+                "numa_node": f"{places[rank].node}: cores {listed(places[rank].cores)}"
+                if places
+                else near or "unknown",
+            }
+        )
+    return rows
 
 
 def _nodes_line(nodes: list[dict[str, Any]]) -> str:

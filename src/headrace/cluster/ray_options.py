@@ -17,6 +17,7 @@ NOT_WITH_RAY = {
     "node_rank": "all ranks of a replica are on its node",
     "dist_init_addr": "all ranks of a replica are on its node",
     "dist_secret_file": "all ranks of a replica are on its node",
+    "numa_bind": "replicas on one node would be bound to the same part of it",
     "max_stored_responses": "each replica would keep its own",
     "max_sessions": "a session would be open in one replica only",
     "max_session_tokens": "a session would be open in one replica only",

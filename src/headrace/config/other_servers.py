@@ -90,6 +90,7 @@ _NO_SHARDS = (
     "--tp-size shares every layer, --pp-size shares the layers out, --dp-size starts replicas; there are no other ways"
 )
 _NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; copies of experts and parallel attention are not supported"
+_NUMA = "--numa-bind deals the ranks to the NUMA nodes in their order, and gives each the cores of its node"
 _ONE_MACHINE = "replicas run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
 _NO_IMAGES = "images and other media are not supported"
@@ -387,11 +388,13 @@ TABLE: tuple[Entry, ...] = (
     ),
     _refused(
         BOTH,
-        "--all2all-backend --enable-dbo --dbo- --expert-placement-strategy --num-redundant-experts --pp-max- --pp-async- --numa-node --tbo- "
+        "--all2all-backend --enable-dbo --dbo- --expert-placement-strategy --num-redundant-experts --pp-max- --pp-async- --tbo- "
         "--enable-two-batch-overlap --enable-single-batch-overlap --init-expert-location",
         _NO_SHARDS,
         is_prefix=True,
     ),
+    _refused(SGLANG, "--numa-node", _NUMA),
+    _refused(VLLM, "--numa-bind-nodes --numa-bind-cpus", _NUMA),
     _refused(SGLANG, "--enable-nccl-nvls --enable-symm-mem --enable-mscclpp --enable-torch-symm-mem", _NO_ALL_REDUCE),
     _already(
         SGLANG,

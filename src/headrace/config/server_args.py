@@ -362,6 +362,11 @@ class ServerArgs:
     num_threads: int | None = _opt(
         None, _K, "Compute threads on CPU; default: the cores that this process may use.", _POSITIVE
     )
+    numa_bind: bool = _opt(
+        False,
+        _K,
+        "On CPU, bind each process that computes to a NUMA node: its threads to the node's cores, its memory to the node's.",
+    )
     activations: Literal["auto", "float32", "bfloat16"] = _opt(
         "auto",
         _K,
@@ -537,6 +542,14 @@ class ServerArgs:
         for name, size in (("--tp-size", self.tp_size), ("--pp-size", self.pp_size)):
             if size > 1 and self.single_process:
                 raise ConfigError(f"{name} needs processes: it cannot be combined with --single-process")
+        if self.numa_bind and self.single_process:
+            raise ConfigError(
+                "--numa-bind binds processes of the engine: it cannot be combined with --single-process, whose caller would be bound"
+            )
+        if self.numa_bind and self.device == "cuda":
+            raise ConfigError(
+                "--numa-bind binds ranks that compute on the CPU: it cannot be combined with --device cuda"
+            )
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(f"--tp-size times --pp-size may be at most {MAX_RANKS}, got {self.num_ranks}")
         if self.ep_size not in (1, self.tp_size):

@@ -2,6 +2,7 @@
 
 from headrace.config.server_args import ServerArgs
 from headrace.processes.handshake import OnReady, RankStart
+from headrace.processes.numa import bind
 from headrace.processes.share import share_of_machine
 
 
@@ -10,12 +11,15 @@ def run_follower(args: ServerArgs, on_ready: OnReady, rank: RankStart) -> None:
 
     Raises ConfigError or ModelError before `on_ready`, and ExecutionError when the group of the ranks breaks.
     """
+    bindings = [] if rank.binding is None else [rank.binding]
+    for binding in bindings:
+        bind(binding)
     from headrace.execution.build import build_follower  # imports torch, which takes longest
     from headrace.execution.ranks import follow, group_of
     from headrace.processes.rank_groups import joined_follower
 
     with joined_follower(args, rank) as own:
-        runner, resources = build_follower(share_of_machine(args), own)
+        runner, resources = build_follower(share_of_machine(args, bindings), own)
         with resources:
             on_ready(None)
             group = group_of(own)

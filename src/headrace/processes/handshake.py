@@ -10,6 +10,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 from headrace.messages.front import HttpWorkerStart
+from headrace.processes.numa import Binding
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a child ignores, because its parent drains and tells it to leave. Blocked when it starts, so that none ends its imports."""
@@ -28,7 +29,7 @@ class RankStart(msgspec.Struct, frozen=True):
 
     group_fd: of the memory that all ranks share, None if they use the network; shard_fd: of that of its stage, None if it is the same or if
     it is alone there; before_fd, after_fd: of the links from the stage before and to the one after, None without stages, and if that stage
-    is on another host.
+    is on another host. binding: with --numa-bind.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class RankStart(msgspec.Struct, frozen=True):
     shard_fd: int | None = None
     before_fd: int | None = None
     after_fd: int | None = None
+    binding: Binding | None = None
 
     @property
     def descriptors(self) -> list[int]:

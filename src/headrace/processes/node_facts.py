@@ -12,7 +12,7 @@ from headrace.version import VERSION
 _GROUPS = frozenset({"Model", "Adapters", "Memory and schedule", "Kernels"})
 _OF_EACH_HOST = frozenset({
     "model_path", "tokenizer_path", "served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "sampling_defaults",
-    "disable_weight_cache", "lora_paths", "num_threads", "mem_fraction_static", "skip_tokenizer_init",
+    "disable_weight_cache", "lora_paths", "num_threads", "numa_bind", "mem_fraction_static", "skip_tokenizer_init",
 })  # fmt: skip
 """Paths, shares of a machine, and what only node 0 reads."""
 _OF_ALL = ("tp_size", "ep_size", "pp_size", "nnodes", "rank_timeout_s")

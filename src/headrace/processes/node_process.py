@@ -18,6 +18,7 @@ from headrace.config.server_args import ServerArgs
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.messages.channel import IpcDir, Ports
 from headrace.processes.child import ChildProcess
+from headrace.processes.numa import bindings
 from headrace.processes.rank_groups import connect, descriptors_of, ranks_here, starts_here
 from headrace.processes.supervisor import describe_exit
 
@@ -84,7 +85,7 @@ class Node:
         self.is_whole = False
         self._args = args
         self._leave_s: float | None = None
-        starts = starts_here(args)
+        starts = starts_here(args, bindings(args))
         try:
             self._followers = [ChildProcess("follower", args, ports, rank=start) for start in starts]
         finally:

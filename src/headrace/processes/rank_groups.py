@@ -8,7 +8,7 @@ one node: its group is shared memory, and only links lead to other nodes. Withou
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.config.nodes import dist_secret, host_and_port
@@ -22,6 +22,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.log import get_logger
 from headrace.processes.handshake import RankStart
 from headrace.processes.node_facts import node_facts
+from headrace.processes.numa import Binding
 
 if TYPE_CHECKING:
     from headrace.distributed.network import Address, NetworkGroup
@@ -39,15 +40,17 @@ def ranks_here(args: ServerArgs) -> range:
     return range(begin, begin + each)
 
 
-def starts_here(args: ServerArgs) -> list[RankStart]:
-    """What each rank of this host is given. Descriptors are closed once they are inherited or, those of links, joined.
+def starts_here(args: ServerArgs, places: Sequence[Binding] = ()) -> list[RankStart]:
+    """What each rank of this host is given. Descriptors are closed once they are inherited or, those of links, joined. places: of the ranks,
+    with --numa-bind.
 
     Raises ConfigError without the native kernels, OSError if there are no descriptors left.
     """
     tp_size, here = args.tp_size, ranks_here(args)
     group_fd = SharedMemoryGroup.memory(args.num_ranks) if args.num_nodes == 1 else None
+    place_of = dict(zip(here, places, strict=bool(places)))
     if args.pp_size == 1:
-        return [RankStart(rank, group_fd) for rank in here]
+        return [RankStart(rank, group_fd, binding=place_of.get(rank)) for rank in here]
     shard_fds, before_fds, after_fds = dict[int, int](), dict[int, int](), dict[int, int]()
     if tp_size > 1:
         shard_fds = {stage: SharedMemoryGroup.memory(tp_size) for stage in {rank // tp_size for rank in here}}
@@ -55,7 +58,14 @@ def starts_here(args: ServerArgs) -> list[RankStart]:
         if (following := _following(args, rank)) in here:
             after_fds[rank], before_fds[following] = socket_link()
     return [
-        RankStart(rank, group_fd, shard_fds.get(rank // tp_size), before_fds.get(rank), after_fds.get(rank))
+        RankStart(
+            rank,
+            group_fd,
+            shard_fds.get(rank // tp_size),
+            before_fds.get(rank),
+            after_fds.get(rank),
+            place_of.get(rank),
+        )
         for rank in here
     ]
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +20,7 @@ from headrace.log import get_logger
 from headrace.messages.channel import Ports
 from headrace.processes.child import ChildProcess
 from headrace.processes.handshake import OnProgress
+from headrace.processes.numa import Binding
 from headrace.processes.rank_groups import descriptors_of, joined, starts_here
 from headrace.processes.supervisor import describe_exit
 
@@ -36,16 +37,24 @@ def _exit() -> None:
 class Ranks:
     """The followers of one scheduler, from the start of the first to the end of the last; a context manager.
 
-    rank: the leader's part of the model. on_death: called, from a thread, when the ranks cannot go on.
+    places: with --numa-bind, of all ranks; the leader is bound already. rank: the leader's part of the model. on_death: called, from a thread,
+    when the ranks cannot go on.
     """
 
-    def __init__(self, args: ServerArgs, ports: Ports, replica: int, on_death: Callable[[], None] = _exit) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        ports: Ports,
+        replica: int,
+        places: Sequence[Binding] = (),
+        on_death: Callable[[], None] = _exit,
+    ) -> None:
         self._on_death = on_death
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._followers: list[ChildProcess] = []
         self._ends = contextlib.ExitStack()
-        starts = starts_here(args)
+        starts = starts_here(args, places)
         fds = descriptors_of(starts)
         try:
             self.rank = self._ends.enter_context(joined(args, starts[0]))

@@ -20,6 +20,7 @@ from headrace.messages.requests import TokenizedGenerateReqInput
 from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
 from headrace.processes.model_files import open_tokenizer, read_model_config
+from headrace.processes.numa import bind, bindings
 from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
@@ -57,18 +58,21 @@ def run_scheduler(
     source: names this incarnation of the replica in its outputs, see `BatchTokenIDOut`. ports: of the engine, for the other ranks.
     """
     with contextlib.ExitStack() as resources:
+        places = bindings(args, replica)
+        if places:
+            bind(places[0])
         publisher = _kv_event_publisher(args, replica, resources)
         ranks = None
         if args.num_ranks > 1:
             from headrace.processes.ranks import Ranks
 
             assert ports is not None, "ranks are processes"
-            ranks = resources.enter_context(Ranks(args, ports, replica))
+            ranks = resources.enter_context(Ranks(args, ports, replica, places))
         from headrace.execution.build import build_worker  # imports torch, which takes longest
         from headrace.scheduler.scheduler import Scheduler
 
         receiver = channels.receiver("to_scheduler", replica)
-        args = share_of_machine(args)
+        args = share_of_machine(args, places)
         to_tokenizer = channels.sender("to_tokenizer")
         model = read_model_config(args)
         tokenizer = _LateTokenizer(args)

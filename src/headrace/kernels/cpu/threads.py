@@ -10,11 +10,11 @@ def default_num_threads(
 ) -> int:
     """Processors that this process may use: its affinity mask, limited by the CPU quota of its control group (v2 or v1), at least 1."""
     allowed = len(os.sched_getaffinity(0))
-    quota = _quota_cpus(cgroup_root, own_cgroup)
+    quota = quota_cpus(cgroup_root, own_cgroup)
     return max(1, allowed if quota is None else min(allowed, math.ceil(quota)))
 
 
-def _quota_cpus(root: Path, own: Path) -> float | None:
+def quota_cpus(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
     """The tightest quota on the way up from this process's group, in processors; None without one."""
     quotas: list[float] = []
     for line in _read(own).splitlines():
