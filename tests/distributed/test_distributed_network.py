@@ -30,7 +30,7 @@ from rank_harness import (
     sums,
 )
 
-from headrace.distributed import network, network_follower
+from headrace.distributed import network_follower
 from headrace.distributed.network import Address, Member
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
@@ -47,13 +47,6 @@ def others() -> Iterator[list[RankProcess]]:
 def caller() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as pool:
         yield pool
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections of this process are lost soon when nothing comes."""
-    monkeypatch.setattr(network, "SILENCE_S", 0.5)
-    monkeypatch.setattr(network, "_SIGN_OF_LIFE_S", 0.1)
 
 
 def join(

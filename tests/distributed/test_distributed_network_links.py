@@ -23,7 +23,6 @@ from rank_harness import (
     ring,
 )
 
-from headrace.distributed import network
 from headrace.distributed.network import Address, Member, NetworkGroup
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.errors import ExecutionError
@@ -136,13 +135,6 @@ def test_a_rank_that_is_killed_ends_the_waits_at_links(others, caller):
         assert "rank 2 on" in waiting.result()
         with pytest.raises(ExecutionError, match="rank 2 on"):
             after.send(hidden(0))
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections of this process are lost soon when nothing comes."""
-    monkeypatch.setattr(network, "SILENCE_S", 0.5)
-    monkeypatch.setattr(network, "_SIGN_OF_LIFE_S", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")
