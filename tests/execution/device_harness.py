@@ -35,6 +35,9 @@ class FakeDownload:
         self._values = values.clone()
         self._device = device
 
+    def is_done(self) -> bool:
+        return not self._device.is_computing()
+
     def wait(self) -> np.ndarray:
         self._device.num_waits += 1
         return self._values.numpy()

@@ -49,6 +49,22 @@ def test_each_replica_sees_one_gpu(own: dict[str, str], replica: int, seen: str)
     assert given == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": seen}
 
 
+@pytest.mark.parametrize(
+    "own, replica, seen",
+    [
+        ({}, 1, "2,3"),
+        ({"CUDA_VISIBLE_DEVICES": "4, 6,5,7"}, 1, "5,7"),
+        ({"CUDA_VISIBLE_DEVICES": "4,6,5"}, 1, "5"),
+        ({"CUDA_VISIBLE_DEVICES": "4"}, 1, ""),
+    ],
+)
+def test_each_replica_sees_a_gpu_for_each_of_its_ranks(own: dict[str, str], replica: int, seen: str):
+    given = environment(own, "scheduler", ServerArgs(dp_size=2, tp_size=2), replica)
+    assert given == {"CUDA_VISIBLE_DEVICES": seen}
+    # A rank has the GPU of its number of those that its scheduler sees.
+    assert environment(given, "follower", ServerArgs(dp_size=2, tp_size=2), replica) == given
+
+
 def test_one_replica_and_the_detokenizer_see_what_we_see():
     own = {"CUDA_VISIBLE_DEVICES": "4,6", "OMP_NUM_THREADS": "2"}
     assert environment(own, "scheduler", ServerArgs(), 0) == own

@@ -15,23 +15,30 @@ import torch
 from headrace.errors import ModelError
 
 
-class Group(Protocol):
-    """The ranks of one model. Every rank makes the same calls in the same order; a call raises ExecutionError when the group is broken."""
+class Collectives(Protocol):
+    """What the layers of all ranks exchange, where they run. Every rank makes the same calls in the same order; a call raises ExecutionError when
+    the group is broken."""
 
     rank: int
     size: int
-    spans_hosts: bool
-    """Whether ranks have their own host's files and clock."""
 
     @property
     def address(self) -> int | None:
         """The native group, for calls that reduce in the middle (`kernels.decoder`). None if there is none: then layers run one by one."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """x float32, contiguous, on the CPU: becomes the sum over the ranks, added in their order."""
+        """x, contiguous, becomes the sum over the ranks, with the same bits in each. On a CPU x is float32, added in the order of ranks."""
 
     def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
-        """x float32[rows, columns[rank]] of every rank, side by side in the leader's out [rows, sum(columns)]. out: None for followers."""
+        """x [rows, columns[rank]] of every rank, side by side in the leader's out float32[rows, sum(columns)]. out: None for followers. On a CPU
+        x is float32."""
+
+
+class Group(Collectives, Protocol):
+    """The processes of all ranks of one model; on a CPU also what their layers exchange, in float32."""
+
+    spans_hosts: bool
+    """Whether ranks have their own host's files and clock."""
 
     def send(self, message: bytes) -> None:
         """A message of the leader to every follower."""
@@ -64,7 +71,7 @@ class Shard:
 
     rank: int = 0
     size: int = 1
-    group: Group | None = None
+    group: Collectives | None = None
 
     @property
     def is_whole(self) -> bool:

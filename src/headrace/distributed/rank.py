@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from headrace.distributed.base import WHOLE, Group, Shard
+from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.stages import ALL_LAYERS, Stage
 
 
@@ -11,11 +12,13 @@ class Rank:
     """A process has a part (shard) of each layer of a stage.
 
     group: of all ranks of all stages, for plans and what comes between them; None if there is no other. Ranks are numbered stage by stage.
+    devices: what their layers exchange, if each has a device; then it is the shard's group, too.
     """
 
     shard: Shard = WHOLE
     stage: Stage = ALL_LAYERS
     group: Group | None = None
+    devices: DeviceGroup | None = None
 
     @property
     def number(self) -> int:

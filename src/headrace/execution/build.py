@@ -22,10 +22,13 @@ from headrace.checkpoint.weight_cache import content_of, files_fingerprint
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
 from headrace.config.server_args import ServerArgs
+from headrace.distributed.base import length
+from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
-from headrace.execution.device import CudaDevice
+from headrace.execution.device import CudaDevice, Device
+from headrace.execution.device_ranks import NO_FOLLOWERS, FollowerQueue, LeaderFollowers, received_ids
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.expert_recorder import ExpertRecorder
@@ -40,15 +43,17 @@ from headrace.execution.pipeline_worker import PipelineWorker
 from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, whole_pages
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
-from headrace.execution.ranks import FollowerRunner, LeaderRunner, group_of
+from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
+from headrace.execution.watched_device import WatchedDevice
 from headrace.execution.weight_cache import Progress, open_cache
 from headrace.execution.worker import TpModelWorker
 from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu.threads import default_num_threads
+from headrace.layers.embedding import vocabulary_part
 from headrace.layers.weight import Placement
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
@@ -58,6 +63,7 @@ from headrace.models.decoder import DecoderLM
 from headrace.models.registry import model_class_for
 from headrace.models.spec import CausalLM, ModelSpec, kv_shape
 from headrace.sampling.device_penalties import DevicePenalties, penalty_bytes
+from headrace.sampling.draw import greedy_ids
 from headrace.sampling.logit_processors import LogitProcessor, load_processors
 from headrace.sampling.sampler import Sampler
 
@@ -100,7 +106,7 @@ class _Built:
     setup: _Setup
     rank: Rank
     memory: _Memory
-    link: CudaDevice | None
+    link: Device | None
     runner: ModelRunner
     weights: ModelWeights
     decisions: list[str]
@@ -112,19 +118,20 @@ def build_worker(
     args: ServerArgs,
     progress: Progress = lambda done, total: None,
     rank: Rank = ALONE,
-    on_broken: Callable[[str], None] = lambda reason: None,
+    others: OtherRanks = NO_OTHER_RANKS,
 ) -> tuple[Worker, ReadyInfo]:
     """A worker for the model of `args`, ready for its first step, and its description.
 
-    progress: called with (bytes loaded, total bytes). rank: the leader's; its followers are built meanwhile (`build_follower`).
-    on_broken: called with the reason when the ranks no longer agree on where they are. Raises ConfigError or ModelError.
+    progress: called with (bytes loaded, total bytes). rank: the leader's; the others are built meanwhile (`build_follower`), and are ready, too,
+    when this returns. Raises ConfigError or ModelError, and the errors of the others.
     """
     begin = time.perf_counter()
     with ExitStack() as resources:
-        built = _build(args, progress, rank, resources)
+        built = _build(args, progress, rank, others, resources)
         if isinstance(built.runner, LeaderRunner):
-            built.runner.on_broken = on_broken
+            built.runner.on_broken = others.give_up
             resources.callback(built.runner.stop)
+        others.wait_ready()
         if built.link is None:
             worker = _cpu_worker(built, resources)
         else:
@@ -137,16 +144,25 @@ def build_worker(
 def build_follower(args: ServerArgs, rank: Rank) -> tuple[FollowerRunner, ExitStack]:
     """The runner of a rank that is not the leader, and what to close after it. Raises ConfigError or ModelError."""
     with ExitStack() as resources:
-        built = _build(args, lambda done, total: None, rank, resources)
-        assert isinstance(built.runner, FollowerRunner), rank
-        return built.runner, resources.pop_all()
+        built = _build(args, lambda done, total: None, rank, NO_OTHER_RANKS, resources)
+        runner, link, devices = built.runner, built.link, built.rank.devices
+        assert isinstance(runner, FollowerRunner), rank
+        if link is not None:
+            assert devices is not None, rank
+            own_ids = length(vocabulary_part(built.setup.model_config.vocab_size, built.setup.placement))
+            graphs = _graph_pool(built, link, own_ids, lambda logits: received_ids(devices, logits))
+            runner.queued = FollowerQueue(runner, link, graphs, devices)
+        return runner, resources.pop_all()
 
 
-def _build(args: ServerArgs, progress: Progress, rank: Rank, resources: ExitStack) -> _Built:
+def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks, resources: ExitStack) -> _Built:
     """Everything up to the runner. resources: get what must end with it. Raises ConfigError or ModelError."""
     checkpoint = open_model(args)
     fingerprint = fingerprint_of(checkpoint)
     setup = _set_up(args, checkpoint, rank)
+    if rank.group is not None and not setup.is_cpu:
+        rank = _with_devices(rank, setup, others, resources)
+        setup = replace(setup, placement=replace(setup.placement, shard=rank.shard))
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions]
     processors = load_processors(args.custom_logit_processors)
     _choose_kernels(setup, resources)
@@ -156,8 +172,8 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, resources: ExitStac
         model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
     if args.enable_torch_compile:
         _compile(model, setup.spec.name)
-    memory = _allocate(setup, model, rank, decisions)
-    link = None if setup.is_cpu else CudaDevice(setup.placement.device)
+    memory = _allocate(setup, model, rank, others, decisions)
+    link = None if setup.is_cpu else _link(setup, rank, others)
     table = _sequence_table(setup, memory, link)
     sampler = _sampler(setup, table, link, processors)
     resources.callback(sampler.close)
@@ -167,7 +183,25 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, resources: ExitStac
     lora_fingerprints = _load_adapters(args, loras, rank)
     profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))
     runner = _runner(rank, model, memory.attention, table, sampler, loras, weights, profiler)
+    if isinstance(runner, LeaderRunner) and isinstance(link, WatchedDevice):
+        runner.settle = link.settle
     return _Built(setup, rank, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
+
+
+def _with_devices(rank: Rank, setup: _Setup, others: OtherRanks, resources: ExitStack) -> Rank:
+    """The rank whose layers talk to those of the others from device to device. Raises ExecutionError if they cannot."""
+    device, limit_s = setup.placement.device, setup.args.rank_timeout_s
+    devices = DeviceGroup.join(group_of(rank), device, limit_s, others.check)
+    resources.callback(devices.close)
+    return replace(rank, shard=replace(rank.shard, group=devices), devices=devices)
+
+
+def _link(setup: _Setup, rank: Rank, others: OtherRanks) -> Device:
+    """The device; the leader of several ranks does not wait for it longer than for the others."""
+    device = CudaDevice(setup.placement.device)
+    if rank.devices is None or not rank.leads:
+        return device
+    return WatchedDevice(device, rank.devices, setup.args.rank_timeout_s, others.give_up)
 
 
 def _runner(
@@ -194,12 +228,12 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> _Setup:
     spec = model_class_for(model_config, args.model_impl)
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
-    device, deals = torch.device(config.device), args.ep_size > 1
+    if rank.group is not None:
+        _check_can_be_split(args, spec, config)
+    device, deals = _own_device(args, config, rank), args.ep_size > 1
     placement = Placement(
         device, dtype, config.context_length, config.weight_format, rank.shard, rank.stage, whole_experts=deals
     )
-    if rank.group is not None:
-        _check_can_be_split(args, spec, config)
     if args.max_total_tokens is not None:
         shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
         num_tokens = whole_pages(args.max_total_tokens, config.page_size)
@@ -212,12 +246,37 @@ def _check_can_be_split(args: ServerArgs, spec: ModelSpec, config: Config) -> No
     option = "--tp-size" if args.tp_size > 1 else "--pp-size"
     if spec.name == "transformers":
         raise ConfigError(f"{option}: this model runs through transformers' code, which is not split over ranks")
-    if config.device != "cpu":
-        raise ConfigError(f"{option} above 1 works on CPUs only so far, and the device is {config.device}")
-    if not config.native_kernels:
+    if config.device == "cpu" and not config.native_kernels:
         raise ConfigError(f"{option} above 1 needs the native kernels")
     if args.enable_torch_compile:
         raise ConfigError(f"{option} above 1 cannot be combined with --enable-torch-compile")
+    if config.device == "cpu":
+        return
+    for name, size in (("--pp-size", args.pp_size), ("--nnodes", args.num_nodes)):
+        if size > 1:
+            raise ConfigError(f"{name} above 1 works on CPUs only so far, and the device is {config.device}")
+    if config.deterministic:
+        raise ConfigError(
+            f"--enable-deterministic-inference cannot be combined with {option} above 1 on GPUs: the order of sums over ranks depends on the batch"
+        )
+
+
+def _own_device(args: ServerArgs, config: Config, rank: Rank) -> torch.device:
+    """Where this process runs its part of the model: rank r of a replica on the GPU with index r of those that the replica sees.
+
+    Raises ConfigError if there are fewer GPUs than ranks.
+    """
+    if config.device == "cpu" or rank.group is None:
+        return torch.device(config.device)
+    count = torch.cuda.device_count()
+    if count < args.tp_size:
+        raise ConfigError(
+            f"--tp-size {args.tp_size} needs {args.tp_size} GPUs, one for each rank, and {count} can be used here"
+            f"{f' by each of --dp-size {args.dp_size} replicas' if args.dp_size > 1 else ''}; see CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device(config.device, rank.number)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
@@ -275,13 +334,14 @@ def _load_weights(
     return model
 
 
-def _allocate(setup: _Setup, model: CausalLM, rank: Rank, decisions: list[str]) -> _Memory:
+def _allocate(setup: _Setup, model: CausalLM, rank: Rank, others: OtherRanks, decisions: list[str]) -> _Memory:
     """Measure the memory that is left and allocate the KV pool; let the model fuse its layers with the backend where it can. Raises ConfigError."""
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = _reserved_bytes(config, model_config, graph_sizes)
-    plan = agreed_plan(rank, setup.args, config, _needs(setup, model, rank), reserved, device, decisions)
+    needs = _needs(setup, model, rank)
+    plan = agreed_plan(rank, setup.args, config, needs, reserved, device, decisions, others.check)
     if rank.group is not None and rank.group.spans_hosts:  # the leader's plan is for its own host's memory
         check_pool_fits(plan.num_tokens, shape.bytes_per_token, available_bytes(device))
     rounded = config.activations == "bfloat16"
@@ -311,7 +371,7 @@ def _needs(setup: _Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
     return [of(model, rank.stage), *others]
 
 
-def _sequence_table(setup: _Setup, memory: _Memory, link: CudaDevice | None) -> SequenceTable:
+def _sequence_table(setup: _Setup, memory: _Memory, link: Device | None) -> SequenceTable:
     """link: None = on the CPU."""
     config = setup.config
     return SequenceTable(
@@ -324,7 +384,7 @@ def _sequence_table(setup: _Setup, memory: _Memory, link: CudaDevice | None) -> 
 
 
 def _sampler(
-    setup: _Setup, table: SequenceTable, link: CudaDevice | None, processors: dict[str, LogitProcessor]
+    setup: _Setup, table: SequenceTable, link: Device | None, processors: dict[str, LogitProcessor]
 ) -> Sampler:
     """link: None = on the CPU."""
     vocab_size = setup.model_config.vocab_size
@@ -354,37 +414,68 @@ def _updatable_weights(setup: _Setup, model: CausalLM, memory: _Memory, rename: 
 def _cpu_worker(built: _Built, resources: ExitStack) -> Worker:
     """The worker takes over `resources`."""
     setup, runner = built.setup, built.runner
-    refusal = "" if runner.stage.is_whole else _NOT_OF_STAGES
-    experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device, refusal)
-    weights: WeightExecutor = built.weights
-    profiler = StepProfiler(setup.args.profile_dir)
-    if isinstance(runner, LeaderRunner):
-        weights = LeaderWeights(built.weights, runner.jobs, group_of(built.rank).size)
-        profiler = LeaderProfiler(setup.args.profile_dir, runner.jobs)
-        if runner.stage.is_whole:
-            experts = LeaderExperts(runner.model.expert_counts(), runner.jobs)
+    beside = _beside_steps(built, "" if runner.stage.is_whole else _NOT_OF_STAGES)
     held = resources.pop_all()
     if isinstance(runner, LeaderRunner) and not runner.stage.is_whole:
-        return PipelineWorker(runner, weights, held, profiler, experts)
-    worker = TpModelWorker(runner, weights, held, profiler, experts)
+        return PipelineWorker(runner, beside.weights, held, beside.profiler, beside.experts)
+    worker = TpModelWorker(runner, beside.weights, held, beside.profiler, beside.experts)
     return TpModelWorkerClient(worker) if setup.config.overlap else worker
 
 
-def _device_worker(built: _Built, link: CudaDevice, resources: ExitStack) -> Worker:
-    """The worker of a GPU, with its graphs captured. It takes over `resources`. Raises ConfigError."""
-    setup, memory, runner, weights = built.setup, built.memory, built.runner, built.weights
-    graphs = None
-    if memory.graph_sizes:
-        vocab_size = setup.model_config.vocab_size
-        graphs = GraphPool(
-            runner.model, runner.attention, runner.table, link, memory.graph_sizes, vocab_size, memory.plan.num_tokens
-        )
-        _capture(graphs)
-        weights.moved = graphs.capture
-    refusal = "" if graphs is None else _NOT_IN_GRAPHS
-    experts = ExpertRecorder(runner.model.expert_counts(), setup.placement.device, refusal)
-    device_runner = DeviceRunner(runner, link, graphs)
-    return DeviceWorker(device_runner, weights, resources.pop_all(), setup.args.profile_dir, experts)
+def _device_worker(built: _Built, link: Device, resources: ExitStack) -> Worker:
+    """The worker of a GPU, with its graphs captured, in every rank. It takes over `resources`. Raises ConfigError."""
+    runner, devices = built.runner, built.rank.devices
+    followers, greedy = NO_FOLLOWERS, greedy_ids
+    if isinstance(runner, LeaderRunner):
+        assert devices is not None, built.rank
+        followers = of_all = LeaderFollowers(runner, devices)
+        greedy = of_all.greedy_ids
+    graphs = _graph_pool(built, link, built.setup.model_config.vocab_size, greedy)
+    device_runner = DeviceRunner(runner, link, graphs, followers)
+    if graphs is not None:
+        _capture(device_runner.capture, len(graphs.sizes))
+        built.weights.moved = graphs.capture if devices is None else device_runner.capture_later
+    beside = _beside_steps(built, "" if graphs is None else _NOT_IN_GRAPHS)
+    return DeviceWorker(device_runner, beside.weights, resources.pop_all(), beside.profiler, beside.experts)
+
+
+def _graph_pool(
+    built: _Built, link: Device, vocab_size: int, greedy: Callable[[torch.Tensor], torch.Tensor]
+) -> GraphPool | None:
+    """The graphs of decode steps, not captured; None without. vocab_size: columns of this rank's logits. greedy: see `GraphPool`."""
+    memory, runner = built.memory, built.runner
+    if not memory.graph_sizes:
+        return None
+    return GraphPool(
+        runner.model,
+        runner.attention,
+        runner.table,
+        link,
+        memory.graph_sizes,
+        vocab_size,
+        memory.plan.num_tokens,
+        greedy,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BesideSteps:
+    """What a worker does beside its steps, in every rank."""
+
+    weights: WeightExecutor
+    profiler: StepProfiler
+    experts: ExpertRecorder
+
+
+def _beside_steps(built: _Built, refusal: str) -> _BesideSteps:
+    """refusal: why the choice of experts cannot be recorded; "" if it can."""
+    runner, folder, device = built.runner, built.setup.args.profile_dir, built.setup.placement.device
+    counts = runner.model.expert_counts()
+    if not isinstance(runner, LeaderRunner):
+        return _BesideSteps(built.weights, StepProfiler(folder), ExpertRecorder(counts, device, refusal))
+    weights = LeaderWeights(built.weights, runner.jobs, group_of(built.rank).size)
+    experts = LeaderExperts(counts, device, runner.jobs, refusal)
+    return _BesideSteps(weights, LeaderProfiler(folder, runner.jobs), experts)
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
@@ -540,13 +631,13 @@ def _compile(model: CausalLM, model_class: str) -> None:
         raise ConfigError(f"--enable-torch-compile: {reason}")
 
 
-def _capture(graphs: GraphPool) -> None:
-    """Capture the graphs. Raises ConfigError, which names the option that turns them off."""
+def _capture(capture: Callable[[], None], count: int) -> None:
+    """Capture graphs of `count` sizes. Raises ConfigError, which names the option that turns them off."""
     begin = time.perf_counter()
     try:
-        graphs.capture()
+        capture()
     except RuntimeError as error:
         raise ConfigError(
             f"a decode step could not be captured in a CUDA graph ({error}); start with --disable-cuda-graph"
         ) from error
-    _logger.info("captured %d CUDA graphs in %.1f s", len(graphs.sizes), time.perf_counter() - begin)
+    _logger.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - begin)

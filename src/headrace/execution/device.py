@@ -22,6 +22,9 @@ ALIGNMENT = 64
 class Download(Protocol):
     """A tensor on its way to the host."""
 
+    def is_done(self) -> bool:
+        """Whether the values are there. Does not wait."""
+
     def wait(self) -> npt.NDArray[np.int64]:
         """Wait for the values, as they were when the download was queued."""
 
@@ -71,6 +74,9 @@ class _CudaDownload:
     def __init__(self, host: torch.Tensor, done: torch.cuda.Event) -> None:
         self._host = host
         self._done = done
+
+    def is_done(self) -> bool:
+        return self._done.query()
 
     def wait(self) -> npt.NDArray[np.int64]:
         self._done.synchronize()

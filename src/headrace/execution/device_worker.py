@@ -23,20 +23,20 @@ _Result = TypeVar("_Result")
 
 
 class DeviceWorker:
-    """The `Worker` protocol over a `DeviceRunner`. resources: closed by `close`. profile_dir: see `StepProfiler`."""
+    """The `Worker` protocol over a `DeviceRunner`. resources: closed by `close`."""
 
     def __init__(
         self,
         runner: DeviceRunner,
         weights: WeightExecutor,
         resources: ExitStack | None = None,
-        profile_dir: str | None = None,
+        profiler: StepProfiler | None = None,
         experts: ExpertRecorder = NO_EXPERTS,
     ) -> None:
         self.runner = runner
         self.weights = weights
-        self.loras = runner.runner.loras
-        self.profiler = StepProfiler(profile_dir)
+        self.loras = runner.runner.adapters
+        self.profiler = profiler or StepProfiler(None)
         self.experts = experts
         self._resources = resources or ExitStack()
         self._in_flight: deque[tuple[ModelWorkerBatch, Pending | ExecutionError]] = deque()

@@ -7,6 +7,7 @@ A graph runs a fixed number of rows. Unused rows are padding: they use a row of 
 (`SequenceTable.spare`), at position 0, and write their KV to a slot that the scheduler does not use (`dummy_slot`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +52,8 @@ class GraphStep:
 class GraphPool:
     """Graphs of decode steps: tokens in from the token buffer, logits and greedy tokens out.
 
-    sizes: numbers of rows, ascending. dummy_slot: of the KV pool, beyond what the scheduler hands out.
+    sizes: numbers of rows, ascending. dummy_slot: of the KV pool, beyond what the scheduler hands out. greedy: the most likely ids of logits. Of
+    several ranks, a follower's logits have the columns of its part (vocab_size), and `greedy` receives the ids.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GraphPool:
         sizes: tuple[int, ...],
         vocab_size: int,
         dummy_slot: int,
+        greedy: Callable[[torch.Tensor], torch.Tensor] = greedy_ids,
     ) -> None:
         assert sizes == tuple(sorted(set(sizes))), sizes
         assert sizes[0] > 0, sizes
@@ -72,6 +75,7 @@ class GraphPool:
         self._table = table
         self._device = device
         self._dummy_slot = dummy_slot
+        self._greedy_of = greedy
         on = table.tokens.device
         largest = sizes[-1]
         self._inputs = torch.zeros(3 * largest, dtype=torch.int64, device=on)
@@ -129,7 +133,7 @@ class GraphPool:
         hidden = self._model.embed(token_ids)
         self._attention.prepare(rows)
         logits = self._model.logits(self._model.forward(hidden, rows.positions, self._attention))
-        greedy = greedy_ids(logits)
+        greedy = self._greedy_of(logits)
         table.tokens.index_put_((seqs, positions + 1), greedy.clamp(min=0))
         self._logits[:size].copy_(logits)
         self._greedy[:size].copy_(greedy)

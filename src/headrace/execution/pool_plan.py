@@ -1,6 +1,6 @@
 """How many tokens the KV pool has: what was asked for or fits into memory, and the same on every rank. Runs once, at start."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,9 @@ from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError
 from headrace.execution.memory import available_bytes, kv_token_budget
 from headrace.messages.packing import pack_int32, unpack_int32
+
+_ROOM = "tokens of KV"
+"""Under which each rank with a device tells the leader what it has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,17 @@ def agreed_plan(
     reserved_bytes: int,
     device: torch.device,
     decisions: list[str],
+    check: Callable[[], None],
 ) -> PoolPlan:
-    """The same plan on every rank: the leader's, for the stage with the least room. Of the ranks of a stage the first needs the most.
+    """The same plan on every rank: the leader's, for the stage with the least room. Of the ranks of a stage the first needs the most. If each has
+    a device, with memory of its own, it is that of the rank with the least room.
 
-    needs: of a rank of each stage, this one's first. Raises ConfigError if the pool is too small for one sequence.
+    needs: of a rank of each stage, this one's first. check: called while the leader waits for the others; what it raises ends the wait. Raises
+    ConfigError if the pool is too small for one sequence.
     """
     if rank.group is not None and not rank.leads:
+        if rank.devices is not None:
+            rank.devices.offer(_ROOM, _plan(args, config, needs[0], reserved_bytes, device, []).num_tokens)
         [num_tokens] = unpack_int32(rank.group.receive())
         args, needs = replace(args, max_total_tokens=num_tokens), needs[:1]
     plans: list[tuple[PoolPlan, list[str]]] = []
@@ -51,9 +59,26 @@ def agreed_plan(
         plans.append((_plan(args, config, one, reserved_bytes, device, found), found))
     plan, found = min(plans, key=lambda both: both[0].num_tokens)
     decisions += found
+    if rank.devices is not None and rank.leads:
+        plan = _of_least_room(plan, rank.devices.offered(_ROOM, check), args, decisions)
     if rank.group is not None and rank.leads:
         rank.group.send(pack_int32([plan.num_tokens]))
     return plan
+
+
+def _of_least_room(plan: PoolPlan, of_others: Sequence[int], args: ServerArgs, decisions: list[str]) -> PoolPlan:
+    """of_others: tokens that ranks 1, 2, ... have room for. Raises ConfigError if --context-length does not fit any more."""
+    least = min(of_others)
+    if least >= plan.num_tokens:
+        return plan
+    who = f"the GPU of rank {of_others.index(least) + 1} has room for no more, this one for {plan.num_tokens}"
+    if args.context_length is not None and least < args.context_length:
+        raise ConfigError(
+            f"--context-length {args.context_length}: {who}, which is less than a sequence may have: {least} tokens; "
+            "raise --mem-fraction-static, or lower --context-length"
+        )
+    decisions.append(f"max_total_tokens {least}: {who}")
+    return PoolPlan(least, min(plan.context_length, least))
 
 
 def whole_pages(max_total_tokens: int, page_size: int) -> int:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.execution.device import Device, Download, upload_parts
+from headrace.execution.device_ranks import Followers
 from headrace.execution.sequence_table import SequenceTable
 from headrace.messages.step import Int32Array, StepResult, one_id_a_row
 from headrace.sampling.grammar_rows import NO_MASKS, ReadyMasks
@@ -105,8 +106,8 @@ class Unmasked:
 class ConstrainedStep:
     """A queued step with rows that a grammar constrains. They are sampled by `sample`, which must come before the next step is queued.
 
-    before: the last step that had such rows, whose tokens their grammars need. Whatever goes wrong is raised by `result`, not by the call that
-    came upon it, which may be for another step.
+    before: the last step that had such rows, whose tokens their grammars need. followers: the other ranks; all but `result` is called in a turn of
+    theirs. Whatever goes wrong is raised by `result`, not by the call that came upon it, which may be for another step.
     """
 
     def __init__(
@@ -117,12 +118,14 @@ class ConstrainedStep:
         table: SequenceTable,
         device: Device,
         before: "ConstrainedStep | None",
+        followers: Followers,
     ) -> None:
         self._step = step
         self._unmasked: Unmasked | None = unmasked
         self._sampler = sampler
         self._table = table
         self._device = device
+        self._followers = followers
         self._computed = device.record()
         self._masks = NO_MASKS
         # What takes the token of each row that its grammar let sample.
@@ -182,6 +185,7 @@ class ConstrainedStep:
             ids = self._sampler.pick_allowed(unmasked.logits, at_rows, words, seqs, positions)
             unmasked.ids.index_put_((at_rows,), ids)
             self._table.tokens.index_put_((at_seqs, at_positions), ids.clamp(min=0))
+            self._followers.share_late(ids, seqs, positions)
             self._acceptors = dict(zip(rows.tolist(), self._sampler.acceptors(seqs), strict=True))
         self._step.ids = self._device.download(unmasked.ids)
         self._masks = masks
@@ -209,7 +213,8 @@ class ConstrainedStep:
 
     def result(self) -> StepResult:
         """See `Pending`."""
-        self.read()
+        with self._followers.turn():
+            self.read()
         if self._error is not None:
             raise self._error
         assert self._ids is not None, self._step.step

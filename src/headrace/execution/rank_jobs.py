@@ -63,6 +63,7 @@ from headrace.messages.weights import (
 _logger = get_logger(__name__)
 
 POLL_S = 0.01
+_CPU = torch.device("cpu")
 ANSWER_BYTES = 256
 """Of the text of an answer; the rest of a longer one is left out."""
 _COUNT_BYTES = 8
@@ -215,8 +216,10 @@ class LeaderProfiler(StepProfiler):
 class LeaderExperts(ExpertRecorder):
     """Counts the choices of experts here; the other ranks count, too, so that all compute the same tokens."""
 
-    def __init__(self, counts: Mapping[int, ExpertCounts], jobs: LeaderJobs) -> None:
-        super().__init__(counts, torch.device("cpu"))
+    def __init__(
+        self, counts: Mapping[int, ExpertCounts], device: torch.device, jobs: LeaderJobs, refusal: str = ""
+    ) -> None:
+        super().__init__(counts, device, refusal)
         self._jobs = jobs
 
     def start(self) -> None:
@@ -384,13 +387,21 @@ class _Begun:
 
 
 class FollowerJobs:
-    """A follower's side. Used by the thread that runs the steps."""
+    """A follower's side. Used by the thread that runs the steps. device: of the model."""
 
-    def __init__(self, group: Group, loras: LoraPool, weights: ModelWeights, profiler: StepProfiler) -> None:
+    def __init__(
+        self,
+        group: Group,
+        loras: LoraPool,
+        weights: ModelWeights,
+        profiler: StepProfiler,
+        device: torch.device = _CPU,
+    ) -> None:
         self._group = group
         self._loras = loras
         self._weights = weights
         self._profiler = profiler
+        self._device = device
         self._begun: dict[int, _Begun] = {}
 
     def handle(self, message: RankBesideSteps) -> None:
@@ -415,7 +426,7 @@ class FollowerJobs:
             case RankProfile():
                 self._profile(message)
             case RankExperts():
-                experts = ExpertRecorder(self._weights.model.expert_counts(), torch.device("cpu"))
+                experts = ExpertRecorder(self._weights.model.expert_counts(), self._device)
                 if message.counts:
                     experts.start()
                 else:

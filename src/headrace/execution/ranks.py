@@ -8,11 +8,14 @@ With stages the leader starts a step, and finishes it when the last stage has se
 
     leader     start n | start n+1 | finish n | start n+2 | finish n+1 | ...
     stage 1              n           n+1        n+2
+
+On devices, steps are queued as `device_ranks` says, except those that need the host.
 """
 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
 
 import torch
 
@@ -31,24 +34,61 @@ from headrace.log import get_logger
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
 from headrace.messages.rank_step import (
+    QueuedKind,
+    RankCapture,
     RankFinish,
+    RankLateRows,
     RankStep,
     RankStop,
     SampledTokens,
+    StepKind,
     decode,
     encode,
+    places_of,
     plan_of,
     rank_step,
 )
-from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult
+from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, StepResult
 from headrace.models.spec import CausalLM
 from headrace.sampling.sampler import Sampler, SamplerOutput
 
 _logger = get_logger(__name__)
 
 
+class OtherRanks(Protocol):
+    """The processes of the other ranks, as the leader's sees them."""
+
+    def check(self) -> None:
+        """Raises the error of one that has ended instead of loading its part."""
+
+    def wait_ready(self) -> None:
+        """Wait until all can run steps, and watch them from then on. Raises the error of one that cannot."""
+
+    def give_up(self, reason: str) -> None:
+        """End every rank: they no longer agree on where they are."""
+
+
+class _NoOtherRanks:
+    """`OtherRanks` of a whole model."""
+
+    def check(self) -> None:
+        """See `OtherRanks`."""
+
+    def wait_ready(self) -> None:
+        """See `OtherRanks`."""
+
+    def give_up(self, reason: str) -> None:
+        """See `OtherRanks`."""
+
+
+NO_OTHER_RANKS: OtherRanks = _NoOtherRanks()
+
+
 class LeaderRunner(ModelRunner):
-    """Runs the steps of all ranks. rank: the leader's. on_broken: see `build_worker`."""
+    """Runs the steps of all ranks. rank: the leader's. on_broken: called with the reason when the ranks no longer agree on where they are.
+
+    settle: waits until nothing that is queued on a device waits for other ranks.
+    """
 
     def __init__(
         self,
@@ -61,6 +101,7 @@ class LeaderRunner(ModelRunner):
     ) -> None:
         super().__init__(model, attention, table, sampler, loras, rank.stage)
         self.on_broken: Callable[[str], None] = lambda reason: None
+        self.settle: Callable[[], None] = lambda: None
         self._group = group = group_of(rank)
         self._shares_logits = not rank.shard.is_whole
         self._turn = Turn()
@@ -77,31 +118,40 @@ class LeaderRunner(ModelRunner):
 
     def run(self, plan: ModelWorkerBatch, on_layers: Callable[[], None] = lambda: None) -> StepResult:
         """See `ModelRunner.run`."""
-        with self._in_turn():
-            self._is_sent = False
+        with self.in_turn():
             return super().run(plan, on_layers)
 
     @torch.inference_mode()
     def start_step(self, plan: ModelWorkerBatch) -> Begun:
         """The first part of `run`: up to what this stage sends to the next."""
-        with self._in_turn():
-            self._is_sent = False
+        with self.in_turn():
             self.add(plan)
             return self.start(plan)
 
     def finish_step(self, begun: Begun) -> StepResult:
         """The second part of `run`, for the oldest of the steps that were started."""
-        with self._in_turn():
+        with self.in_turn():
             self._is_sent = True
             if self._shares_logits:
                 self._only_peaks = self._needs_only_peaks(begun.plan)
                 self._group.send(encode(RankFinish(self._only_peaks)))
             return self.finish(begun)
 
+    def finish(self, begun: Begun) -> StepResult:
+        """See `ModelRunner.finish`."""
+        self.settle()
+        return super().finish(begun)
+
+    def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super()._logits_of(hidden)
+        self.settle()
+        return logits
+
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def in_turn(self) -> Iterator[None]:
         """If a step fails after the followers have begun it, they are somewhere in it, so the ranks have to start anew."""
         with self._turn:
+            self._is_sent = False
             try:
                 yield
             except Exception as error:
@@ -123,21 +173,33 @@ class LeaderRunner(ModelRunner):
             self._group.send(encode(RankStop()))
 
     def begin(self, plan: ModelWorkerBatch) -> None:
-        """Let the followers begin the step, too; only their tables change if it has failed here already."""
-        computes = self._only_peaks = False
+        """Let the followers begin the step, too."""
+        self.begin_as(plan, "whole")
+
+    def begin_as(self, plan: ModelWorkerBatch, kind: QueuedKind | Literal["whole"]) -> None:
+        """Let the followers begin a step that runs in this way; only their tables change if it has failed here already."""
+        found: StepKind = "none"
+        self._only_peaks = False
         try:
             if self._absent and not self._absent.isdisjoint(plan.seqs.tolist()):
                 raise ExecutionError("a sequence of this step could not be entered in the step before")
             super().begin(plan)
-            self._only_peaks = self.stage.is_whole and self._needs_only_peaks(plan)
-            computes = True
+            self._only_peaks = kind == "whole" and self.stage.is_whole and self._needs_only_peaks(plan)
+            found = kind
         finally:
             sampled, self._sampled = self._sampled, SampledTokens()
-            self._is_sent = computes
-            self._group.send(encode(rank_step(plan, sampled, computes, self._only_peaks)))
+            self._is_sent = found != "none"
+            self._group.send(encode(rank_step(plan, sampled, found, self._only_peaks)))
+
+    def tell(self, message: RankLateRows | RankCapture) -> None:
+        """Send what belongs to queued steps, within a turn."""
+        self._is_sent = True
+        self._group.send(encode(message))
 
     def _needs_only_peaks(self, plan: ModelWorkerBatch) -> bool:
         """Whether the largest logits of the rows that are sampled say all that is needed. Sampling faults change logits."""
+        if self.table.host is None:  # a device's sampler takes all
+            return False
         return not plan.faults and self.sampler.takes_largest(plan.seqs[plan.num_logits > 0].tolist())
 
     def _picked(
@@ -162,8 +224,38 @@ class LeaderRunner(ModelRunner):
         self._sampled = SampledTokens(before.seqs + seqs, before.positions + positions, before.ids + host_ids)
 
 
+class QueuedPart(Protocol):
+    """What a follower does of the steps that are queued on devices."""
+
+    def run(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+        """Queue its part of a step whose new sequences have been added."""
+
+    def write_late(self, seqs: Int32Array, positions: Int32Array) -> None:
+        """Queue the writing of ids that the leader sends later, int64[n], to the token buffer."""
+
+    def capture(self) -> None:
+        """Capture its graphs."""
+
+
+class _NothingQueued:
+    """`QueuedPart` on a CPU."""
+
+    def run(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+        """See `QueuedPart`."""
+        raise AssertionError(f"step {plan.step} was queued ({kind}) without a device")
+
+    def write_late(self, seqs: Int32Array, positions: Int32Array) -> None:
+        """See `QueuedPart`."""
+        raise AssertionError(f"{len(seqs)} ids come late without a device")
+
+    def capture(self) -> None:
+        """See `QueuedPart`."""
+        raise AssertionError("there is no device whose graphs could be captured")
+
+
 class FollowerRunner(ModelRunner):
-    """Runs its part of the leader's steps. weights: of its part of the model. profiler: of its steps."""
+    """Runs its part of the leader's steps. weights: of its part of the model. profiler: of its steps. queued: on a device, its part of the steps
+    that are queued there."""
 
     def __init__(
         self,
@@ -178,10 +270,11 @@ class FollowerRunner(ModelRunner):
     ) -> None:
         super().__init__(model, attention, table, sampler, loras, rank.stage)
         self._logits = None
+        self.queued: QueuedPart = _NothingQueued()
         self._group = group_of(rank)
         self._profiler = profiler
         self._only_peaks = False
-        self._jobs = FollowerJobs(self._group, loras, weights, profiler)
+        self._jobs = FollowerJobs(self._group, loras, weights, profiler, table.tokens.device)
         self._started: deque[Begun] = deque()
 
     def follow(self) -> None:
@@ -191,6 +284,10 @@ class FollowerRunner(ModelRunner):
                 case RankStep():
                     with self._profiler.step(message.step):
                         self._run_step(message)
+                case RankLateRows():
+                    self.queued.write_late(*places_of(message))
+                case RankCapture():
+                    self.queued.capture()
                 case RankFinish():
                     if self.stage.is_first:
                         self._only_peaks = message.only_peaks
@@ -203,9 +300,14 @@ class FollowerRunner(ModelRunner):
         plan = plan_of(step)
         sampled = step.sampled
         if sampled.seqs:
-            super().write_tokens(sampled.seqs, sampled.positions, torch.tensor(sampled.ids), sampled.ids)
+            super().write_tokens(
+                sampled.seqs, sampled.positions, torch.tensor(sampled.ids, device=self.table.tokens.device), sampled.ids
+            )
         self.add(plan)
-        if not step.computes:
+        if step.kind == "none":
+            return
+        if step.kind != "whole":
+            self.queued.run(plan, step.kind)
             return
         begun = self.start(plan)
         if self.stage.is_whole:

@@ -42,7 +42,7 @@ class Embedding:
         local = ids - self._own.start
         others = (local < 0) | (local >= length(self._own))
         rows = kernels.embedding(local.masked_fill_(others, 0), table, self._scale)
-        rows[others] = 0
+        rows.masked_fill_(others.unsqueeze(1), 0)
         group.all_reduce(rows)
         return rows
 

@@ -55,11 +55,11 @@ class LogitsHead:
         group = self._shard.group
         if group is None:
             return self._capped(self._projection(hidden, out).float())
-        own = self._capped(self._projection(hidden))
+        own = self._own(hidden)
         if not self._shard.leads:
             group.gather(own, self._sizes, None)
             return own
-        logits = torch.empty(len(own), sum(self._sizes)) if out is None else out
+        logits = torch.empty(len(own), sum(self._sizes), device=own.device) if out is None else out
         group.gather(own, self._sizes, logits)
         return logits
 
@@ -68,7 +68,7 @@ class LogitsHead:
         group = self._shard.group
         if group is None:
             return peaks_of(self(hidden))
-        own = peaks_of(self._capped(self._projection(hidden)))
+        own = peaks_of(self._own(hidden))
         # Two numbers a row: the bits of the id, and the value.
         sent = np.empty((len(own.ids), 2), np.float32)
         sent.view(np.int32)[:, 0], sent[:, 1] = own
@@ -89,6 +89,11 @@ class LogitsHead:
         whole_ids = self._begins[ranks] + ids[rows, ranks]
         whole_ids[np.isnan(largest)] = -1
         return Peaks(whole_ids, largest)
+
+    def _own(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part: float32 with a soft cap and on a CPU, else in the compute dtype."""
+        own = self._projection(hidden)
+        return self._capped(own.float()) if self._soft_cap else own
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the soft cap, in place."""

@@ -1,7 +1,9 @@
 """A step on its way from the leader of a group of ranks to its followers: the wire form of a plan.
 
-The followers compute the same step, each its part, but sample nothing: what was sampled comes with the next step.
+The followers compute the same step, each its part, but sample nothing: what was sampled comes with the next step, or from device to device.
 """
+
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -33,10 +35,18 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ids: list[int] = []
 
 
-class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """A plan. sampled: since the plan before it. computes: False if the leader found a fault before the layers; then only its tables change.
+QueuedKind = Literal["eager", "graph", "greedy graph"]
+"""How a step is queued on devices: op by op, as the replay of a captured graph whose logits are sampled then, or of one that samples, too."""
 
-    only_peaks: without other stages, whether the leader needs only the largest logits of the rows that it samples, not all.
+StepKind = Literal["none", "whole"] | QueuedKind
+"""How the leader runs a step, and so each follower. none: it found a fault before the layers, so that only the tables change. whole: as
+`ModelRunner.run` does, and what is sampled comes with the next plan. Else it is queued, and the ids come from the leader's device."""
+
+
+class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """A plan. sampled: in the host, since the plan before it.
+
+    only_peaks: of a whole step without other stages, whether the leader needs only the largest logits of the rows that it samples, not all.
     """
 
     step: int
@@ -47,8 +57,19 @@ class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     num_logits: bytes
     out_slots: bytes
     sampled: SampledTokens
-    computes: bool = True
+    kind: StepKind
     only_peaks: bool = False
+
+
+class RankLateRows(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Rows of the last queued step that the leader has sampled after it: their ids come from its device. seqs, positions: int32, where they go."""
+
+    seqs: bytes
+    positions: bytes
+
+
+class RankCapture(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Capture the graphs of decode steps, as the leader does now."""
 
 
 class RankFinish(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -61,7 +82,7 @@ class RankStop(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     """There are no more steps."""
 
 
-RankMessage = RankStep | RankFinish | RankStop | RankBesideSteps
+RankMessage = RankStep | RankLateRows | RankCapture | RankFinish | RankStop | RankBesideSteps
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)
@@ -78,7 +99,7 @@ def decode(data: bytes) -> RankMessage:
     return message
 
 
-def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, computes: bool, only_peaks: bool = False) -> RankStep:
+def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, only_peaks: bool = False) -> RankStep:
     """The wire form of a plan."""
     return RankStep(
         step=plan.step,
@@ -89,9 +110,19 @@ def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, computes: bool, on
         num_logits=plan.num_logits.tobytes(),
         out_slots=plan.out_slots.tobytes(),
         sampled=sampled,
-        computes=computes,
+        kind=kind,
         only_peaks=only_peaks,
     )
+
+
+def late_rows(seqs: Int32Array, positions: Int32Array) -> RankLateRows:
+    """The wire form of rows that are sampled later."""
+    return RankLateRows(seqs.tobytes(), positions.tobytes())
+
+
+def places_of(late: RankLateRows) -> tuple[Int32Array, Int32Array]:
+    """The seqs and positions of rows that were sampled later."""
+    return _int32(late.seqs), _int32(late.positions)
 
 
 def plan_of(step: RankStep) -> ModelWorkerBatch:

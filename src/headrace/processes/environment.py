@@ -31,17 +31,18 @@ SECRET_WORDS = frozenset({
 
 
 def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int) -> dict[str, str]:
-    """Ours without what may be secret. A replica sees one GPU: its own of those that we may use."""
+    """Ours without what may be secret. A replica sees as many GPUs as it has ranks: its own of those that we may use."""
     given = child_environment(own, args.child_env)
     if kind in ("scheduler", "follower") and args.num_nodes > 1 and SECRET_VARIABLE in own:
         given[SECRET_VARIABLE] = own[SECRET_VARIABLE]
     if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
         return given
     visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if not visible:
-        return {**given, "CUDA_VISIBLE_DEVICES": str(index)}
-    # Beyond the last one it sees none, and `of_all_replicas` refuses.
-    return {**given, "CUDA_VISIBLE_DEVICES": visible[index] if index < len(visible) else ""}
+    own_places = range(index * args.tp_size, (index + 1) * args.tp_size)
+    if visible:
+        # Beyond the last one it sees none, and `of_all_replicas` refuses.
+        return {**given, "CUDA_VISIBLE_DEVICES": ",".join(visible[own_places.start : own_places.stop])}
+    return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, own_places))}
 
 
 def child_environment(own: Mapping[str, str], more: str = "") -> dict[str, str]:

@@ -64,7 +64,7 @@ class Ranks:
         finally:
             for fd in fds:
                 os.close(fd)
-        self._group.wait_for_ranks(args.dist_timeout, self._check)
+        self._group.wait_for_ranks(args.dist_timeout, self.check)
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +84,7 @@ class Ranks:
         """What the leader calls while it loads: raises the error of a follower that has ended instead of loading its part."""
 
         def report(done_bytes: int, total_bytes: int) -> None:
-            self._check()
+            self.check()
             on_progress(done_bytes, total_bytes)
 
         return report
@@ -93,7 +93,7 @@ class Ranks:
         """Wait until all followers can run steps, and watch them from then on. Raises the error of one that cannot."""
         for follower in self._followers:
             follower.wait_ready()
-        self._group.wait_ready(self._check)
+        self._group.wait_ready(self.check)
         self._watcher.start()
 
     def give_up(self, reason: str) -> None:
@@ -106,7 +106,7 @@ class Ranks:
             follower.end()
         self._on_death()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raises the error of a follower that has ended, ExecutionError if one of another host is lost."""
         for follower in self._followers:
             if follower.exit_code is not None:

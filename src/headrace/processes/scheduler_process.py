@@ -82,8 +82,7 @@ def run_scheduler(
         if ranks is None:
             worker, ready = build_worker(args, on_progress)
         else:
-            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks.give_up)
-            ranks.wait_ready()
+            worker, ready = build_worker(args, ranks.checked(on_progress), ranks.rank, ranks)
         preparation.join()
         watchdog = Watchdog("scheduler", args.watchdog_timeout_s, on_timeout=on_stall)
         events = _block_events(ready) if publisher is not None else None

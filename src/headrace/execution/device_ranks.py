@@ -1,0 +1,146 @@
+"""The queued steps of a model that several ranks run, each on a device of its own.
+
+The leader tells the followers how it queues each step, and they queue the same, each its part. What is sampled stays on the devices: the leader's
+ids go to the others in the stream of the steps, so no host waits for them, and the order is the same in every rank:
+
+    leader      tell n | layers n, logits of all | pick | ids n -> | tell late rows | their ids -> | tell n+1 ...
+    follower             layers n, its logits           | -> ids n |                | -> their ids | layers n+1 ...
+
+Decode steps in which every row takes the most likely token are one graph in each rank, with the sending of the ids in it. Graphs are captured by all
+ranks at the same time, since their captures meet like their steps.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.distributed.device_group import DeviceGroup
+from headrace.errors import ExecutionError
+from headrace.execution.device import Device, upload_parts
+from headrace.execution.graphs import GraphPool
+from headrace.execution.ranks import FollowerRunner, LeaderRunner
+from headrace.execution.step_queue import StepQueue
+from headrace.messages.rank_step import QueuedKind, RankCapture, late_rows
+from headrace.messages.step import Int32Array, ModelWorkerBatch
+from headrace.sampling.draw import greedy_ids
+
+
+class Followers(Protocol):
+    """The other ranks, as the leader's queued steps see them. All but `turn` is called within a turn."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """What a step, and what comes between two steps, runs in: see `Turn`."""
+
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+        """They queue the step, too. Its new sequences have been added here."""
+
+    def share(self, ids: torch.Tensor) -> None:
+        """Queue the sending of the step's ids int64[R], those of constrained rows aside."""
+
+    def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
+        """Queue the sending of further ids int64[n] of the last step; where they go."""
+
+    def capture(self) -> None:
+        """They capture their graphs, as the leader is about to."""
+
+
+class _NoFollowers:
+    """`Followers` of a model on one device."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `Followers`."""
+        return nullcontext()
+
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+        """See `Followers`."""
+
+    def share(self, ids: torch.Tensor) -> None:
+        """See `Followers`."""
+
+    def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
+        """See `Followers`."""
+
+    def capture(self) -> None:
+        """See `Followers`."""
+
+
+NO_FOLLOWERS: Followers = _NoFollowers()
+
+
+class LeaderFollowers:
+    """The `Followers` of a `LeaderRunner`."""
+
+    def __init__(self, runner: LeaderRunner, devices: DeviceGroup) -> None:
+        self._runner = runner
+        self._devices = devices
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `Followers`."""
+        return self._runner.in_turn()
+
+    def begin(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+        """See `Followers`."""
+        self._runner.begin_as(plan, kind)
+
+    def share(self, ids: torch.Tensor) -> None:
+        """See `Followers`."""
+        self._devices.broadcast(ids)
+
+    def share_late(self, ids: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
+        """See `Followers`."""
+        try:
+            self._runner.tell(late_rows(seqs, positions))
+            self._devices.broadcast(ids)
+        except ExecutionError as error:  # kept for the result of that step; but the ranks no longer agree
+            self._runner.on_broken(error.message)
+            raise
+
+    def capture(self) -> None:
+        """See `Followers`."""
+        self._runner.tell(RankCapture())
+
+    def greedy_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """Like `draw.greedy_ids`, for a graph: in every rank."""
+        ids = greedy_ids(logits)
+        self._devices.broadcast(ids)
+        return ids
+
+
+class FollowerQueue:
+    """The `QueuedPart` of a follower on a device."""
+
+    def __init__(self, runner: FollowerRunner, device: Device, graphs: GraphPool | None, devices: DeviceGroup) -> None:
+        self._device = device
+        self._graphs = graphs
+        self._devices = devices
+        self._tokens = runner.table.tokens
+        self._steps = StepQueue(
+            runner, device, graphs, lambda logits, seqs, positions, constrained: received_ids(devices, logits)
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: ModelWorkerBatch, kind: QueuedKind) -> None:
+        """See `QueuedPart`."""
+        self._steps.run(plan, kind)
+
+    @torch.inference_mode()
+    def write_late(self, seqs: Int32Array, positions: Int32Array) -> None:
+        """See `QueuedPart`."""
+        at_seqs, at_positions = upload_parts(self._device, [part.astype(np.int64) for part in (seqs, positions)])
+        ids = torch.empty_like(at_seqs)
+        self._devices.broadcast(ids)
+        self._tokens.index_put_((at_seqs, at_positions), ids.clamp(min=0))
+
+    def capture(self) -> None:
+        """See `QueuedPart`."""
+        assert self._graphs is not None, "the leader has graphs and this rank has none"
+        self._graphs.capture()
+
+
+def received_ids(devices: DeviceGroup, logits: torch.Tensor) -> torch.Tensor:
+    """int64[R]: the leader's choice for the rows of which logits [R, own columns] is this rank's part."""
+    ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    devices.broadcast(ids)
+    return ids
