@@ -103,8 +103,8 @@ def device_ranks(folder: Path, sizes: tuple[int, ...] = (), **options: Any) -> I
         other = OtherRank(thread, building, theirs)
         try:
             worker, info = build.build_worker(args, rank=Rank(Shard(0, 2, group), group=group), others=other)
-            yield DeviceRanks(Driver(worker, info), building.result()[0], other)
-            worker.close()
+            with contextlib.closing(worker):
+                yield DeviceRanks(Driver(worker, info), building.result()[0], other)
             if other.reasons:
                 with pytest.raises(ExecutionError):
                     other.following.result(LIMIT_S)

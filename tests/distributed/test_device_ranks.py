@@ -2,21 +2,24 @@
 
 import contextlib
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from device_ranks import device_ranks
-from runner_harness import GREEDY, Driver, ids_by_row, make_driver, prompt, save_llama
+from runner_harness import CONTEXT, GREEDY, Driver, ids_by_row, make_driver, prompt, save_llama
 from safetensors.torch import load_file, save_file
 from turns_grammar import Turns, under
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 from lora_harness import tiny_adapter
+from model_harness import save_tiny, tiny_config
 
-from headrace.errors import ExecutionError
+from headrace.errors import ConfigError, ExecutionError
+from headrace.execution import pool_plan
 from headrace.kernels import cpu
 from headrace.messages.control import FaultReq
 from headrace.messages.requests import LogprobSpec
@@ -213,6 +216,43 @@ def test_an_adapter_is_loaded_by_both_ranks_and_used_beside_queued_steps(checkpo
         assert 1 not in driver.worker.loras
 
     assert not ranks.other.reasons
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_mixture_gives_the_tokens_of_one_process(tmp_path, ep_size):
+    save_tiny(tiny_config("qwen3_moe"), tmp_path)
+    prompts = [[3, 17, 5, 60, 2, 44], [9, 9, 31]]
+    driver = make_driver(tmp_path, attention_backend="torch_native", page_size=1, disable_weight_cache=True)
+    with contextlib.closing(driver.worker):
+        want = [driver.generate(seq, tokens, 6) for seq, tokens in enumerate(prompts)]
+    with device_ranks(tmp_path, (1, 2), ep_size=ep_size) as ranks:
+        assert [ranks.driver.generate(seq, tokens, 6) for seq, tokens in enumerate(prompts)] == want
+        assert ranks.devices[1].num_replays == 10
+
+
+def test_the_kv_cache_is_as_large_as_the_rank_with_the_least_room_allows(folder, want, monkeypatch):
+    room = {True: 4 << 20, False: 240 << 10}
+    leader = threading.get_ident()
+    monkeypatch.setattr(pool_plan, "available_bytes", lambda device: room[threading.get_ident() == leader])
+    with device_ranks(folder, max_total_tokens=None) as ranks:
+        info = ranks.driver.info
+        assert info.max_total_tokens < 4 * CONTEXT
+        assert any("the GPU of rank 1 has room for no more" in decision for decision in info.decisions)
+        pools = [runner.attention._pool for runner in (ranks.driver.worker.runner.runner, ranks.follower)]
+        assert [len(pool.k[0]) for pool in pools] == [info.max_total_tokens] * 2
+        assert ranks.driver.generate(0, A, 4) == want[0][:4]
+
+
+def test_a_follower_that_ends_ends_the_start(folder, monkeypatch):
+    """It finds its memory too small; the leader, which waits for its number, raises its error."""
+    leader = threading.get_ident()
+    room = {True: 4 << 20, False: 1 << 10}
+    monkeypatch.setattr(pool_plan, "available_bytes", lambda device: room[threading.get_ident() == leader])
+    with (
+        pytest.raises(ConfigError, match="memory has room for 0 KV tokens"),
+        device_ranks(folder, max_total_tokens=None),
+    ):
+        pass
 
 
 def test_a_follower_that_fails_ends_the_leaders_waits(folder):

@@ -1,6 +1,7 @@
 """Choices for a GPU, with made-up facts, and fp8 models on the machine at hand."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,7 +14,10 @@ from headrace.checkpoint.model_config import parse_hf_config
 from headrace.checkpoint.source import open_checkpoint
 from headrace.config.resolve import DeviceFacts, resolve
 from headrace.config.server_args import ServerArgs
+from headrace.distributed.base import Shard
+from headrace.distributed.rank import ALONE, Rank
 from headrace.errors import ConfigError
+from headrace.execution import build
 from headrace.execution.graphs import graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.memory import kv_token_budget
@@ -47,6 +51,42 @@ def test_a_gpu_captures_batches_up_to_what_runs_at_once():
     assert config(cuda_graph_bs="8,1, 3").cuda_graph_sizes == (1, 3, 8)
     assert config(disable_cuda_graph=True).cuda_graph_sizes == ()
     assert config(LAPTOP).cuda_graph_sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pp_size": 2}, "--pp-size above 1 works on CPUs only so far, and the device is cuda"),
+        ({"tp_size": 2, "pp_size": 2}, "--pp-size above 1 works on CPUs only"),
+        ({"tp_size": 2, "nnodes": 2}, "--nnodes above 1 works on CPUs only"),
+        ({"tp_size": 2, "enable_deterministic_inference": True}, "order of sums over ranks depends on the batch"),
+        ({"tp_size": 2, "enable_torch_compile": True}, "--tp-size above 1 cannot be combined with --enable-torch-comp"),
+    ],
+)
+def test_what_ranks_do_not_do_on_gpus_is_refused_by_name(options, message):
+    model = parse_hf_config(MODEL)
+    with pytest.raises(ConfigError, match=message):
+        build._check_can_be_split(ServerArgs(**options), model_class_for(model), config(**options))
+
+
+def test_ranks_run_on_gpus_and_each_needs_one(monkeypatch):
+    args = ServerArgs(tp_size=4, ep_size=4, dp_size=2)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    group = SimpleNamespace(rank=3)
+    rank = Rank(Shard(3, 4), group=group)
+    build._check_can_be_split(args, model_class_for(parse_hf_config(MODEL)), config(tp_size=4))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert build._own_device(args, config(), rank) == torch.device("cuda", 3)
+    assert chosen == [torch.device("cuda", 3)]
+    assert build._own_device(args, config(), ALONE) == torch.device("cuda")
+    assert build._own_device(args, config(LAPTOP), rank) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(
+        ConfigError, match=r"--tp-size 4 needs 4 GPUs, .*, and 3 can be used here by each of --dp-size 2"
+    ):
+        build._own_device(args, config(), rank)
 
 
 def test_a_backend_that_cannot_be_captured_is_said():

@@ -53,6 +53,28 @@ def test_experts_give_what_one_after_the_other_gives(
         torch.testing.assert_close(module.moe(x, ids, shares, mixture), want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("rows", [3, 70])
+def test_experts_of_other_ranks_add_nothing(triton_device: torch.device, rows: int):
+    """The whole mixture is the sum of its halves, in each of which the other's experts are -1."""
+    from headrace.kernels.triton import invariant_ops, ops
+
+    count, top_k = 6, 3
+    whole = experts(count, 64, 48, "silu", triton_device)
+    x = torch.randn(rows, 64, device=triton_device)
+    ids, shares = routed(rows, count, top_k, triton_device)
+    ids[0] = 0  # one row has nothing in the other half
+    want = torch_fallback.moe(x, ids, shares, whole)
+
+    for module in (ops, invariant_ops):
+        found = torch.zeros_like(want)
+        for begin in (0, 3):
+            part = kernels.pack_experts(whole.gate_up[begin : begin + 3], whole.down[begin : begin + 3], "silu")
+            local = ids - begin
+            local = local.masked_fill((local < 0) | (local >= 3), -1)
+            found += module.moe(x, local, shares, part)
+        torch.testing.assert_close(found, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_experts_that_nobody_chose_are_not_read(triton_device: torch.device):
     from headrace.kernels.triton import ops
 

@@ -339,7 +339,7 @@ def _allocate(setup: _Setup, model: CausalLM, rank: Rank, others: OtherRanks, de
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
-    reserved = _reserved_bytes(config, model_config, graph_sizes)
+    reserved = _reserved_bytes(config, model_config, graph_sizes, gathers=rank.devices is not None)
     needs = _needs(setup, model, rank)
     plan = agreed_plan(rank, setup.args, config, needs, reserved, device, decisions, others.check)
     if rank.group is not None and rank.group.spans_hosts:  # the leader's plan is for its own host's memory
@@ -604,21 +604,26 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
     return ()
 
 
-def _reserved_bytes(config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...]) -> int:
-    """Bytes that steps need: logits on the CPU, penalties and graphs of these sizes on a GPU."""
+def _reserved_bytes(
+    config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...], gathers: bool = False
+) -> int:
+    """Bytes that steps need: logits on the CPU, penalties and graphs of these sizes on a GPU. gathers: logits come from several ranks."""
     if config.device == "cpu":
         return 4 * math.prod(logits_shape(config.max_running_requests, model_config.vocab_size))
     penalties = penalty_bytes(config.max_running_requests, model_config.vocab_size, config.context_length)
     if not graph_sizes:
         return penalties
-    partials = 0
+    row_bytes = 0
     if config.deterministic:
         from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # needs Triton, so it is imported only here
 
         splits = -(-config.context_length // DETERMINISTIC_SPLIT)
-        partials = model_config.num_q_heads * splits * model_config.head_dim * 4
+        row_bytes = model_config.num_q_heads * splits * model_config.head_dim * 4
+    if gathers:
+        # A rank's own logits, padded, and those of all ranks, in 16 bits.
+        row_bytes += 2 * 2 * model_config.vocab_size
     return penalties + graph_bytes(
-        graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, partials
+        graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, row_bytes
     )
 
 

@@ -32,9 +32,9 @@ _NOTHING = np.empty(0, np.int32)
 _logger = get_logger(__name__)
 
 
-def graph_bytes(size: int, vocab_size: int, hidden_size: int, context_length: int, attention_row_bytes: int = 0) -> int:
-    """Bytes that the graphs of batches up to `size` may need, to be reserved. attention_row_bytes: further bytes per row for attention."""
-    row = vocab_size * _BYTES_PER_LOGIT + context_length * 4 + hidden_size * 64 + attention_row_bytes
+def graph_bytes(size: int, vocab_size: int, hidden_size: int, context_length: int, more_row_bytes: int = 0) -> int:
+    """Bytes that the graphs of batches up to `size` may need, to be reserved. more_row_bytes: further bytes per row, for attention or ranks."""
+    row = vocab_size * _BYTES_PER_LOGIT + context_length * 4 + hidden_size * 64 + more_row_bytes
     return _FIXED_BYTES + size * row
 
 

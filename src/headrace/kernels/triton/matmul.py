@@ -148,15 +148,16 @@ def _expert_kernel(
 
 
 @triton.jit
-def _sum_ranks_kernel(pairs_ptr, shares_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = sum over ranks, in order, of share * pair, in float32."""
+def _sum_ranks_kernel(pairs_ptr, experts_ptr, shares_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = sum over ranks, in order, of share * pair, in float32. A pair whose expert is -1 was not computed and adds nothing."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     for rank in range(TOP_K):
         pair = row * TOP_K + rank
         share = tl.load(shares_ptr + pair)
-        acc += share * tl.load(pairs_ptr + pair * size + columns, mask=columns < size, other=0.0).to(tl.float32)
+        inside = (columns < size) & (tl.load(experts_ptr + pair) >= 0)
+        acc += share * tl.load(pairs_ptr + pair * size + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < size)
 
 
@@ -222,8 +223,10 @@ def _moe(
         return out
     num_experts, num_pairs = len(experts.gate_up), rows * top_k
     flat = expert_ids.reshape(-1)
+    # What belongs to no expert here comes after the last one, where no tile goes.
+    flat = flat.masked_fill(flat < 0, num_experts)
     order = torch.argsort(flat, stable=True)
-    ends = torch.zeros(num_experts + 1, dtype=torch.int64, device=x.device)
+    ends = torch.zeros(num_experts + 2, dtype=torch.int64, device=x.device)
     ends.scatter_add_(0, flat + 1, torch.ones_like(flat))
     ends = ends.cumsum(0)
     # Each expert that has any rows may leave one tile partly filled.
@@ -255,6 +258,13 @@ def _moe(
         )
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_ranks_kernel[(rows, triton.cdiv(hidden, block))](
-        pairs, shares.float().contiguous(), out, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+        pairs,
+        expert_ids.contiguous(),
+        shares.float().contiguous(),
+        out,
+        hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=4,
     )
     return out
