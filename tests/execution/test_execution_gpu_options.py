@@ -17,11 +17,11 @@ from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
 from headrace.distributed.rank import ALONE, Rank
 from headrace.errors import ConfigError
-from headrace.execution import build
 from headrace.execution.graphs import graph_bytes
 from headrace.execution.load_weights import load_model
 from headrace.execution.memory import kv_token_budget
 from headrace.execution.perplexity import WindowRunner
+from headrace.execution.rank_placement import check_can_be_split, own_device
 from headrace.layers.weight import Placement
 from headrace.models.registry import model_class_for
 
@@ -66,7 +66,7 @@ def test_a_gpu_captures_batches_up_to_what_runs_at_once():
 def test_what_ranks_do_not_do_on_gpus_is_refused_by_name(options, message):
     model = parse_hf_config(MODEL)
     with pytest.raises(ConfigError, match=message):
-        build._check_can_be_split(ServerArgs(**options), model_class_for(model), config(**options))
+        check_can_be_split(ServerArgs(**options), model_class_for(model), config(**options))
 
 
 def test_ranks_run_on_gpus_and_each_needs_one(monkeypatch):
@@ -75,18 +75,18 @@ def test_ranks_run_on_gpus_and_each_needs_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     group = SimpleNamespace(rank=3)
     rank = Rank(Shard(3, 4), group=group)
-    build._check_can_be_split(args, model_class_for(parse_hf_config(MODEL)), config(tp_size=4))
+    check_can_be_split(args, model_class_for(parse_hf_config(MODEL)), config(tp_size=4))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert build._own_device(args, config(), rank) == torch.device("cuda", 3)
+    assert own_device(args, config(), rank) == torch.device("cuda", 3)
     assert chosen == [torch.device("cuda", 3)]
-    assert build._own_device(args, config(), ALONE) == torch.device("cuda")
-    assert build._own_device(args, config(LAPTOP), rank) == torch.device("cpu")
+    assert own_device(args, config(), ALONE) == torch.device("cuda")
+    assert own_device(args, config(LAPTOP), rank) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(
         ConfigError, match=r"--tp-size 4 needs 4 GPUs, .*, and 3 can be used here by each of --dp-size 2"
     ):
-        build._own_device(args, config(), rank)
+        own_device(args, config(), rank)
 
 
 def test_a_backend_that_cannot_be_captured_is_said():

@@ -150,7 +150,8 @@ class ServerArgs:
     tp_size: int = _opt(
         1,
         _S,
-        "Number of processes that run one model together, each with a part of every layer (tensor parallel); they share its cores and memory.",
+        "Number of processes that run one model together, each with a part of every layer (tensor parallel); they share its cores and memory, and "
+        "each has a GPU of its own.",
         Bounds(least=1, most=64),
     )
     pp_size: int = _opt(

@@ -6,6 +6,7 @@
 - rank.py: both, and the group of all (`Rank`).
 - links.py: links between stages on one host, over sockets.
 - shared_memory.py: the group of ranks on one host, over shared memory.
+- device_group.py: what layers exchange where each rank has a GPU.
 - network.py: the group of ranks on several hosts, over TCP; network_leader.py and network_follower.py are its sides, network_keys.py says who
   may join, network_links.py has links between stages on different hosts.
 """

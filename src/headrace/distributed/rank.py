@@ -1,6 +1,6 @@
 """What a process is among those that run one model: `Rank`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.distributed.base import WHOLE, Group, Shard
 from headrace.distributed.device_group import DeviceGroup
@@ -19,6 +19,10 @@ class Rank:
     stage: Stage = ALL_LAYERS
     group: Group | None = None
     devices: DeviceGroup | None = None
+
+    def on(self, devices: DeviceGroup) -> "Rank":
+        """The same, whose layers talk to those of the others from device to device."""
+        return replace(self, shard=replace(self.shard, group=devices), devices=devices)
 
     @property
     def number(self) -> int:

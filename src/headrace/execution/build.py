@@ -3,7 +3,6 @@
 Owns the order of start-up in the scheduler's process, and `ReadyInfo`. Runs once, in the scheduler's process.
 """
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -32,17 +31,18 @@ from headrace.execution.device_ranks import NO_FOLLOWERS, FollowerQueue, LeaderF
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.expert_recorder import ExpertRecorder
-from headrace.execution.graphs import GraphPool, graph_bytes
+from headrace.execution.graphs import GraphPool
 from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
-from headrace.execution.model_runner import ModelRunner, logits_shape
+from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.pipeline_worker import PipelineWorker
-from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, whole_pages
+from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes, whole_pages
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
+from headrace.execution.rank_placement import check_can_be_split, own_device
 from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
@@ -62,7 +62,7 @@ from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
 from headrace.models.registry import model_class_for
 from headrace.models.spec import CausalLM, ModelSpec, kv_shape
-from headrace.sampling.device_penalties import DevicePenalties, penalty_bytes
+from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import greedy_ids
 from headrace.sampling.logit_processors import LogitProcessor, load_processors
 from headrace.sampling.sampler import Sampler
@@ -161,7 +161,9 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
     fingerprint = fingerprint_of(checkpoint)
     setup = _set_up(args, checkpoint, rank)
     if rank.group is not None and not setup.is_cpu:
-        rank = _with_devices(rank, setup, others, resources)
+        devices = DeviceGroup.join(group_of(rank), setup.placement.device, args.rank_timeout_s, others.check)
+        resources.callback(devices.close)
+        rank = rank.on(devices)
         setup = replace(setup, placement=replace(setup.placement, shard=rank.shard))
     decisions = [_model_decision(setup.spec.name, setup.model_config.model_type), *setup.config.decisions]
     processors = load_processors(args.custom_logit_processors)
@@ -186,14 +188,6 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
     if isinstance(runner, LeaderRunner) and isinstance(link, WatchedDevice):
         runner.settle = link.settle
     return _Built(setup, rank, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
-
-
-def _with_devices(rank: Rank, setup: _Setup, others: OtherRanks, resources: ExitStack) -> Rank:
-    """The rank whose layers talk to those of the others from device to device. Raises ExecutionError if they cannot."""
-    device, limit_s = setup.placement.device, setup.args.rank_timeout_s
-    devices = DeviceGroup.join(group_of(rank), device, limit_s, others.check)
-    resources.callback(devices.close)
-    return replace(rank, shard=replace(rank.shard, group=devices), devices=devices)
 
 
 def _link(setup: _Setup, rank: Rank, others: OtherRanks) -> Device:
@@ -229,8 +223,8 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> _Setup:
     config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
     dtype = getattr(torch, config.dtype)
     if rank.group is not None:
-        _check_can_be_split(args, spec, config)
-    device, deals = _own_device(args, config, rank), args.ep_size > 1
+        check_can_be_split(args, spec, config)
+    device, deals = own_device(args, config, rank), args.ep_size > 1
     placement = Placement(
         device, dtype, config.context_length, config.weight_format, rank.shard, rank.stage, whole_experts=deals
     )
@@ -239,44 +233,6 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> _Setup:
         num_tokens = whole_pages(args.max_total_tokens, config.page_size)
         check_pool_fits(num_tokens, shape.bytes_per_token, available_bytes(placement.device))
     return _Setup(args, model_config, spec, config, placement)
-
-
-def _check_can_be_split(args: ServerArgs, spec: ModelSpec, config: Config) -> None:
-    """Raises ConfigError if several ranks cannot run the model."""
-    option = "--tp-size" if args.tp_size > 1 else "--pp-size"
-    if spec.name == "transformers":
-        raise ConfigError(f"{option}: this model runs through transformers' code, which is not split over ranks")
-    if config.device == "cpu" and not config.native_kernels:
-        raise ConfigError(f"{option} above 1 needs the native kernels")
-    if args.enable_torch_compile:
-        raise ConfigError(f"{option} above 1 cannot be combined with --enable-torch-compile")
-    if config.device == "cpu":
-        return
-    for name, size in (("--pp-size", args.pp_size), ("--nnodes", args.num_nodes)):
-        if size > 1:
-            raise ConfigError(f"{name} above 1 works on CPUs only so far, and the device is {config.device}")
-    if config.deterministic:
-        raise ConfigError(
-            f"--enable-deterministic-inference cannot be combined with {option} above 1 on GPUs: the order of sums over ranks depends on the batch"
-        )
-
-
-def _own_device(args: ServerArgs, config: Config, rank: Rank) -> torch.device:
-    """Where this process runs its part of the model: rank r of a replica on the GPU with index r of those that the replica sees.
-
-    Raises ConfigError if there are fewer GPUs than ranks.
-    """
-    if config.device == "cpu" or rank.group is None:
-        return torch.device(config.device)
-    count = torch.cuda.device_count()
-    if count < args.tp_size:
-        raise ConfigError(
-            f"--tp-size {args.tp_size} needs {args.tp_size} GPUs, one for each rank, and {count} can be used here"
-            f"{f' by each of --dp-size {args.dp_size} replicas' if args.dp_size > 1 else ''}; see CUDA_VISIBLE_DEVICES"
-        )
-    device = torch.device(config.device, rank.number)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
@@ -339,7 +295,7 @@ def _allocate(setup: _Setup, model: CausalLM, rank: Rank, others: OtherRanks, de
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
-    reserved = _reserved_bytes(config, model_config, graph_sizes, gathers=rank.devices is not None)
+    reserved = reserved_bytes(config, model_config, graph_sizes, gathers=rank.devices is not None)
     needs = _needs(setup, model, rank)
     plan = agreed_plan(rank, setup.args, config, needs, reserved, device, decisions, others.check)
     if rank.group is not None and rank.group.spans_hosts:  # the leader's plan is for its own host's memory
@@ -602,29 +558,6 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
         return config.cuda_graph_sizes
     decisions.append(f"cuda graphs: none, {reason}")
     return ()
-
-
-def _reserved_bytes(
-    config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...], gathers: bool = False
-) -> int:
-    """Bytes that steps need: logits on the CPU, penalties and graphs of these sizes on a GPU. gathers: logits come from several ranks."""
-    if config.device == "cpu":
-        return 4 * math.prod(logits_shape(config.max_running_requests, model_config.vocab_size))
-    penalties = penalty_bytes(config.max_running_requests, model_config.vocab_size, config.context_length)
-    if not graph_sizes:
-        return penalties
-    row_bytes = 0
-    if config.deterministic:
-        from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # needs Triton, so it is imported only here
-
-        splits = -(-config.context_length // DETERMINISTIC_SPLIT)
-        row_bytes = model_config.num_q_heads * splits * model_config.head_dim * 4
-    if gathers:
-        # A rank's own logits, padded, and those of all ranks, in 16 bits.
-        row_bytes += 2 * 2 * model_config.vocab_size
-    return penalties + graph_bytes(
-        graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, row_bytes
-    )
 
 
 def _compile(model: CausalLM, model_class: str) -> None:

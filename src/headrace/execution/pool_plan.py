@@ -1,16 +1,21 @@
 """How many tokens the KV pool has: what was asked for or fits into memory, and the same on every rank. Runs once, at start."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.resolve import Config
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError
+from headrace.execution.graphs import graph_bytes
 from headrace.execution.memory import available_bytes, kv_token_budget
+from headrace.execution.model_runner import logits_shape
 from headrace.messages.packing import pack_int32, unpack_int32
+from headrace.sampling.device_penalties import penalty_bytes
 
 _ROOM = "tokens of KV"
 """Under which each rank with a device tells the leader what it has room for."""
@@ -79,6 +84,29 @@ def _of_least_room(plan: PoolPlan, of_others: Sequence[int], args: ServerArgs, d
         )
     decisions.append(f"max_total_tokens {least}: {who}")
     return PoolPlan(least, min(plan.context_length, least))
+
+
+def reserved_bytes(
+    config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...], gathers: bool = False
+) -> int:
+    """Bytes that steps need: logits on the CPU, penalties and graphs of these sizes on a GPU. gathers: logits come from several ranks."""
+    if config.device == "cpu":
+        return 4 * math.prod(logits_shape(config.max_running_requests, model_config.vocab_size))
+    penalties = penalty_bytes(config.max_running_requests, model_config.vocab_size, config.context_length)
+    if not graph_sizes:
+        return penalties
+    row_bytes = 0
+    if config.deterministic:
+        from headrace.kernels.triton.attention import DETERMINISTIC_SPLIT  # needs Triton, so it is imported only here
+
+        splits = -(-config.context_length // DETERMINISTIC_SPLIT)
+        row_bytes = model_config.num_q_heads * splits * model_config.head_dim * 4
+    if gathers:
+        # A rank's own logits, padded, and those of all ranks, in 16 bits.
+        row_bytes += 2 * 2 * model_config.vocab_size
+    return penalties + graph_bytes(
+        graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, row_bytes
+    )
 
 
 def whole_pages(max_total_tokens: int, page_size: int) -> int:

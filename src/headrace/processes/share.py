@@ -11,7 +11,7 @@ from headrace.processes.numa import Binding, read_nodes
 
 
 def share_of_machine(args: ServerArgs, bindings: Sequence[Binding] = ()) -> ServerArgs:
-    """The options of one rank of one replica: cores and host memory are divided by the ranks and replicas here. A GPU is not: each has its own.
+    """The options of one rank of one replica: cores and host memory are divided by the ranks and replicas here. GPUs are not.
 
     bindings: with --numa-bind, the one of this rank and then, in a leader, which decides on the KV cache, those of its followers. Such a rank
     has its share of its node, and no more memory than the node with the least room has for each. Raises ConfigError if it would run on a GPU.
