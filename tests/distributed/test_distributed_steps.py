@@ -40,6 +40,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+class Other:
+    """The follower as the leader sees it. reasons: for which the ranks were given up."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = reasons
+
+    def check(self) -> None:
+        pass
+
+    def wait_ready(self) -> None:
+        pass
+
+    def give_up(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
 @pytest.fixture
 def ranks(folder: Path) -> Iterator[tuple[Driver, list[str]]]:
     """The leader's driver, and the reasons for which the ranks could not go on."""
@@ -63,7 +79,7 @@ def ranks(folder: Path) -> Iterator[tuple[Driver, list[str]]]:
                 follow(runner, theirs)
 
         running = other.submit(run)
-        worker, info = build_worker(args, rank=Rank(Shard(0, 2, group), group=group), on_broken=broken.append)
+        worker, info = build_worker(args, rank=Rank(Shard(0, 2, group), group=group), others=Other(broken))
         yield Driver(worker, info), broken
         worker.close()
         running.result(LIMIT_S)
