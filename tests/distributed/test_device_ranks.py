@@ -158,6 +158,7 @@ def test_a_step_that_fails_before_its_layers_is_the_only_one(folder, want, sizes
 
 
 def test_a_sequence_that_cannot_be_entered_ends_with_its_steps(folder, want, sizes, monkeypatch):
+    """Just before, the follower was told of a constrained row of the step in flight."""
     with device_ranks(folder, sizes) as ranks:
         driver = ranks.driver
         leader: Any = driver.worker
@@ -169,11 +170,14 @@ def test_a_sequence_that_cannot_be_entered_ends_with_its_steps(folder, want, siz
             add(seq, new)
 
         monkeypatch.setattr(leader.runner.runner.sampler, "add", failing)
+        driver.submit([(3, 12, True)], (driver.new(3, D, **under(Turns(3))),))
         driver.submit([(1, 9, True)], (driver.new(1, B, rid="bad"),))
         driver.submit([(1, 1, True)])
+        assert ids_by_row(driver.worker.collect()) == want[3][:1]
         for _ in range(2):
             with pytest.raises(ExecutionError):
                 driver.worker.collect()
+        assert ids_by_row(driver.step([(3, 1, True)])) == want[3][1:2]
         assert driver.generate(1, B, 4, sampling=DRAWN) == want[1][:4]
 
     assert not ranks.other.reasons

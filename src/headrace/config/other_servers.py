@@ -99,7 +99,7 @@ _NO_DRAFTS = "speculative decoding is not supported"
 _NO_TRANSFER = "prefill and decode on different servers are not supported"
 _NO_TIERS = "the prefix cache has one level; --max-total-tokens sets its size"
 _PROXY = "put a proxy in front of the server, see docs/proxies.md"
-_NO_ALL_REDUCE = "ranks share memory on one machine, and use TCP between several"
+_NO_ALL_REDUCE = "CPU ranks share memory on one machine and use TCP between several; GPUs use nccl"
 _EXPERTS = "kernels of experts cannot be chosen; `headrace doctor` shows what runs"
 
 TABLE: tuple[Entry, ...] = (

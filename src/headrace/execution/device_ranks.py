@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from headrace.distributed.device_group import DeviceGroup
-from headrace.errors import ExecutionError
 from headrace.execution.device import Device, upload_parts
 from headrace.execution.graphs import GraphPool
 from headrace.execution.ranks import FollowerRunner, LeaderRunner
@@ -93,8 +92,8 @@ class LeaderFollowers:
         try:
             self._runner.tell(late_rows(seqs, positions))
             self._devices.broadcast(ids)
-        except ExecutionError as error:  # kept for the result of that step; but the ranks no longer agree
-            self._runner.on_broken(error.message)
+        except Exception as error:  # kept for the result of that step; but the ranks no longer agree
+            self._runner.give_up(error)
             raise
 
     def capture(self) -> None:

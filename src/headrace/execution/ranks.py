@@ -156,12 +156,17 @@ class LeaderRunner(ModelRunner):
                 yield
             except Exception as error:
                 if self._is_sent:
-                    _logger.exception("a step failed")
-                    self.on_broken(error.message if isinstance(error, HeadraceError) else type(error).__name__)
+                    self.give_up(error)
                 raise
+
+    def give_up(self, error: Exception) -> None:
+        """The followers have begun what failed here."""
+        _logger.error("a step failed", exc_info=error)
+        self.on_broken(error.message if isinstance(error, HeadraceError) else type(error).__name__)
 
     def add(self, plan: ModelWorkerBatch) -> None:
         """See `ModelRunner.add`. If it fails, the followers do not have the new sequences, and steps with them fail here."""
+        self._is_sent = False  # what the followers were told before, they can do to its end
         entering = {new.seq for new in plan.new}
         self._absent |= entering
         super().add(plan)
