@@ -31,6 +31,7 @@ from headrace.messages.requests import (
 from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state import SchedulerConfig
 
@@ -109,7 +110,7 @@ def decoding(num_rows: int, num_turns: int, stream: bool) -> Scheduler:
     )
     scheduler: Any = Scheduler(
         config,
-        KVManager(PageAllocator(num_pages, PAGE_SIZE), RadixCache(PAGE_SIZE), num_rows),
+        KVManager([KvPart(PageAllocator(num_pages, PAGE_SIZE), RadixCache(PAGE_SIZE))], num_rows),
         InstantWorker(),  # type: ignore[arg-type]
         Mailbox(BatchTokenizedGenerateReqInput(requests)),  # type: ignore[arg-type]
         Mailbox(),  # type: ignore[arg-type]

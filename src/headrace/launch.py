@@ -126,7 +126,7 @@ def _check_node(args: ServerArgs) -> None:
 
 def _check_kv_events(args: ServerArgs) -> None:
     """Raises ConfigError when what publishes KV events is not installed."""
-    config = read_kv_events(args.kv_events_config, args.dp_size)
+    config = read_kv_events(args.kv_events_config, args.num_replicas)
     if config is None:
         return
     check_pyzmq()
@@ -169,7 +169,7 @@ def _tokenizer_manager(
     from headrace.metrics.catalog import Metrics
     from headrace.text.detokenizer_manager import DetokenizerManager
 
-    schedulers = [parts.channels.sender("to_scheduler", replica) for replica in range(args.dp_size)]
+    schedulers = [parts.channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]
     to_detokenizer = parts.channels.sender("to_detokenizer")
     manager = TokenizerManager(
         args,

@@ -66,6 +66,10 @@ def test_each_node_has_whole_stages_whose_ranks_share_memory_there():
         ({"dist_init_addr": "a:b"}, "must be HOST:PORT"),
         ({"dist_init_addr": "a:99999"}, "must be HOST:PORT"),
         ({"dp_size": 2}, "--dp-size cannot be combined with --nnodes"),
+        (
+            {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True},
+            "--enable-dp-attention cannot be combined with --nnodes",
+        ),
         ({"nnodes": None}, "give --nnodes, too"),
     ],
 )

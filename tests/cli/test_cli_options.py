@@ -20,6 +20,7 @@ NEEDED_WITH = {
     "crash_dump_prompts": ["--dump-requests-dir", "dumps"],
     "enable_priority_preemption": ["--schedule-policy", "priority"],
     "ep_size": ["--tp-size", "16"],
+    "enable_dp_attention": ["--tp-size", "2", "--dp-size", "2"],
     **{name: ["--ray"] for name in FIELDS if name.startswith("ray_")},
 }
 """Options without which another is refused."""

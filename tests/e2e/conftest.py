@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,19 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
     """A folder with a random Llama of two layers and a real tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
+    return _save_tiny(tmp_path_factory.mktemp("tiny"), tokenizer, "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_mixture(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
+    """The same with a mixture of five experts."""
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    return _save_tiny(tmp_path_factory.mktemp("mixture"), tokenizer, "mixtral", **experts)
+
+
+def _save_tiny(folder: Path, tokenizer: Tokenizer, family: str, **changes: Any) -> str:
+    config = transformers.AutoConfig.for_model(
+        family,
         vocab_size=tokenizer.vocab_size,
         hidden_size=64,
         intermediate_size=96,
@@ -39,9 +51,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_ids[0],
         pad_token_id=tokenizer.pad_id,
+        **changes,
     )
     model_harness.save_tiny(config, folder)
-    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").unlink(missing_ok=True)
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     companions = {**tokenizer.named_tokens, "chat_template": tokenizer.chat_template["default"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(companions))

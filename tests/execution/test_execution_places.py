@@ -1,10 +1,13 @@
 """Where a step's tokens and KV lie, told by a table of slots and by a table of pages."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from runner_harness import int32
 
-from headrace.attention.base import KvShape
+from headrace.attention.base import KvShape, OwnRows
 from headrace.attention.cpu import CpuAttention
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.sequence_table import SequenceTable
@@ -77,3 +80,48 @@ def test_both_tables_lead_to_the_same_places():
         [0, 7, 8],
         [second, first],
     )
+
+
+@pytest.mark.parametrize("page_size", [0, PAGE])
+def test_a_rank_with_a_part_of_the_cache_prepares_attention_for_its_own_rows(page_size):
+    """Of two parts of 8 pages; the plan's pages are numbered over both."""
+    first, second, third = [5, 2], [8 + 3, 8 + 1], [8 + 7]
+    rows = [(3, first, 16, 4), (0, second, 16, 2), (1, third, 0, 3)]
+    plan = replace(plan_of(*rows), part_starts=(0, 1, 3))
+    batches = []
+    for part in range(2):
+        table = SequenceTable(4, 64, torch.device("cpu"), page_size=page_size, part=part, first_slot=part * 8 * PAGE)
+        for (seq, pages, start, _), begin in zip(rows, (100, 200, 300), strict=True):
+            cached = int32(slots_of(pages, 0, start))
+            table.add(NewSequence(seq, str(seq), int32(range(begin, begin + 40)), 40, cached, GREEDY, (), UNREAD))
+        batches.append(ForwardBatch.from_plan(plan, table))
+
+    for batch in batches:
+        assert batch.token_ids.tolist() == [116, 117, 118, 119, 216, 217, 300, 301, 302]
+        assert (batch.starts, batch.counts, batch.row_starts) == ([16, 16, 0], [4, 2, 3], [0, 4, 6, 9])
+    assert [batch.own for batch in batches] == [
+        OwnRows(slice(0, 1), slice(0, 4)),
+        OwnRows(slice(1, 3), slice(4, 9)),
+    ]
+    one, two = (batch.rows for batch in batches)
+    assert (one.positions.tolist(), two.positions.tolist()) == ([16, 17, 18, 19], [16, 17, 0, 1, 2])
+    assert one.out_slots.tolist() == slots_of([5, 2], 16, 4)
+    assert two.out_slots.tolist() == slots_of([3, 1], 16, 2) + slots_of([7], 0, 3)
+    if page_size:
+        assert (one.pages[0, :2].tolist(), two.pages[0, :2].tolist()) == ([5, 2], [3, 1])
+    else:
+        assert (one.slots[0, :20].tolist(), two.slots[0, :18].tolist()) == (
+            slots_of([5, 2], 0, 20),
+            slots_of([3, 1], 0, 18),
+        )
+
+
+def test_a_rank_without_rows_in_a_step_has_nothing_to_prepare():
+    plan = replace(plan_of((3, [5], 0, 4)), part_starts=(0, 1, 1))
+    table = SequenceTable(4, 64, torch.device("cpu"), page_size=PAGE, part=1, first_slot=8 * PAGE)
+    table.add(NewSequence(3, "3", int32(range(9)), 9, int32([]), GREEDY, (), UNREAD))
+    batch = ForwardBatch.from_plan(plan, table)
+
+    assert batch.token_ids.tolist() == [0, 1, 2, 3]
+    assert batch.own == OwnRows(slice(1, 1), slice(4, 4))
+    assert batch.rows.starts == batch.rows.positions.tolist() == []

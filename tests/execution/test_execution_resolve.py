@@ -385,6 +385,17 @@ def test_a_kv_cache_that_no_format_fits_into_the_machine_is_refused_by_its_optio
         refuse_early(args, MODEL, has_cuda=False, memory_bytes=100 * a_token - 1)
 
 
+def test_attention_of_own_requests_is_for_mixtures_of_experts():
+    args = ServerArgs(tp_size=2, dp_size=2, enable_dp_attention=True, device="cpu", dtype="float32")
+    mixture = parse_hf_config({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, {})
+    said = f"--enable-dp-attention is for mixtures of experts, and model type {MODEL.model_type} has none"
+    for model, words in ((MODEL, said), (mixture, "")):
+        found = refusal(lambda: refuse_early(args, model, has_cuda=False, memory_bytes=2**40))  # noqa: B023
+        assert found.startswith(words)
+        assert bool(found) == bool(words)
+        assert refusal(lambda: resolve(args, model, LAPTOP, BACKENDS)) == found  # noqa: B023
+
+
 def test_experts_are_dealt_only_where_each_rank_gets_one():
     mixture = parse_hf_config({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, {})
     for size, model, said in (

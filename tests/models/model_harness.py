@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from headrace.attention.base import AttentionBackend, KvPool, ReadTokens, StepRows
+from headrace.attention.base import AttentionBackend, KvPool, OwnRows, ReadTokens, StepRows
 from headrace.attention.select import make_backend
 from headrace.checkpoint.source import open_checkpoint
 from headrace.distributed.base import WHOLE, Shard
@@ -133,8 +133,37 @@ class Runner:
         return list(self.model.logits(hidden).split([len(tokens) for _, _, tokens in rows]))
 
     @torch.inference_mode()
-    def hidden(self, rows: list[tuple[int, int, list[int]]], num_read: list[int] | None = None) -> torch.Tensor:
-        """Hidden states of the last num_read[r] tokens of each row r, one row after the other; None = of all. Stages pass them on."""
+    def hidden(
+        self, rows: list[tuple[int, int, list[int]]], num_read: list[int] | None = None, own: range | None = None
+    ) -> torch.Tensor:
+        """Hidden states of the last num_read[r] tokens of each row r, one row after the other; None = of all. Stages pass them on.
+
+        own: the rows whose attention this rank computes; None = all.
+        """
+        if own is not None:
+            return self._hidden_of_own(rows, num_read, own)
+        step = self._prepared(rows)
+        tokens = torch.tensor([token for _, _, tokens in rows for token in tokens])
+        reads = _reads(rows, num_read)
+        if self.stage.before is None or self.stage.after is None:
+            return self.model.forward(self.model.embed(tokens), step.positions, self.attention, reads)
+        mine = self.model.embed(tokens) if self.stage.is_first else self.stage.before.receive(len(tokens))
+        mine = self.model.forward(mine, step.positions, self.attention, reads if self.stage.is_last else None)
+        self.stage.after.send(mine)
+        num_out = len(tokens) if reads is None else len(reads.index)
+        return self.stage.before.receive(num_out) if self.stage.is_first else mine
+
+    def _hidden_of_own(
+        self, rows: list[tuple[int, int, list[int]]], num_read: list[int] | None, own: range
+    ) -> torch.Tensor:
+        row_starts = [0, *accumulate(len(tokens) for _, _, tokens in rows)]
+        mine = OwnRows(slice(own.start, own.stop), slice(row_starts[own.start], row_starts[own.stop]))
+        positions = self._prepared(rows[own.start : own.stop]).positions if own else torch.empty(0, dtype=torch.int32)
+        tokens = torch.tensor([token for _, _, tokens in rows for token in tokens])
+        return self.model.forward(self.model.embed(tokens), positions, self.attention, _reads(rows, num_read), own=mine)
+
+    def _prepared(self, rows: list[tuple[int, int, list[int]]]) -> StepRows:
+        """The rows, for which attention is prepared."""
         longest = max(start + len(tokens) for _, start, tokens in rows)
         starts, counts = [start for _, start, _ in rows], [len(tokens) for _, _, tokens in rows]
         positions = [start + i for _, start, tokens in rows for i in range(len(tokens))]
@@ -155,18 +184,7 @@ class Runner:
             slots=int32([self.slots(sequence)[:longest] for sequence, _, _ in rows]),
         )
         self.attention.prepare(step)
-        tokens = torch.tensor([token for _, _, tokens in rows for token in tokens])
-        reads = None
-        if num_read is not None:
-            index = [row_starts[row + 1] - n + i for row, n in enumerate(num_read) for i in range(n)]
-            reads = ReadTokens(torch.tensor(index, dtype=torch.int64), [0, *accumulate(num_read)])
-        if self.stage.before is None or self.stage.after is None:
-            return self.model.forward(self.model.embed(tokens), step.positions, self.attention, reads)
-        own = self.model.embed(tokens) if self.stage.is_first else self.stage.before.receive(len(tokens))
-        own = self.model.forward(own, step.positions, self.attention, reads if self.stage.is_last else None)
-        self.stage.after.send(own)
-        num_out = len(tokens) if reads is None else len(reads.index)
-        return self.stage.before.receive(num_out) if self.stage.is_first else own
+        return step
 
     def chunks(self, sequence: int, tokens: list[int], sizes: list[int]) -> torch.Tensor:
         """Logits of all positions, computed in chunks of these sizes (the last as large as it must be)."""
@@ -177,6 +195,15 @@ class Runner:
                 out += self.step([(sequence, start, part)])
                 start += len(part)
         return torch.cat(out)
+
+
+def _reads(rows: list[tuple[int, int, list[int]]], num_read: list[int] | None) -> ReadTokens | None:
+    """The last num_read[r] tokens of each row r."""
+    if num_read is None:
+        return None
+    ends = list(accumulate(len(tokens) for _, _, tokens in rows))
+    index = [ends[row] - n + i for row, n in enumerate(num_read) for i in range(n)]
+    return ReadTokens(torch.tensor(index, dtype=torch.int64), [0, *accumulate(num_read)])
 
 
 def open_runner(
@@ -190,15 +217,19 @@ def open_runner(
     shard: Shard = WHOLE,
     whole_experts: bool = False,
     stage: Stage = ALL_LAYERS,
+    whole_attention: bool = False,
 ) -> Runner:
     """Load the checkpoint in `folder` with room for four sequences of MAX_POSITIONS tokens."""
     checkpoint = open_checkpoint(folder)
-    placement = Placement(CPU, dtype, MAX_POSITIONS, quantization, shard, stage, whole_experts)
+    placement = Placement(CPU, dtype, MAX_POSITIONS, quantization, shard, stage, whole_experts, whole_attention)
     model = load_model(checkpoint, model_class_for(checkpoint.config, impl), placement)
     attention = make_backend(backend)
     pages_each = MAX_POSITIONS // 16
     pool = attention.make_kv_pool(
-        kv_shape(checkpoint.config, kv_dtype or dtype, shard, stage), 4 * MAX_POSITIONS, page_size, CPU
+        kv_shape(checkpoint.config, kv_dtype or dtype, placement.attention.shard, stage),
+        4 * MAX_POSITIONS,
+        page_size,
+        CPU,
     )
     return Runner(model, attention, pool, pages_each, stage)
 

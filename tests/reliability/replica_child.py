@@ -29,6 +29,7 @@ from headrace.messages.step import StepResult  # noqa: E402
 from headrace.messages.weights import Prepared, UpdateFromDisk, UpdateFromTensors, WorkerOperation  # noqa: E402
 from headrace.metrics.watchdog import Watchdog  # noqa: E402
 from headrace.scheduler.kv_manager import KVManager  # noqa: E402
+from headrace.scheduler.kv_part import KvPart  # noqa: E402
 from headrace.scheduler.scheduler import Scheduler  # noqa: E402
 from headrace.scheduler.state import SchedulerConfig  # noqa: E402
 from headrace.text.detokenizer_manager import DetokenizerManager  # noqa: E402
@@ -150,7 +151,7 @@ def run_scheduler(
         stream_interval=1,
         replica=replica,
     )
-    kv = KVManager(PageAllocator(NUM_PAGES, 1), RadixCache(1), MAX_RUNNING + 2)
+    kv = KVManager([KvPart(PageAllocator(NUM_PAGES, 1), RadixCache(1))], MAX_RUNNING + 2)
     worker = DiskWorker(args.model_path)
     to_detokenizer = channels.sender("to_detokenizer")
     scheduler = Scheduler(

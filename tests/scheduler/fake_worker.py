@@ -6,6 +6,7 @@ given to two owners, freed too early or shared wrongly is found at once. The nex
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from headrace.messages.step import ModelWorkerBatch, StepResult
 from headrace.messages.weights import Prepared, ReleaseMemory, ResumeMemory, UpdateFromDisk, WorkerOperation
 from headrace.sampling.params import ResolvedSamplingParams
 from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state import SchedulerConfig
 
@@ -161,7 +163,7 @@ class FakeWorker:
     """Implements the Worker protocol; runs a step when its result is collected, like a device that is slower than the host.
 
     ids_a_row: how many tokens a row that samples gives; several only without overlap. seconds: what a step takes. in_stages: a step that was
-    submitted has begun, so what it computes must be known.
+    submitted has begun, so what it computes must be known. num_parts: of the KV cache; a row has all its slots in one, where the plan says.
     sits_out: whether the row of a sequence sits a step out, given the number of the step and the row.
     """
 
@@ -169,8 +171,15 @@ class FakeWorker:
     sits_out: Callable[[int, int], bool] = staticmethod(lambda step, row: False)
 
     def __init__(
-        self, num_slots: int, max_seqs: int, eos_every: int = 9, ids_a_row: int = 1, in_stages: bool = False
+        self,
+        num_slots: int,
+        max_seqs: int,
+        eos_every: int = 9,
+        ids_a_row: int = 1,
+        in_stages: bool = False,
+        num_parts: int = 1,
     ) -> None:
+        self.num_parts = num_parts
         self.in_stages = in_stages
         self.ids_a_row = ids_a_row
         self.kv = np.full(num_slots, -1, np.int64)  # slot -> hash of the history up to and including the token
@@ -203,6 +212,15 @@ class FakeWorker:
                 assert not sampled & (set(batch.seqs.tolist()) - new), "computes what a step in flight samples"
         self.queue.append(batch)
 
+    def check_parts(self, batch: ModelWorkerBatch) -> None:
+        """The rows of each part lie together, and have slots of the part only."""
+        assert len(batch.part_starts) == (0 if self.num_parts == 1 else self.num_parts + 1)
+        ends = np.cumsum([0, *batch.counts.tolist()])
+        for row, seq in enumerate(batch.seqs.tolist()):
+            slots = np.array(self.slots[seq] + batch.out_slots[ends[row] : ends[row + 1]].tolist())
+            part = bisect_right(batch.part_starts, row) - 1 if batch.part_starts else 0
+            assert set((slots * self.num_parts // len(self.kv)).tolist()) == {part}, "a row in another part"
+
     def rest(self, left: tuple[int, ...]) -> None:
         assert not self.queue, "it rests with a step in flight"
         self.rested += left
@@ -224,6 +242,7 @@ class FakeWorker:
             self.late.discard(new.seq)
         assert len(set(batch.seqs.tolist())) == len(batch.seqs), "a sequence stands twice in a step"
         assert len(set(batch.out_slots.tolist())) == len(batch.out_slots), "a slot is written twice in a step"
+        self.check_parts(batch)
         if batch.step in self.fail_steps:
             self.broken.update(batch.seqs.tolist())
             raise ExecutionError("injected")
@@ -327,7 +346,7 @@ class Told(Mailbox):
 
 
 class Rig:
-    """A scheduler on a fake worker with everything it says collected by rid."""
+    """A scheduler on a fake worker with everything it says collected by rid. num_pages: of each of num_parts parts of the KV cache."""
 
     def __init__(
         self,
@@ -346,13 +365,25 @@ class Rig:
         ids_a_row: int = 1,
         max_step_s: float = math.inf,
         num_stages: int = 1,
+        num_parts: int = 1,
         observer: CacheObserver | None = None,
     ) -> None:
         self.inbox, self.out, self.back = Mailbox(), Mailbox(), Told()
         self.now = 0.0
-        self.worker = FakeWorker(num_pages * page_size, max_running + 2, eos_every, ids_a_row, num_stages > 1)
-        cache = RadixCache(page_size, observer) if radix else ChunkCache()
-        self.kv = KVManager(PageAllocator(num_pages, page_size), cache, max_running + 2)
+        num_slots = num_parts * num_pages * page_size
+        self.worker = FakeWorker(
+            num_slots, max_running + 2, eos_every, ids_a_row, in_stages=num_stages > 1, num_parts=num_parts
+        )
+        self.kv = KVManager(
+            [
+                KvPart(
+                    PageAllocator(num_pages, page_size, first=part * num_pages),
+                    RadixCache(page_size, observer) if radix else ChunkCache(),
+                )
+                for part in range(num_parts)
+            ],
+            max_running + 2,
+        )
         config = SchedulerConfig(
             policy=policy,
             chunk_tokens=chunk,

@@ -215,7 +215,7 @@ def test_a_row_with_nan_ends_alone_and_leaves_nothing_in_the_cache():
 
     assert (rig.finish["bad"].status_code, rig.finish["bad"].message) == (500, "the model produced NaN")
     assert rig.ids["good"] == expected_outputs(other, 40, 9, True)
-    assert rig.kv.cache.peek(np.array(prompt(20), np.int32).tobytes(), "", 20) == 0
+    assert rig.kv.parts[0].cache.peek(np.array(prompt(20), np.int32).tobytes(), "", 20) == 0
 
 
 def test_prefill_only_ends_with_length_and_no_token():
@@ -445,7 +445,7 @@ def test_wrong_accounting_at_idle_is_logged_counted_and_repaired(caplog):
     rig = Rig(num_pages=50)
     rig.add("a", prompt(5), 3)
     rig.drain()
-    rig.kv.allocator.allocate(2)  # a leak
+    rig.kv.parts[0].allocator.allocate(2)  # a leak
     rig.add("b", prompt(6), 3)
     rig.drain()
 

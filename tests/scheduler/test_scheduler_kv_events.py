@@ -55,4 +55,4 @@ def test_a_replay_from_0_tells_exactly_the_cached_blocks():
 
     assert [sum(isinstance(event, kind) for event in events) > 3 for kind in KINDS] == [True] * 3
     assert len(mirror.known()) > 10
-    assert mirror.known() == cached(rig.kv.cache)
+    assert mirror.known() == cached(rig.kv.parts[0].cache)

@@ -73,7 +73,8 @@ class CopyingCache:
 
 def copying(**options: object) -> tuple[Rig, CopyingCache]:
     rig = Rig(**options)
-    rig.kv.cache = cache = CopyingCache(rig.kv.cache, rig.kv.allocator, rig.worker.kv)
+    part = rig.kv.parts[0]
+    part.cache = cache = CopyingCache(part.cache, part.allocator, rig.worker.kv)
     return rig, cache
 
 

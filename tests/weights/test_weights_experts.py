@@ -36,9 +36,16 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("saved")
 
 
+@pytest.fixture(scope="module", params=["split", "whole"])
+def attention(request):
+    """What of attention's weights a rank has."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def ranks(mixtures, folder):
-    with running_engine(mixtures[0], save_dir=str(folder), **TWO) as engine:
+def ranks(mixtures, folder, attention):
+    own = {"dp_size": 2, "enable_dp_attention": True} if attention == "whole" else {}
+    with running_engine(mixtures[0], save_dir=str(folder), **TWO, **own) as engine:
         yield engine
 
 
@@ -94,16 +101,15 @@ def test_what_no_rank_can_take_is_refused_by_all(ranks, answers):
 
 def test_weights_are_read_from_the_rank_that_has_them(ranks, mixtures):
     stored = tensors_of(mixtures[0])
-    names = [name for name in stored if "experts" in name or "layers" not in name]
-    assert ELSEWHERE in names
-    for name in names:
+    assert ELSEWHERE in stored
+    for name in stored:
         read = torch.tensor(ranks.get_weights_by_name(name, truncate_size=3000))
         assert torch.equal(read, stored[name].float()), name
 
 
-def test_what_is_saved_has_all_experts(ranks, mixtures, answers, folder):
-    assert ranks.save_sharded_state("step-1")[0]
-    again = fresh(str(folder / "step-1"), load_format="sharded_state", tokenizer_path=mixtures[0])
+def test_what_is_saved_has_all_experts(ranks, mixtures, answers, folder, attention):
+    assert ranks.save_sharded_state(attention)[0]
+    again = fresh(str(folder / attention), load_format="sharded_state", tokenizer_path=mixtures[0])
     assert again == answers[0]
 
 

@@ -113,6 +113,7 @@ class ServerOptions(TypedDict, total=False):
     dist_timeout: float
     dist_secret_file: str | None
     dp_size: int
+    enable_dp_attention: bool
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"]
     disable_recovery: bool
     max_restarts: int

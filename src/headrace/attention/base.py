@@ -1,6 +1,6 @@
 """The interface between models and attention: layers, steps, and what a backend must implement.
 
-Owns `AttentionLayerSpec`, `StepRows`, `ReadTokens`, `KvPool` and the bases `StepAttention`, `AttentionBackend` and `RotatingBackend`. Does
+Owns `AttentionLayerSpec`, `StepRows`, `ReadTokens`, `OwnRows`, `KvPool` and the bases `StepAttention`, `AttentionBackend` and `RotatingBackend`. Does
 not own any kernel, and does not choose between backends (`config.resolve` does, by their facts). Used by the thread that runs the model.
 """
 
@@ -109,6 +109,27 @@ class ReadTokens:
 
     index: torch.Tensor
     starts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The rows of a step whose KV this rank has, where ranks have different sequences: it computes attention for their tokens, other ranks for
+    the others. rows: among the step's rows; tokens: of these rows, among the step's tokens. Both may be empty.
+    """
+
+    rows: slice
+    tokens: slice
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its own."""
+        return int(self.tokens.stop) - int(self.tokens.start)
+
+    def of_reads(self, reads: ReadTokens) -> tuple[slice, ReadTokens]:
+        """Its own among the tokens that are read, and these as tokens of its own rows."""
+        starts = reads.starts[self.rows.start : self.rows.stop + 1]
+        place = slice(starts[0], starts[-1])
+        return place, ReadTokens(reads.index[place] - self.tokens.start, [start - starts[0] for start in starts])
 
 
 @dataclass(slots=True)

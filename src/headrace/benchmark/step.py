@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headrace.attention.base import ReadTokens, StepAttention
+from headrace.attention.base import OwnRows, ReadTokens, StepAttention
 from headrace.benchmark.results import write_json
 from headrace.benchmark.tables import print_table
 from headrace.benchmark.timing import Timing, timing, timing_document
@@ -359,11 +359,12 @@ class _TimedModel:
         attention: StepAttention,
         reads: ReadTokens | None = None,
         *,
+        own: OwnRows | None = None,
         by_layer: bool = False,
     ) -> torch.Tensor:
         """The model's, timed."""
         begin = time.perf_counter()
-        out = self._inner.forward(hidden, positions, attention, reads, by_layer=by_layer)
+        out = self._inner.forward(hidden, positions, attention, reads, own=own, by_layer=by_layer)
         self.seconds += time.perf_counter() - begin
         return out
 

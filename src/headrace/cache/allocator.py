@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Pages 0 .. num_pages-1 of `page_size` tokens each; slot of a token = page * page_size + offset."""
+    """Pages first .. first + num_pages - 1 of `page_size` tokens each; slot of a token = page * page_size + offset."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, first: int = 0) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        # Popped from the end: low pages first, so that a lightly used pool touches little memory.
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.first = first
+        self._free = self._all()
 
     @property
     def num_free(self) -> int:
@@ -34,4 +34,8 @@ class PageAllocator:
 
     def reset(self) -> None:
         """Mark every page as free."""
-        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._free = self._all()
+
+    def _all(self) -> list[int]:
+        # Popped from the end: low pages first, so that a lightly used pool touches little memory.
+        return list(range(self.first + self.num_pages - 1, self.first - 1, -1))

@@ -4,6 +4,7 @@ Owns the hash of each cached page. Does not own the tree, which tells it (`Cache
 """
 
 import hashlib
+from collections import Counter
 
 from headrace.messages import namespaces
 from headrace.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -15,6 +16,7 @@ HASH_BYTES = 8
 class BlockEvents:
     """A `CacheObserver` that keeps events until they are taken. The first says that nothing is cached.
 
+    Several trees may tell it, of pages with different numbers: a block is stored when the first has it, and removed when none has it any more.
     The hash of a block is BLAKE2b, 8 bytes, over the hash of the block before it (of the namespace, for the first) and its tokens. So it
     is the same in every replica and after a restart.
     """
@@ -23,6 +25,7 @@ class BlockEvents:
         self._page_size = page_size
         self._page_bytes = page_size * 4
         self._hash_of_page: dict[int, bytes] = {}
+        self._num_pages_of: Counter[bytes] = Counter()
         self._events: list[KVEvent] = [AllBlocksCleared()]
 
     def take(self) -> list[KVEvent]:
@@ -33,17 +36,24 @@ class BlockEvents:
     def stored(self, tokens: bytes, pages: list[int], after: int | None, namespace: str) -> None:
         """See `CacheObserver`."""
         last = parent = _hash(namespace.encode()) if after is None else self._hash_of_page[after]
-        hashes = []
+        hashes: list[int] = []
+        num_known = 0
         for index, page in enumerate(pages):
             last = _hash(last + tokens[index * self._page_bytes : (index + 1) * self._page_bytes])
             self._hash_of_page[page] = last
-            hashes.append(_number(last))
+            self._num_pages_of[last] += 1
+            if self._num_pages_of[last] == 1:
+                hashes.append(_number(last))
+            else:  # so another tree has all blocks before it, too
+                num_known, parent = index + 1, last
+        if not hashes:
+            return
         parts = namespaces.read(namespace)
         self._events.append(
             BlockStored(
                 hashes,
-                None if after is None else _number(parent),
-                unpack_int32(tokens),
+                None if after is None and not num_known else _number(parent),
+                unpack_int32(tokens[num_known * self._page_bytes :]),
                 self._page_size,
                 lora_id=parts.lora_id,
                 lora_name=parts.lora_name,
@@ -55,11 +65,19 @@ class BlockEvents:
 
     def removed(self, pages: list[int]) -> None:
         """See `CacheObserver`."""
-        self._events.append(BlockRemoved([_number(self._hash_of_page.pop(page)) for page in pages]))
+        gone = []
+        for digest in map(self._hash_of_page.pop, pages):
+            self._num_pages_of[digest] -= 1
+            if not self._num_pages_of[digest]:
+                del self._num_pages_of[digest]
+                gone.append(_number(digest))
+        if gone:
+            self._events.append(BlockRemoved(gone))
 
     def cleared(self) -> None:
         """See `CacheObserver`. What was stored and evicted before and not taken yet no longer matters."""
         self._hash_of_page.clear()
+        self._num_pages_of.clear()
         self._events = [AllBlocksCleared()]
 
 

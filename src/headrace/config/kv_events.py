@@ -40,7 +40,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return all(host == "localhost" or _is_loopback(host) for host in hosts)
 
 
-def read_kv_events(text: str | None, dp_size: int) -> KVEventsConfig | None:
+def read_kv_events(text: str | None, num_replicas: int) -> KVEventsConfig | None:
     """The value of --kv-events-config; None = events are off. Raises ConfigError."""
     if text is None:
         return None
@@ -58,13 +58,13 @@ def read_kv_events(text: str | None, dp_size: int) -> KVEventsConfig | None:
     taken: set[int] = set()
     for endpoint in filter(None, (config.endpoint, config.replay_endpoint)):
         _, port = _host_and_port(endpoint)
-        if port + dp_size - 1 > 65535:
-            raise ConfigError(f"{OPTION}: each of {dp_size} replicas needs a port, from {port} on")
-        ports = set(range(port, port + dp_size))
+        if port + num_replicas - 1 > 65535:
+            raise ConfigError(f"{OPTION}: each of {num_replicas} replicas needs a port, from {port} on")
+        ports = set(range(port, port + num_replicas))
         if taken & ports:
             raise ConfigError(
-                f"{OPTION}: replica r listens on port + r, so with {dp_size} replicas the ports of endpoint and "
-                f"replay_endpoint must be at least {dp_size} apart"
+                f"{OPTION}: replica r listens on port + r, so with {num_replicas} replicas the ports of endpoint and "
+                f"replay_endpoint must be at least {num_replicas} apart"
             )
         taken |= ports
     return config

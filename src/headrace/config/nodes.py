@@ -55,7 +55,9 @@ def _check(args: ServerArgs) -> None:
             f"--pp-size {args.pp_size} counts the stages of all nodes: it must be a multiple of --nnodes {nnodes}, since a stage with its "
             f"--tp-size ranks is on one node; to split layers over nodes, use --tp-size without --pp-size"
         )
-    if args.dp_size > 1:
+    if args.enable_dp_attention:
+        raise ConfigError("--enable-dp-attention cannot be combined with --nnodes yet: use --tp-size and --ep-size")
+    if args.num_replicas > 1:
         raise ConfigError(
             "--dp-size cannot be combined with --nnodes: start several groups of nodes, with a router in front"
         )

@@ -17,7 +17,7 @@ CONNECTION_FILES = 192
 
 def check_open_files(args: ServerArgs, with_server: bool = False) -> None:
     """Raises ConfigError if the limit of open files is too low."""
-    needed = ENGINE_FILES + REPLICA_FILES * (args.dp_size - 1) + (CONNECTION_FILES if with_server else 0)
+    needed = ENGINE_FILES + REPLICA_FILES * (args.num_replicas - 1) + (CONNECTION_FILES if with_server else 0)
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         what = "a server" if with_server else "an engine"

@@ -89,7 +89,7 @@ _ONE_DEVICE = "the ranks of a model are those of --tp-size and --pp-size"
 _NO_SHARDS = (
     "--tp-size shares every layer, --pp-size shares the layers out, --dp-size starts replicas; there are no other ways"
 )
-_NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; copies of experts and parallel attention are not supported"
+_NO_DEALING = "--ep-size deals whole experts evenly to the ranks of --tp-size; copies of experts are not supported"
 _NUMA = "--numa-bind deals the ranks to the NUMA nodes in their order, and gives each the cores of its node"
 _ONE_MACHINE = "replicas run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
@@ -285,7 +285,7 @@ TABLE: tuple[Entry, ...] = (
     _refused(VLLM, "--enable-expert-parallel", "give --ep-size the value of --tp-size"),
     _refused(
         BOTH,
-        "--enable-dp-attention --ep-num- --ep-dispatch- --enable-eplb --eplb- --deepep- --elastic-ep-",
+        "--ep-num- --ep-dispatch- --enable-eplb --eplb- --deepep- --elastic-ep-",
         _NO_DEALING,
         is_prefix=True,
     ),

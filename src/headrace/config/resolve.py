@@ -215,7 +215,12 @@ def refuse_early(args: ServerArgs, model: ModelConfig, has_cuda: bool | None, me
 
 
 def _check_experts(args: ServerArgs, model: ModelConfig) -> None:
-    """Raises ConfigError if --ep-size has nothing to deal."""
+    """Raises ConfigError if --ep-size has nothing to deal, or --enable-dp-attention no experts to share."""
+    if args.enable_dp_attention and model.moe is None:
+        raise ConfigError(
+            f"--enable-dp-attention is for mixtures of experts, and model type {model.model_type} has none here: leave the option out, "
+            "and --dp-size starts replicas"
+        )
     if args.ep_size > 1 and model.moe is None:
         raise ConfigError(f"--ep-size {args.ep_size}: this model has no experts; leave the option out")
     if model.moe is not None and args.ep_size > model.moe.num_experts:
@@ -233,7 +238,7 @@ def _check_memory(args: ServerArgs, model: ModelConfig, weight_bytes: int, memor
                 f"--max-total-tokens {args.max_total_tokens} needs at least {_gib(least_bytes)}, and the machine has {_gib(memory_bytes)}"
             )
         return
-    fraction = (args.mem_fraction_static or MEM_FRACTION["cpu"]) / args.dp_size
+    fraction = (args.mem_fraction_static or MEM_FRACTION["cpu"]) / args.num_replicas
     # Weights that are mapped from a file count as free memory when the worker measures it.
     room = (memory_bytes + weight_bytes) * fraction - weight_bytes - 4 * args.max_running_requests * model.vocab_size
     num_tokens = args.context_length or 1

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config.bounds import LONGEST_S, Bounds, check_option
+from headrace.config.dp_attention import check_dp_attention
 from headrace.config.kv_events import read_kv_events
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
@@ -201,8 +202,13 @@ class ServerArgs:
     dp_size: int = _opt(
         1,
         _S,
-        "Number of replicas of the model on this machine (data parallel); they share its cores and memory.",
+        "Number of replicas of the model on this machine, which share its cores (data parallel); with --enable-dp-attention, of ranks instead.",
         Bounds(least=1, most=64),
+    )
+    enable_dp_attention: bool = _opt(
+        False,
+        _S,
+        "Of a mixture of experts, let each process of --tp-size compute attention for requests of its own. Give --dp-size the same value.",
     )
     load_balance_method: Literal["round_robin", "shortest_queue", "total_tokens", "cache_aware"] = _opt(
         "round_robin",
@@ -286,7 +292,10 @@ class ServerArgs:
         Bounds(above=0.0, below=1.0),
     )
     max_total_tokens: int | None = _opt(
-        None, _Q, "Size of the KV cache, in tokens; default: what --mem-fraction-static leaves.", _POSITIVE
+        None,
+        _Q,
+        "Size of the KV cache, in tokens, with --enable-dp-attention of all ranks together; default: what --mem-fraction-static leaves.",
+        _POSITIVE,
     )
     max_running_requests: int = _opt(64, _Q, "Most samples that run at the same time.", _POSITIVE)
     max_queued_requests: int = _opt(2048, _Q, "Most samples that wait to run; further requests get a 503.", _POSITIVE)
@@ -509,6 +518,16 @@ class ServerArgs:
         return self.tp_size * self.pp_size
 
     @property
+    def num_replicas(self) -> int:
+        """Models that run beside each other, each in its own ranks."""
+        return 1 if self.enable_dp_attention else self.dp_size
+
+    @property
+    def num_kv_parts(self) -> int:
+        """Parts of a model's KV cache that have different sequences, one on each rank; 1: all ranks have all sequences."""
+        return self.tp_size if self.enable_dp_attention else 1
+
+    @property
     def served_name(self) -> str:
         """The model's name in the API; never a path."""
         if self.served_model_name:
@@ -524,7 +543,7 @@ class ServerArgs:
             check_option(option, getattr(self, field_.name), field_.type, field_.metadata["bounds"])
         parse_origins(self.allow_origins)
         parse_hosts(self.allowed_hosts or "")
-        if read_kv_events(self.kv_events_config, self.dp_size) is not None and self.disable_radix_cache:
+        if read_kv_events(self.kv_events_config, self.num_replicas) is not None and self.disable_radix_cache:
             raise ConfigError(
                 "--kv-events-config needs the prefix cache: it cannot be combined with --disable-radix-cache"
             )
@@ -535,7 +554,7 @@ class ServerArgs:
         for name in ("tokenizer_path", "chat_template"):
             if self.skip_tokenizer_init and getattr(self, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")
-        if self.dp_size > 1 and self.single_process:
+        if self.num_replicas > 1 and self.single_process:
             raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
         for field_ in fields(self) if not self.ray else ():
             if field_.metadata["group"] == _R and getattr(self, field_.name) != field_.default:
@@ -557,6 +576,8 @@ class ServerArgs:
             raise ConfigError(
                 f"--ep-size must be 1 or the value of --tp-size ({self.tp_size}), whose ranks share the experts, got {self.ep_size}"
             )
+        if self.enable_dp_attention:
+            check_dp_attention(self.tp_size, self.dp_size, self.pp_size, self.lora_paths)
         if self.tokenizer_worker_num > 1 and self.single_process:
             raise ConfigError(
                 "--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process"

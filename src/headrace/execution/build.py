@@ -12,7 +12,7 @@ import torch
 
 from headrace import kernels
 from headrace.attention import select
-from headrace.attention.base import AttentionBackend, KvPool
+from headrace.attention.base import AttentionBackend, KvPool, KvShape
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
@@ -87,6 +87,11 @@ class _Setup:
     def is_cpu(self) -> bool:
         """Whether the model runs on the CPU."""
         return self.config.device == "cpu"
+
+    def kv_shape(self, stage: Stage) -> KvShape:
+        """The KV cache of this rank, or of its likes in another stage."""
+        dtype = getattr(torch, self.config.kv_cache_dtype)
+        return kv_shape(self.model_config, dtype, self.placement.attention.shard, stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +181,7 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
         _compile(model, setup.spec.name)
     memory = _allocate(setup, model, rank, others, decisions)
     link = None if setup.is_cpu else _link(setup, rank, others)
-    table = _sequence_table(setup, memory, link)
+    table = _sequence_table(setup, memory, link, rank)
     sampler = _sampler(setup, table, link, processors)
     resources.callback(sampler.close)
     rename = setup.spec.renaming(setup.model_config)
@@ -226,13 +231,20 @@ def _set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> _Setup:
         check_can_be_split(args, spec, config)
     device, deals = own_device(args, config, rank), args.ep_size > 1
     placement = Placement(
-        device, dtype, config.context_length, config.weight_format, rank.shard, rank.stage, whole_experts=deals
+        device,
+        dtype,
+        config.context_length,
+        config.weight_format,
+        rank.shard,
+        rank.stage,
+        whole_experts=deals,
+        whole_attention=args.enable_dp_attention,
     )
+    setup = _Setup(args, model_config, spec, config, placement)
     if args.max_total_tokens is not None:
-        shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
-        num_tokens = whole_pages(args.max_total_tokens, config.page_size)
-        check_pool_fits(num_tokens, shape.bytes_per_token, available_bytes(placement.device))
-    return _Setup(args, model_config, spec, config, placement)
+        num_tokens = whole_pages(args, config.page_size)
+        check_pool_fits(num_tokens, setup.kv_shape(rank.stage).bytes_per_token, available_bytes(placement.device))
+    return setup
 
 
 def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
@@ -293,7 +305,7 @@ def _load_weights(
 def _allocate(setup: _Setup, model: CausalLM, rank: Rank, others: OtherRanks, decisions: list[str]) -> _Memory:
     """Measure the memory that is left and allocate the KV pool; let the model fuse its layers with the backend where it can. Raises ConfigError."""
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
-    shape = kv_shape(model_config, getattr(torch, config.kv_cache_dtype), rank.shard, rank.stage)
+    shape = setup.kv_shape(rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = reserved_bytes(config, model_config, graph_sizes, gathers=rank.devices is not None)
     needs = _needs(setup, model, rank)
@@ -316,26 +328,27 @@ def _allocate(setup: _Setup, model: CausalLM, rank: Rank, others: OtherRanks, de
 
 def _needs(setup: _Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
     """Of this rank, and of one of each other stage, where nothing is loaded here."""
-    dtype = getattr(torch, setup.config.kv_cache_dtype)
 
     def of(model: CausalLM, stage: Stage) -> RankNeeds:
-        shape = kv_shape(setup.model_config, dtype, rank.shard, stage)
-        return RankNeeds(model_bytes(model), shape.bytes_per_token)
+        return RankNeeds(model_bytes(model), setup.kv_shape(stage).bytes_per_token)
 
     places = ((stage, replace(setup.placement, stage=stage)) for stage in rank.stage.others)
     others = [of(setup.spec.build(setup.model_config, place), stage) for stage, place in places]
     return [of(model, rank.stage), *others]
 
 
-def _sequence_table(setup: _Setup, memory: _Memory, link: Device | None) -> SequenceTable:
+def _sequence_table(setup: _Setup, memory: _Memory, link: Device | None, rank: Rank) -> SequenceTable:
     """link: None = on the CPU."""
     config = setup.config
+    part = rank.number if setup.args.enable_dp_attention else 0
     return SequenceTable(
         config.max_running_requests,
         memory.plan.context_length,
         setup.placement.device,
         page_size=config.page_size if memory.attention.paged_kv() is not None else 0,
         link=link,
+        part=part,
+        first_slot=part * memory.plan.num_tokens,
     )
 
 
@@ -436,11 +449,11 @@ def _beside_steps(built: _Built, refusal: str) -> _BesideSteps:
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
     setup, memory, config = built.setup, built.memory, built.setup.config
-    kv_dtype = getattr(torch, config.kv_cache_dtype)
-    of_all = kv_shape(setup.model_config, kv_dtype).bytes_per_token
-    of_this = kv_shape(setup.model_config, kv_dtype, built.rank.shard, built.rank.stage).bytes_per_token
+    num_parts = setup.args.num_kv_parts
+    of_all = kv_shape(setup.model_config, getattr(torch, config.kv_cache_dtype)).bytes_per_token
+    of_this = setup.kv_shape(built.rank.stage).bytes_per_token
     return ReadyInfo(
-        max_total_tokens=memory.plan.num_tokens,
+        max_total_tokens=num_parts * memory.plan.num_tokens,
         max_running_requests=config.max_running_requests,
         context_length=memory.plan.context_length,
         vocab_size=setup.model_config.vocab_size,
@@ -452,7 +465,7 @@ def _ready_info(built: _Built, load_s: float) -> ReadyInfo:
         attention_backend=config.attention_backend,
         model_class=setup.spec.name,
         weight_bytes=round(sum(weight.whole_bytes for weight in built.runner.model.weights())),
-        kv_bytes=memory.pool.num_bytes * of_all // of_this,
+        kv_bytes=num_parts * memory.pool.num_bytes * of_all // of_this,
         load_s=load_s,
         quantization=config.quantization,
         activations=config.activations,

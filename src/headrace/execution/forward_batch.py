@@ -5,13 +5,13 @@ it is made with numpy and as few calls as possible: between two steps the CPU ca
 times as much as in a tight loop.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from headrace.attention.base import ReadTokens, StepRows
+from headrace.attention.base import OwnRows, ReadTokens, StepRows
 from headrace.execution.device import upload_parts
 from headrace.execution.sequence_table import HostTables, SequenceTable
 from headrace.messages.step import Int32Array, ModelWorkerBatch
@@ -23,17 +23,23 @@ _NO_SLOTS = torch.empty(0, 0, dtype=torch.int32)
 class ForwardBatch:
     """A step's inputs on the model's device.
 
-    token_ids: int64[num_tokens]; ids at positions with input embeddings are placeholders. row_starts: host copy of
-    rows.row_starts.
+    token_ids: int64[num_tokens]; ids at positions with input embeddings are placeholders. starts, counts: of the plan's rows; row_starts:
+    where each begins among the tokens, and their number. rows: for attention. own: which of the plan's rows these are, where ranks have the KV
+    of different sequences; None = all.
     """
 
     token_ids: torch.Tensor
+    starts: list[int]
+    counts: list[int]
     row_starts: list[int]
     rows: StepRows
+    own: OwnRows | None = None
 
     @classmethod
     def from_plan(cls, plan: ModelWorkerBatch, table: SequenceTable) -> "ForwardBatch":
         """Look up the plan's tokens and slots, and record where this step's KV goes."""
+        if plan.part_starts:
+            return cls._of_parts(plan, table)
         starts = plan.starts.tolist()
         if len(starts) == plan.num_tokens:
             counts = [1] * len(starts)
@@ -47,9 +53,7 @@ class ForwardBatch:
             starts_of_rows = np.zeros(len(starts) + 1, dtype=np.int32)
             np.cumsum(plan.counts, out=starts_of_rows[1:])
             row_starts, row_starts_on_host = torch.from_numpy(starts_of_rows), starts_of_rows.tolist()
-            token_rows = np.repeat(plan.seqs, plan.counts)
-            positions = np.arange(plan.num_tokens, dtype=np.int32)
-            positions += np.repeat(plan.starts - starts_of_rows[:-1], plan.counts)
+            token_rows, positions = _places(plan, starts_of_rows)
         assert row_starts_on_host[-1] == plan.num_tokens, (counts, plan.num_tokens)
         assert longest <= table.context_length, (longest, table.context_length)
         if table.host is None:
@@ -78,7 +82,41 @@ class ForwardBatch:
             slots=slots,
             pages=pages,
         )
-        return cls(token_ids, row_starts_on_host, rows)
+        return cls(token_ids, starts, counts, row_starts_on_host, rows)
+
+    @classmethod
+    def _of_parts(cls, plan: ModelWorkerBatch, table: SequenceTable) -> "ForwardBatch":
+        """Of a plan whose KV is on several ranks: the tokens of all rows, and what attention needs of its own."""
+        assert table.host is not None, "parts of the KV cache on a device"
+        starts_of_rows = np.zeros(len(plan.counts) + 1, dtype=np.int32)
+        np.cumsum(plan.counts, out=starts_of_rows[1:])
+        row_starts = starts_of_rows.tolist()
+        begin, end = plan.part_starts[table.part : table.part + 2]
+        own = OwnRows(slice(begin, end), slice(row_starts[begin], row_starts[end]))
+        token_ids = torch.from_numpy(table.host.tokens[_places(plan, starts_of_rows)])
+        rows = cls.from_plan(_part(plan, own, table.first_slot), table).rows
+        return cls(token_ids, plan.starts.tolist(), plan.counts.tolist(), row_starts, rows, own)
+
+
+def _places(plan: ModelWorkerBatch, starts_of_rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """The row in the tables and the position of each token. starts_of_rows: where each row begins among the tokens."""
+    positions = np.arange(plan.num_tokens, dtype=np.int32)
+    positions += np.repeat(plan.starts - starts_of_rows[:-1], plan.counts)
+    return np.repeat(plan.seqs, plan.counts), positions
+
+
+def _part(plan: ModelWorkerBatch, own: OwnRows, first_slot: int) -> ModelWorkerBatch:
+    """The plan of these rows alone, over a pool whose slot 0 is `first_slot` of the plan."""
+    rows, tokens = own.rows, own.tokens
+    return replace(
+        plan,
+        seqs=plan.seqs[rows],
+        starts=plan.starts[rows],
+        counts=plan.counts[rows],
+        num_logits=plan.num_logits[rows],
+        out_slots=plan.out_slots[tokens] - first_slot,
+        part_starts=(),
+    )
 
 
 def last_tokens(plan: ModelWorkerBatch, num_read: Int32Array, device: torch.device) -> ReadTokens | None:

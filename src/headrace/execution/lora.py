@@ -26,6 +26,7 @@ from headrace.models.spec import CausalLM
 _HEAD = "lm_head"
 _EXPERTS = ".experts."
 _NAMES_IN_A_MESSAGE = 3
+_NOT_OF_OWN_ROWS = "adapters are not supported with --enable-dp-attention: start the server without it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class LoraPool:
     def __init__(
         self, model: CausalLM, placement: Placement, max_loras: int, max_rank: int, rename: Callable[[str], str] = str
     ) -> None:
+        self._refusal = _NOT_OF_OWN_ROWS if placement.whole_attention else ""
         self.step = LoraStep()
         self._max_loras = max_loras
         self._max_rank = max_rank
@@ -90,6 +92,8 @@ class LoraPool:
     def stage(self, lora_id: int, path: str, fingerprint: str = "") -> StagedAdapter:
         """The slow part of `load`. Then comes `enter`, or `unload`, which forgets it."""
         assert lora_id > 0, lora_id
+        if self._refusal:
+            raise ModelError(self._refusal)
         with self._lock:
             assert lora_id not in self._loaded, lora_id
             self._check_room()

@@ -179,9 +179,9 @@ class ModelRunner:
             if new.task.return_hidden_states:
                 part = hidden[starts[row] : starts[row + 1]]
                 outcome.hidden_states[row] = part.float().cpu().numpy().tobytes()
-            positions = _logprob_positions(new, batch.rows.starts[row], batch.rows.counts[row])
+            positions = _logprob_positions(new, batch.starts[row], batch.counts[row])
             if positions:
-                first = starts[row + 1] - (batch.rows.starts[row] + batch.rows.counts[row] - positions.start)
+                first = starts[row + 1] - (batch.starts[row] + batch.counts[row] - positions.start)
                 part = hidden[first : first + len(positions)]
                 logprobs = self._prompt_logprobs(new, seqs[row], positions, part)
                 if logprobs is not None:
@@ -230,7 +230,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """What comes out of this stage's layers: hidden states [num_read, hidden_size] after the final norm, or what the next stage takes."""
         inputs = self._inputs(seqs, special, batch)
-        self.attention.prepare(batch.rows)
+        if batch.own is None or batch.own.num_tokens:
+            self.attention.prepare(batch.rows)
         loras = None
         if self.table.adapted:
             loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
@@ -241,8 +242,9 @@ class ModelRunner:
         if not self.stage.is_last:
             reads = None
         if loras is None:
-            hidden = self.model.forward(inputs, batch.rows.positions, self.attention, reads)
+            hidden = self.model.forward(inputs, batch.rows.positions, self.attention, reads, own=batch.own)
         else:
+            assert batch.own is None, "adapters are refused where ranks have different sequences"
             # An adapter finds its rows by their place in the whole step.
             hidden = self.model.forward(inputs, batch.rows.positions, self.attention, by_layer=True)
             hidden = hidden if reads is None else hidden[reads.index]
@@ -258,9 +260,9 @@ class ModelRunner:
         inputs = self.model.embed(batch.token_ids)
         for row in special:
             embeds = self.table.specs[seqs[row]].input_embeds
-            start = batch.rows.starts[row]
+            start = batch.starts[row]
             if embeds is not None and start < len(embeds):
-                given = embeds[start : start + batch.rows.counts[row]]
+                given = embeds[start : start + batch.counts[row]]
                 begin = batch.row_starts[row]
                 inputs[begin : begin + len(given)] = given.to(inputs.dtype)
         return inputs
@@ -316,7 +318,7 @@ class ModelRunner:
     ) -> None:
         """Sample after the hidden states [len(sampled), hidden_size] of the rows `sampled`."""
         seqs = [all_seqs[row] for row in sampled]
-        positions = [batch.rows.starts[row] + batch.rows.counts[row] for row in sampled]
+        positions = [batch.starts[row] + batch.counts[row] for row in sampled]
         specs = [self.table.specs[seq].new for seq in seqs]
         num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
         rids = [new.rid for new in specs]

@@ -23,7 +23,7 @@ _ROOM = "tokens of KV"
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Size of the KV pool and the longest sequence that it allows."""
+    """Size of the KV pool, of a rank if each has other sequences, and the longest sequence that it allows."""
 
     num_tokens: int
     context_length: int
@@ -57,7 +57,7 @@ def agreed_plan(
         if rank.devices is not None:
             rank.devices.offer(_ROOM, _plan(args, config, needs[0], reserved_bytes, device, []).num_tokens)
         [num_tokens] = unpack_int32(rank.group.receive())
-        args, needs = replace(args, max_total_tokens=num_tokens), needs[:1]
+        args, needs = replace(args, max_total_tokens=num_tokens * args.num_kv_parts), needs[:1]
     plans: list[tuple[PoolPlan, list[str]]] = []
     for one in needs:
         found: list[str] = []
@@ -109,11 +109,14 @@ def reserved_bytes(
     )
 
 
-def whole_pages(max_total_tokens: int, page_size: int) -> int:
-    """--max-total-tokens, rounded down to pages. Raises ConfigError if it is less than one."""
-    if max_total_tokens < page_size:
-        raise ConfigError(f"--max-total-tokens {max_total_tokens} is less than one page of {page_size} tokens")
-    return max_total_tokens // page_size * page_size
+def whole_pages(args: ServerArgs, page_size: int) -> int:
+    """What each part of the KV cache gets of --max-total-tokens, which is given: whole pages. Raises ConfigError if it is less than one."""
+    total, num_parts = args.max_total_tokens, args.num_kv_parts
+    assert total is not None
+    if total < num_parts * page_size:
+        needed = f"one page of {page_size} tokens" + ("" if num_parts == 1 else f" for each of {num_parts} ranks")
+        raise ConfigError(f"--max-total-tokens {total} is less than {needed}")
+    return total // (num_parts * page_size) * page_size
 
 
 def _plan(
@@ -127,11 +130,10 @@ def _plan(
     """The number of tokens in the pool. Raises ConfigError if it is too small for one sequence."""
     page_size, context_length = config.page_size, config.context_length
     if args.max_total_tokens is not None:
-        num_tokens = whole_pages(args.max_total_tokens, page_size)
-        if num_tokens != args.max_total_tokens:
-            decisions.append(
-                f"max_total_tokens {num_tokens}: {args.max_total_tokens} rounded down to pages of {page_size}"
-            )
+        num_tokens = whole_pages(args, page_size)
+        in_all = num_tokens * args.num_kv_parts
+        if in_all != args.max_total_tokens:
+            decisions.append(f"max_total_tokens {in_all}: {args.max_total_tokens} rounded down to pages of {page_size}")
     else:
         budget = kv_token_budget(
             available=available_bytes(device),

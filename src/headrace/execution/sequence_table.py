@@ -44,6 +44,8 @@ class SequenceTable:
     `spare`, belongs to no sequence. special: rows whose `SequenceSpec` is not plain. adapted: rows with an adapter.
     link: how values reach a device without waiting; None where the tables are in host memory. host: the same memory; None with a link.
     page_size: given (without a link), the host's pages int32[max_seqs, pages of the context] are kept and the slots are not.
+    part: of the KV cache that this rank has, where ranks have different sequences; first_slot: its first slot in the plans, which is slot 0
+    here. Of the other ranks' sequences, the slots in the table are of no use.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class SequenceTable:
         device: torch.device,
         page_size: int = 0,
         link: Device | None = None,
+        part: int = 0,
+        first_slot: int = 0,
     ) -> None:
         assert not page_size or link is None, (page_size, device)
         self.max_seqs = max_seqs
@@ -60,6 +64,8 @@ class SequenceTable:
         self.link = link
         self.context_length = context_length
         self.page_size = page_size
+        self.part = part
+        self.first_slot = first_slot
         self.tokens = torch.zeros(max_seqs + 1, context_length + 1, dtype=torch.int64, device=device)
         self.slots = torch.zeros(max_seqs + 1, 0 if page_size else context_length, dtype=torch.int32, device=device)
         num_pages = -(-context_length // page_size) if page_size else 0
@@ -79,10 +85,12 @@ class SequenceTable:
         assert num_cached < num_tokens <= self.context_length + 1, (num_cached, num_tokens, self.context_length)
         self.tokens[new.seq, :num_tokens] = self._placed(new.token_ids.astype(np.int64))
         if num_cached and self.page_size and self.host is not None:
-            first_slots = new.prefix_slots[:: self.page_size]
+            first_slots = new.prefix_slots[:: self.page_size] - self.first_slot
             self.host.pages[new.seq, : len(first_slots)] = first_slots // self.page_size
         elif num_cached:
-            self.slots[new.seq, :num_cached] = self._placed(new.prefix_slots.astype(np.int32, copy=True))
+            self.slots[new.seq, :num_cached] = self._placed(
+                (new.prefix_slots - self.first_slot).astype(np.int32, copy=False)
+            )
         # A row that has been left must not hold a grammar, which may be large.
         kept = new if new.grammar is None else replace(new, grammar=None)
         spec = self.specs[new.seq] = SequenceSpec(kept, input_embeds)

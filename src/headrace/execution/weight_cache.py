@@ -124,6 +124,7 @@ def open_cache(checkpoint: Checkpoint, model_class: str, placement: Placement) -
             "quantization": placement.quantization,
             "rank": [placement.shard.rank, placement.shard.size],
             "whole_experts": placement.whole_experts,
+            "whole_attention": placement.whole_attention,
             "stage": [placement.stage.index, placement.stage.count],
             "isa": native.isa(),
             "extension": [extension.st_size, extension.st_mtime_ns],

@@ -231,7 +231,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         max_samples=max_samples,
         processors=processor_names(args.custom_logit_processors),
         uses_priority=args.schedule_policy == "priority",
-        num_replicas=args.dp_size,
+        num_replicas=args.num_replicas,
         has_tokenizer=not args.skip_tokenizer_init,
         has_grammars=args.grammar_backend != "none",
         context_length=ready.context_length,

@@ -143,7 +143,7 @@ class RuntimeSettings:
             most = self._args.max_prefill_tokens
             given["chunked_prefill_size"] = most if size == -1 else min(size, most)
         self.limits = msgspec.structs.replace(self.limits, **given)
-        self._queue.num_slots = self.limits.max_running_requests * self._args.dp_size
+        self._queue.num_slots = self.limits.max_running_requests * self._args.num_replicas
         self._queue.max_waiting = self.limits.max_queued_requests
         self._to_schedulers(self._limits_message())
         logger.info("limits changed: %s", ", ".join(f"{name}={value}" for name, value in given.items()))
@@ -177,7 +177,7 @@ class RuntimeSettings:
 
     def _limits_message(self) -> SetLimitsReq:
         limits = self.limits
-        most_queued = self._most_running * self._args.dp_size + limits.max_queued_requests
+        most_queued = self._most_running * self._args.num_replicas + limits.max_queued_requests
         return SetLimitsReq(
             limits.max_running_requests,
             most_queued,

@@ -115,7 +115,7 @@ class TokenizerManager:
             if more_schedulers
             else None
         )
-        self.table = SampleTable(SampleQueue(ready.max_running_requests * args.dp_size, args.max_queued_requests))
+        self.table = SampleTable(SampleQueue(ready.max_running_requests * args.num_replicas, args.max_queued_requests))
         self.records = Records(args, self.table, timelines, clock)
         self.sessions = Sessions(
             args.max_sessions, args.max_session_tokens, args.session_timeout_s, tokenizer.decode, clock
@@ -171,7 +171,7 @@ class TokenizerManager:
         generate = functools.partial(self.generate_request, caller=SERVER)
         self._health = Health(self.engine_loop, self.link, self.heartbeats, self.control, generate, clock)
 
-        self.metrics.set_cache_config(ready.page_size, ready.max_total_tokens // ready.page_size, args.dp_size)
+        self.metrics.set_cache_config(ready.page_size, ready.max_total_tokens // ready.page_size, args.num_replicas)
         self.metrics.lora_requests.watch(args.max_loras, self.table.adapters_in_use)
         self._askers = (self.control, self.experts.replies, replicas.replies, self.weights)
         self.parts = EngineParts(

@@ -131,7 +131,7 @@ class Placement:
 
     max_positions: longest supported sequence, in tokens; tables by position have this many rows. quantization: of linear layers.
     shard: the part of each layer that this process has; stage: the layers that it has. whole_experts: of a mixture, some whole experts instead
-    of a part of each.
+    of a part of each. whole_attention: attention is not split: each rank has all of its weights, and the KV of other sequences.
     """
 
     device: torch.device
@@ -141,6 +141,7 @@ class Placement:
     shard: Shard = WHOLE
     stage: Stage = ALL_LAYERS
     whole_experts: bool = False
+    whole_attention: bool = False
 
     @property
     def format(self) -> WeightFormat:
@@ -161,6 +162,11 @@ class Placement:
     def experts(self) -> "Placement":
         """For the experts that this rank has."""
         return replace(self, shard=WHOLE) if self.whole_experts else self
+
+    @property
+    def attention(self) -> "Placement":
+        """For attention and its KV cache."""
+        return replace(self, shard=WHOLE) if self.whole_attention else self
 
     @property
     def head(self) -> "Placement":

@@ -56,6 +56,7 @@ class RankStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     counts: bytes
     num_logits: bytes
     out_slots: bytes
+    part_starts: tuple[int, ...]
     sampled: SampledTokens
     kind: StepKind
     only_peaks: bool = False
@@ -109,6 +110,7 @@ def rank_step(plan: ModelWorkerBatch, sampled: SampledTokens, kind: StepKind, on
         counts=plan.counts.tobytes(),
         num_logits=plan.num_logits.tobytes(),
         out_slots=plan.out_slots.tobytes(),
+        part_starts=plan.part_starts,
         sampled=sampled,
         kind=kind,
         only_peaks=only_peaks,
@@ -135,6 +137,7 @@ def plan_of(step: RankStep) -> ModelWorkerBatch:
         counts=_int32(step.counts),
         num_logits=_int32(step.num_logits),
         out_slots=_int32(step.out_slots),
+        part_starts=step.part_starts,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.attention.base import AttentionLayerSpec, PagedKv, ReadTokens, RotatingBackend, StepAttention
+from headrace.attention.base import AttentionLayerSpec, OwnRows, PagedKv, ReadTokens, RotatingBackend, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.rope_config import RopeConfig
 from headrace.distributed.heads import head_share
@@ -58,11 +58,16 @@ class BlockOptions:
 
 
 class Attention:
-    """Projections, head norms, rotation, paged attention, output projection."""
+    """Projections, head norms, rotation, paged attention, output projection.
+
+    Of several ranks, each computes some heads of all tokens or, with `Placement.whole_attention`, all heads of its own rows' tokens.
+    """
 
     def __init__(
         self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
     ) -> None:
+        self._group = placement.shard.group if placement.whole_attention else None
+        placement = placement.attention
         share = head_share(placement.shard, config.num_q_heads, config.num_kv_heads)
         own = {"q_proj": share.query, "k_proj": share.kv, "v_proj": share.kv}
         own = {name: slice(heads.start * config.head_dim, heads.stop * config.head_dim) for name, heads in own.items()}
@@ -98,9 +103,31 @@ class Attention:
             self.head_norms = (q_norm, k_norm)
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, attention: StepAttention, reads: ReadTokens | None = None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        reads: ReadTokens | None = None,
+        own: OwnRows | None = None,
     ) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens."""
+        """x [num_tokens, hidden_size] -> the same shape, or [num_read, hidden_size]. Keys and values are written of all tokens.
+
+        own: given, `positions` and `attention` are those of these rows; the other ranks compute the others.
+        """
+        if own is None:
+            return self._attend(x, positions, attention, reads)
+        assert self._group is not None, own
+        place, own_reads = (own.tokens, None) if reads is None else own.of_reads(reads)
+        y = torch.zeros(len(x) if reads is None else len(reads.index), x.shape[1])
+        if own.num_tokens:
+            y[place] = self._attend(x[own.tokens], positions, attention, own_reads)
+        # A token's output comes from one rank, and adding zeros to it changes no bit.
+        self._group.all_reduce(y)
+        return y
+
+    def _attend(
+        self, x: torch.Tensor, positions: torch.Tensor, attention: StepAttention, reads: ReadTokens | None
+    ) -> torch.Tensor:
         spec = self.spec
         qkv = self.qkv(x)
         q, k, v = qkv.split((self._q_size, self._kv_size, self._kv_size), dim=1)
@@ -149,11 +176,12 @@ class Block:
         positions: torch.Tensor,
         attention: StepAttention,
         reads: ReadTokens | None = None,
+        own: OwnRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """added: the previous layer's output, to be added to `residual` [num_tokens, hidden_size] (None at the first). reads: in the last
-        layer, the tokens that go beyond attention. Returns this layer's output, and the residual stream to add it to."""
+        layer, the tokens that go beyond attention. own: see `Attention`. Returns this layer's output, and the residual stream to add it to."""
         x = self._attention_norm(residual) if added is None else self._attention_norm(added, residual)
-        x = self._attention(x, positions, attention, reads)
+        x = self._attention(x, positions, attention, reads, own)
         if reads is not None:
             residual = residual[reads.index]
         if self._after is not None:
@@ -255,6 +283,7 @@ class DecoderLM:
         self._blocks = self._all_blocks[self._layers.start : self._layers.stop]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
         self._shard = placement.shard
+        self._whole_attention = placement.whole_attention
         self._head = LogitsHead(head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied, shard=placement.shard)
 
     def weights(self) -> Iterator[Weight]:
@@ -282,6 +311,7 @@ class DecoderLM:
         attention: StepAttention,
         reads: ReadTokens | None = None,
         *,
+        own: OwnRows | None = None,
         by_layer: bool = False,
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
@@ -298,14 +328,14 @@ class DecoderLM:
         *blocks, last = self._blocks
         residual, added = hidden, None
         for block in blocks:
-            added, residual = block(added, residual, positions, attention)
+            added, residual = block(added, residual, positions, attention, own=own)
         if not self._stage.is_last:
-            added, residual = last(added, residual, positions, attention)
+            added, residual = last(added, residual, positions, attention, own=own)
             return residual + added
         if reads is not None and last.counts_experts:
-            added, residual = last(added, residual, positions, attention)
+            added, residual = last(added, residual, positions, attention, own=own)
             return self._norm(added, residual)[reads.index]
-        added, residual = last(added, residual, positions, attention, reads)
+        added, residual = last(added, residual, positions, attention, reads, own)
         return self._norm(added, residual)
 
     def fuse(self, attention: StepAttention) -> str:
@@ -321,6 +351,8 @@ class DecoderLM:
         if kv is None:
             return f"attention backend {attention.name} does not keep pages in the kernels' layout"
         group = self._shard.group
+        if self._whole_attention:
+            return "ranks compute attention of different tokens, and sum between the layers"
         if group is not None and group.address is None:
             return "ranks on several hosts sum between the layers"
         spec = self._spec()

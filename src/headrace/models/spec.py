@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from headrace.attention.base import KvShape, ReadTokens, StepAttention
+from headrace.attention.base import KvShape, OwnRows, ReadTokens, StepAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.distributed.base import WHOLE, Shard
 from headrace.distributed.heads import head_share
@@ -38,11 +38,13 @@ class CausalLM(Protocol):
         attention: StepAttention,
         reads: ReadTokens | None = None,
         *,
+        own: OwnRows | None = None,
         by_layer: bool = False,
     ) -> torch.Tensor:
         """Run all layers of this stage over `hidden` [num_tokens, hidden_size], which it may overwrite.
 
-        positions: int32[num_tokens]. attention: prepared for this step. reads: None = all tokens. by_layer: call each linear layer, even
+        positions: int32[num_tokens]. attention: prepared for this step. reads: None = all tokens. own: given with `Placement.whole_attention`:
+        positions and attention are those of these rows, and the other ranks call this with the others. by_layer: call each linear layer, even
         where `fuse` found a quicker way, with the same bits: adapters add to their outputs. Returns the hidden states after the final norm
         of the tokens that are read, [num_read, hidden_size]; keys and values are written of all tokens. A stage that is not the last reads
         all tokens, and returns what the next stage takes.

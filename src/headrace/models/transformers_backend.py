@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from headrace.attention.base import AttentionLayerSpec, ReadTokens, StepAttention
+from headrace.attention.base import AttentionLayerSpec, OwnRows, ReadTokens, StepAttention
 from headrace.checkpoint.foreign_config import transformers_config
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.errors import ModelError
@@ -185,9 +185,11 @@ class TransformersLM:
         attention: StepAttention,
         reads: ReadTokens | None = None,
         *,
+        own: OwnRows | None = None,
         by_layer: bool = False,
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
+        assert own is None, "ranks do not run this model"
         self._step.attention = attention
         self._step.layers_called = []
         out = self._layers(

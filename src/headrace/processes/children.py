@@ -23,13 +23,13 @@ class ChildParts(Parts):
     """Child processes, watched by a thread and restarted when they die. spawn: starts one; replaced in tests."""
 
     def __init__(self, args: ServerArgs, ports: Ports, spawn: type[ChildProcess] = ChildProcess) -> None:
-        super().__init__(SocketChannels(ports), args.dp_size)
+        super().__init__(SocketChannels(ports), args.num_replicas)
         self._args = args
         self.ports = ports
         self._spawn = spawn
         # The schedulers import torch and load the weights: they go first.
         self.children = [
-            *(spawn("scheduler", args, ports, replica, source=replica) for replica in range(args.dp_size)),
+            *(spawn("scheduler", args, ports, replica, source=replica) for replica in range(args.num_replicas)),
             *([spawn("detokenizer", args, ports)] if args.detokenize_in == "process" else []),
         ]
         self._restarts: Restarts | None = None

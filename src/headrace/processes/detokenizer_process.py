@@ -17,7 +17,7 @@ def run_detokenizer(args: ServerArgs, channels: Channels, on_ready: OnReady, on_
     manager = DetokenizerManager(
         open_tokenizer(args),
         channels.sender("to_tokenizer"),
-        FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.dp_size)]),
+        FanOutSender([channels.sender("to_scheduler", replica) for replica in range(args.num_replicas)]),
         enable_faults=args.enable_fault_injection,
         watchdog=watchdog,
     )

@@ -35,7 +35,7 @@ def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int
     given = child_environment(own, args.child_env)
     if kind in ("scheduler", "follower") and args.num_nodes > 1 and SECRET_VARIABLE in own:
         given[SECRET_VARIABLE] = own[SECRET_VARIABLE]
-    if kind != "scheduler" or args.dp_size == 1 or args.device == "cpu":
+    if kind != "scheduler" or args.num_replicas == 1 or args.device == "cpu":
         return given
     visible = [name.strip() for name in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     own_places = range(index * args.tp_size, (index + 1) * args.tp_size)

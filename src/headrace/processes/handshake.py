@@ -101,4 +101,4 @@ def process_name(kind: Kind, args: ServerArgs, index: int, rank: RankStart | Non
         return f"rank {rank.rank} of the {process_name('scheduler', args, index)}"
     if kind == "http":
         return f"HTTP worker {index}"
-    return f"{kind} {index}" if kind == "scheduler" and args.dp_size > 1 else kind
+    return f"{kind} {index}" if kind == "scheduler" and args.num_replicas > 1 else kind

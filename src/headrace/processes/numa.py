@@ -106,7 +106,7 @@ def bindings(args: ServerArgs, replica: int = 0, folder: Path = SYSFS, status: P
         raise ConfigError(
             f"--numa-bind: {folder} names no NUMA node with memory and cores that this process may use; leave the option out"
         )
-    return dealt(nodes, args.dp_size * each)[replica * each : (replica + 1) * each]
+    return dealt(nodes, args.num_replicas * each)[replica * each : (replica + 1) * each]
 
 
 def bind(binding: Binding) -> None:

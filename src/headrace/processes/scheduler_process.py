@@ -124,7 +124,7 @@ def _grammars(args: ServerArgs, tokenizer: "_LateTokenizer", model: "ModelConfig
 
 def _kv_event_publisher(args: ServerArgs, replica: int, resources: contextlib.ExitStack) -> "KVEventPublisher | None":
     """The publisher of --kv-events-config, which listens already; None without one. Raises ConfigError."""
-    config = read_kv_events(args.kv_events_config, args.dp_size)
+    config = read_kv_events(args.kv_events_config, args.num_replicas)
     if config is None:
         return None
     from headrace.processes.kv_event_publisher import KVEventPublisher
@@ -158,10 +158,15 @@ def _kv_manager(args: ServerArgs, ready: ReadyInfo, events: "BlockEvents | None"
     from headrace.cache.chunk_cache import ChunkCache
     from headrace.cache.radix_cache import RadixCache
     from headrace.scheduler.kv_manager import KVManager
+    from headrace.scheduler.kv_part import KvPart
 
-    cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size, events)
-    allocator = PageAllocator(ready.max_total_tokens // ready.page_size, ready.page_size)
-    return KVManager(allocator, cache, ready.max_running_requests)
+    pages_each = ready.max_total_tokens // ready.page_size // args.num_kv_parts
+
+    def part(index: int) -> KvPart:
+        cache: PrefixCache = ChunkCache() if args.disable_radix_cache else RadixCache(ready.page_size, events)
+        return KvPart(PageAllocator(pages_each, ready.page_size, first=index * pages_each), cache)
+
+    return KVManager([part(index) for index in range(args.num_kv_parts)], ready.max_running_requests)
 
 
 def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, replica: int = 0) -> "SchedulerConfig":
@@ -175,7 +180,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         max_step_s=math.inf if ready.max_step_ms is None else ready.max_step_ms / 1000,
         max_running=ready.max_running_requests,
         # The front end refuses what exceeds the queue. All that it accepts may be sent to one replica.
-        max_queued=ready.max_running_requests * args.dp_size + args.max_queued_requests,
+        max_queued=ready.max_running_requests * args.num_replicas + args.max_queued_requests,
         max_steps_in_flight=1 if args.disable_overlap_schedule else max(2, args.pp_size),
         num_stages=args.pp_size,
         eos_token_ids=frozenset(model.eos_token_ids),

@@ -16,7 +16,7 @@ def share_of_machine(args: ServerArgs, bindings: Sequence[Binding] = ()) -> Serv
     bindings: with --numa-bind, the one of this rank and then, in a leader, which decides on the KV cache, those of its followers. Such a rank
     has its share of its node, and no more memory than the node with the least room has for each. Raises ConfigError if it would run on a GPU.
     """
-    shares = args.dp_size * args.num_ranks // args.num_nodes
+    shares = args.num_replicas * args.num_ranks // args.num_nodes
     if shares == 1 and not bindings:
         return args
     import torch

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,7 +22,7 @@ num_logits: 1 = the step also samples the token after them, else 0.
 class ScheduleBatch:
     """The plan of one step.
 
-    planned_s: when the step was planned. left: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes, row after row.
+    planned_s: when the step was planned. left, part_starts: see `ModelWorkerBatch`. out_slots: where the KV of the rows' tokens goes, row after row.
     num_prompt_tokens: how many of the tokens catch up with known ones; expected_s: how long the step should then take. 0 if that is not known.
     """
 
@@ -32,6 +33,7 @@ class ScheduleBatch:
     out_slots: "array[int]" = field(default_factory=lambda: array("i"))
     new: list[NewSequence] = field(default_factory=list)
     left: tuple[int, ...] = ()
+    part_starts: tuple[int, ...] = ()
     faults: list[FaultReq] = field(default_factory=list)
     num_prompt_tokens: int = 0
     expected_s: float = 0.0
@@ -55,6 +57,20 @@ class ScheduleBatch:
         else:
             self.out_slots.extend(pages[p // size] * size + p % size for p in range(start, start + count))
 
+    def sort_by_part(self, num_parts: int) -> None:
+        """Put the rows of each part of the KV cache together, the first part's first."""
+        ends = accumulate(count for _, _, count, _ in self.rows)
+        slots = [self.out_slots[end - count : end] for (_, _, count, _), end in zip(self.rows, ends, strict=True)]
+        order = sorted(range(len(self.rows)), key=lambda row: self.rows[row][0].part)
+        self.rows = [self.rows[row] for row in order]
+        self.out_slots = array("i")
+        for row in order:
+            self.out_slots += slots[row]
+        num_rows = [0] * num_parts
+        for req, *_ in self.rows:
+            num_rows[req.part] += 1
+        self.part_starts = tuple(accumulate(num_rows, initial=0))
+
     def worker_batch(self) -> ModelWorkerBatch:
         """The plan as plain integers, for the worker. There is at least one row."""
         reqs, starts, counts, num_logits = zip(*self.rows, strict=True)
@@ -62,6 +78,7 @@ class ScheduleBatch:
             step=self.step,
             new=tuple(self.new),
             left=self.left,
+            part_starts=self.part_starts,
             seqs=np.array([req.seq for req in reqs], np.int32),
             starts=np.array(starts, np.int32),
             counts=np.array(counts, np.int32),

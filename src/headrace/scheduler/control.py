@@ -65,10 +65,9 @@ def flush_cache(state: SchedulerState, request: FlushCacheReq) -> FlushCacheRepl
 
 def cache_tree(state: SchedulerState, request: CacheTreeReq) -> CacheTreeReply:
     """The outline of the prefix cache."""
-    cache = state.kv.cache
-    num_tokens = (cache.num_evictable_pages + cache.num_leased_pages) * state.kv.page_size
-    nodes = cache.outline(request.max_depth, request.max_nodes)
-    return CacheTreeReply(request.id, CacheTree(state.config.replica, cache.num_nodes, num_tokens, nodes))
+    kv = state.kv
+    nodes = kv.outline(request.max_depth, request.max_nodes)
+    return CacheTreeReply(request.id, CacheTree(state.config.replica, kv.num_nodes, kv.num_cached_tokens, nodes))
 
 
 def set_limits(state: SchedulerState, request: SetLimitsReq) -> None:

@@ -4,38 +4,46 @@
     [0, num_tree_pages)   the cache's, read-only for us (but `duplicate_pages` among them are ours)
     [num_tree_pages, ..)  ours: when full and computed they enter the cache, otherwise they are freed
 
-Invariant, in pages: free + evictable + leased-in-cache + owned by requests == total.
+With --enable-dp-attention there are several parts, one for each rank; all pages of a request are of the part that it was admitted to. Pages are
+numbered over all parts, so that one number never means two pages.
 """
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
 
-from headrace.cache.allocator import PageAllocator
-from headrace.cache.base import PrefixCache, PrefixMatch
+from headrace.cache.base import PrefixMatch
+from headrace.messages.cache_tree import CacheNode
 from headrace.messages.control import PoolState
 from headrace.messages.step import Int32Array
+from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.request import Req
 
 
 class KVManager:
-    """See the module docstring. max_seqs: rows of the worker's sequence table.
+    """See the module docstring. parts: of equal size. max_seqs: rows of the worker's sequence table.
 
     num_left: how many rows constrained requests have left so far.
     """
 
-    def __init__(self, allocator: PageAllocator, cache: PrefixCache, max_seqs: int) -> None:
-        self.allocator = allocator
-        self.cache = cache
-        self.page_size = allocator.page_size
+    def __init__(self, parts: Sequence[KvPart], max_seqs: int) -> None:
+        self.parts = parts
+        self.page_size = parts[0].allocator.page_size
         self.max_seqs = max_seqs
         self._free_seqs = list(range(max_seqs - 1, -1, -1))
         self._left: list[int] = []
         self.num_left = 0
-        self._owned_pages = 0
 
     @property
     def total_tokens(self) -> int:
-        """Size of the pool, in tokens."""
-        return self.allocator.num_pages * self.page_size
+        """Size of all parts, in tokens."""
+        return self.part_tokens * len(self.parts)
+
+    @property
+    def part_tokens(self) -> int:
+        """Size of a part, in tokens: no request can have more."""
+        return self.parts[0].allocator.num_pages * self.page_size
 
     @property
     def num_free_seqs(self) -> int:
@@ -43,21 +51,39 @@ class KVManager:
         return len(self._free_seqs)
 
     @property
-    def available_tokens(self) -> int:
-        """Tokens that could be allocated now, including by eviction."""
-        return (self.allocator.num_free + self.cache.num_evictable_pages) * self.page_size
+    def shares(self) -> bool:
+        """Whether requests may find what others have computed."""
+        return self.parts[0].cache.shares
+
+    def available_tokens(self, part: int) -> int:
+        """Tokens that could be allocated now in a part, including by eviction."""
+        return self.parts[part].num_available_pages * self.page_size
+
+    def leased_tokens(self, part: int) -> int:
+        """Tokens of a part, in whole pages, that requests use."""
+        return self.parts[part].num_leased_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
         """Number of pages needed for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def match(self, req: Req) -> PrefixMatch:
-        """Longest usable cached prefix of the request's known tokens, pinned."""
-        return self.cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
+    def peek(self, req: Req) -> list[int]:
+        """Length in tokens of the prefix that `match` would find in each part."""
+        key, limit = req.cache_key(), req.match_limit
+        return [part.cache.peek(key, req.asked.namespace, limit) for part in self.parts]
 
-    def admit(self, req: Req, match: PrefixMatch) -> None:
-        """Give the request a row and the matched prefix; the request now owns the lease."""
+    def match(self, req: Req, part: int) -> PrefixMatch:
+        """Longest usable prefix of the request's known tokens that is cached in a part, pinned."""
+        return self.parts[part].cache.match(req.cache_key(), req.asked.namespace, req.match_limit)
+
+    def unpin(self, match: PrefixMatch, part: int) -> None:
+        """Let go of a match that is not used."""
+        self.parts[part].cache.release(match.lease)
+
+    def admit(self, req: Req, match: PrefixMatch, part: int) -> None:
+        """Give the request a row and the prefix matched in a part; the request now owns the lease and belongs to the part."""
         req.seq = self._free_seqs.pop()
+        req.part = part
         req.lease = match.lease
         req.pages = list(match.pages)
         req.num_tree_pages = len(match.pages)
@@ -68,14 +94,10 @@ class KVManager:
         missing = self.pages_for(num_tokens) - len(req.pages)
         if missing <= 0:
             return True
-        short = missing - self.allocator.num_free
-        if short > 0:
-            if short > self.cache.num_evictable_pages:
-                return False
-            # Evict a little more than needed, so that a full pool does not evict at every step.
-            self.allocator.free(self.cache.evict(max(short, self.allocator.num_pages // 64)))
-        req.pages += self.allocator.allocate(missing)
-        self._owned_pages += missing
+        pages = self.parts[req.part].grow(missing)
+        if pages is None:
+            return False
+        req.pages += pages
         return True
 
     def share(self, req: Req) -> None:
@@ -90,10 +112,9 @@ class KVManager:
             return
         if req.shares_kv and req.keep_kv:
             self._insert(req)
-        own = req.duplicate_pages + req.pages[req.num_tree_pages :]
-        self.allocator.free(own)
-        self._owned_pages -= len(own)
-        self.cache.release(req.lease)
+        part = self.parts[req.part]
+        part.give_back(req.duplicate_pages + req.pages[req.num_tree_pages :])
+        part.cache.release(req.lease)
         self._free_seqs.append(req.seq)
         if req.grammar is not None:
             self._left.append(req.seq)
@@ -114,42 +135,65 @@ class KVManager:
 
     def flush(self) -> None:
         """Empty the cache. No request may hold a lease."""
-        self.allocator.free(self.cache.flush())
+        for part in self.parts:
+            part.flush()
 
     def repair(self) -> None:
         """Reset to an empty pool; only while no request is admitted."""
-        self.cache.flush()
-        self.allocator.reset()
+        for part in self.parts:
+            part.repair()
         self._free_seqs = list(range(self.max_seqs - 1, -1, -1))
-        self._owned_pages = 0
 
     def state(self) -> PoolState:
         """Current accounting, see `PoolState`."""
-        size = self.page_size
-        free, evictable = self.allocator.num_free, self.cache.num_evictable_pages
-        leased = self.cache.num_leased_pages + self._owned_pages
+        size, parts = self.page_size, self.parts
         return PoolState(
             total_tokens=self.total_tokens,
-            free_tokens=free * size,
-            evictable_tokens=evictable * size,
-            leased_tokens=leased * size,
+            free_tokens=sum(part.allocator.num_free for part in parts) * size,
+            evictable_tokens=sum(part.cache.num_evictable_pages for part in parts) * size,
+            leased_tokens=sum(part.num_leased_pages for part in parts) * size,
             request_slots_total=self.max_seqs,
             request_slots_free=len(self._free_seqs),
-            consistent=free + evictable + leased == self.allocator.num_pages,
+            consistent=all(part.is_consistent for part in parts),
         )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the trees of cached prefixes."""
+        return sum(part.cache.num_nodes for part in self.parts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in the trees of cached prefixes."""
+        pages = sum(part.cache.num_evictable_pages + part.cache.num_leased_pages for part in self.parts)
+        return pages * self.page_size
+
+    def outline(self, max_depth: int, max_nodes: int) -> list[CacheNode]:
+        """`PrefixCache.outline` of each part, one after the other; each gets an even share of `max_nodes`."""
+        found: list[CacheNode] = []
+        for index, part in enumerate(self.parts):
+            nodes = part.cache.outline(max_depth, (max_nodes - len(found)) // (len(self.parts) - index))
+            found += [_moved(node, len(found)) for node in nodes]
+        return found
 
     def _insert(self, req: Req) -> None:
         num_full = req.num_computed // self.page_size
         if num_full <= req.num_tree_pages:
             return
-        done = self.cache.insert(req.cache_key(num_full * self.page_size), req.pages, req.asked.namespace)
+        part = self.parts[req.part]
+        done = part.cache.insert(req.cache_key(num_full * self.page_size), req.pages, req.asked.namespace)
         existing, kept = done.num_existing // self.page_size, done.num_kept // self.page_size
         if kept == 0:
             return
         # The cache already had [num_tree_pages, existing): our pages of that range stay ours, as duplicates.
         duplicates = req.pages[req.num_tree_pages : existing]
         req.duplicate_pages += duplicates
-        self._owned_pages -= max(0, kept - max(existing, req.num_tree_pages))
+        part.num_owned_pages -= max(0, kept - max(existing, req.num_tree_pages))
         req.num_tree_pages = kept
-        self.cache.release(req.lease)
+        part.cache.release(req.lease)
         req.lease = done.lease
+
+
+def _moved(node: CacheNode, by: int) -> CacheNode:
+    """A node of a list that begins `by` places later."""
+    return node if node.parent < 0 else msgspec.structs.replace(node, parent=node.parent + by)

@@ -6,12 +6,12 @@ would fill is for short ones that wait, which would otherwise wait for all of it
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from itertools import takewhile
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.step import NewSequence
-from headrace.scheduler import policy, preemption, retract
+from headrace.scheduler import part_choice, policy, preemption, retract
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.drain import has_begun
 from headrace.scheduler.preemption import Preemption
@@ -31,39 +31,45 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
     making_way = _making_way(state) if state.waiting else None
     victims = making_way.victims if making_way is not None else ()
-    catching_up, pool_is_full = _add_decode_rows(state, batch, victims)
+    num_parts = len(state.kv.parts)
+    catching_up, full = _add_decode_rows(state, batch, victims)
     if catching_up or making_way is not None or state.waiting:
         prompts = _prompt_budget(state, batch)
-        if catching_up and state.waiting and making_way is None and not pool_is_full:
-            _admit_short(state, batch, catching_up, prompts)
+        if catching_up and state.waiting and making_way is None and len(full) < num_parts:
+            _admit_short(state, batch, catching_up, prompts, full)
         for req in catching_up:
-            pool_is_full |= not _add_chunk(state, batch, req, prompts)
+            if not _add_chunk(state, batch, req, prompts):
+                full.add(req.part)
         if making_way is not None:
             _put_first(state, batch, making_way, prompts)
-        elif not pool_is_full and state.waiting and _has_place(state):
-            _admit(state, batch, _order(state, now_s), prompts)
+        elif len(full) < num_parts and state.waiting and _has_place(state):
+            _admit(state, batch, _order(state, now_s), prompts, full)
         _note_expected_time(state, batch, prompts)
     if not batch.rows:
         return None
     if state.faults:
         _arm_faults(state, batch)
+    if num_parts > 1:
+        batch.sort_by_part(num_parts)
     batch.left = state.kv.take_left()
     state.next_step += 1
     state.ratio.step()
     return batch
 
 
-def _add_decode_rows(state: SchedulerState, batch: ScheduleBatch, victims: Collection[Req]) -> tuple[list[Req], bool]:
+def _add_decode_rows(
+    state: SchedulerState, batch: ScheduleBatch, victims: Collection[Req]
+) -> tuple[list[Req], set[int]]:
     """Add the running requests that need one token, which must not wait behind a prompt; not the `victims`.
 
-    Returns those that have more tokens to compute, and whether the pool is full.
+    Returns those that have more tokens to compute, and the parts of the KV cache that are full.
     """
     page_size, most_tokens = batch.page_size, state.config.step_tokens
     num_stages = state.config.num_stages
     # Stages work on different steps, so each step gets its share of the rows.
     rows_left = -(-len(state.running) // num_stages)
     catching_up: list[Req] = []
-    pool_is_full = False
+    full: set[int] = set()
     for req in [req for req in state.running if req not in victims] if victims else state.running[:]:
         num_wanted = req.num_to_schedule
         if num_wanted > 1 or (num_wanted and req.num_scheduled < req.num_prompt_tokens):
@@ -78,13 +84,13 @@ def _add_decode_rows(state: SchedulerState, batch: ScheduleBatch, victims: Colle
             if num_tokens <= len(req.pages) * page_size or _make_room(state, batch, req, num_tokens):
                 batch.add(req, 1)
             else:
-                pool_is_full = True
+                full.add(req.part)
     # One that was retracted for a decode row waits now, and may be admitted again in this very step.
-    return [req for req in catching_up if req.seq >= 0], pool_is_full
+    return [req for req in catching_up if req.seq >= 0], full
 
 
 def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: PromptBudget) -> bool:
-    """Add as much as `prompts` allows of a running request that has several tokens to compute. False: the pool is full."""
+    """Add as much as `prompts` allows of a running request that has several tokens to compute. False: its part of the KV cache is full."""
     start = req.num_scheduled
     count = prompts.allows(start, req.num_to_schedule)
     if count <= 0 or req.seq < 0:  # no budget, or retracted just now
@@ -116,8 +122,10 @@ def _note_expected_time(state: SchedulerState, batch: ScheduleBatch, prompts: Pr
 def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens: int) -> bool:
     """Allocate pages for `num_tokens` tokens of a running request, retracting others if nothing else helps."""
     while not state.kv.grow(req, num_tokens):
-        # Others still progress and may free pages, so this one skips a step.
-        if state.in_flight or batch.rows or not retract.make_room(state, req):
+        # Others of its part still progress and may free pages, so this one skips a step.
+        if any(other.num_in_flight for other in state.running if other.part == req.part):
+            return False
+        if not retract.make_room(state, req):
             return False
     return True
 
@@ -137,10 +145,12 @@ def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, pro
     if prompts.is_spent or any(req.num_in_flight for req in way.victims):
         return
     retract.preempt(state, way.victims)
-    _admit(state, batch, iter((way.first,)), prompts)
+    _admit(state, batch, iter((way.first,)), prompts, frozenset())
 
 
-def _admit_short(state: SchedulerState, batch: ScheduleBatch, catching_up: list[Req], prompts: PromptBudget) -> None:
+def _admit_short(
+    state: SchedulerState, batch: ScheduleBatch, catching_up: list[Req], prompts: PromptBudget, full: Set[int]
+) -> None:
     """Let short prompts go before the rest of a long one: if the step cannot compute all of `catching_up`, half of it is for the waiting
     prompts that are next and that it can compute as a whole."""
     first = catching_up[0]
@@ -152,7 +162,7 @@ def _admit_short(state: SchedulerState, batch: ScheduleBatch, catching_up: list[
         lambda req: not by_priority or req.asked.priority >= first.asked.priority, _order(state, state.now_s)
     )
     half = prompts.half()
-    _admit(state, batch, order, half, as_a_whole=True)
+    _admit(state, batch, order, half, full, as_a_whole=True)
     prompts.take_all_of(half)
 
 
@@ -161,31 +171,41 @@ def _admit(
     batch: ScheduleBatch,
     order: Iterator[Req],
     prompts: PromptBudget,
+    full: Set[int],
     *,
     as_a_whole: bool = False,
 ) -> None:
-    """Move waiting requests into the batch, in `order`, while the budget, rows and pages last; as_a_whole: and no prompt would be cut."""
+    """Move waiting requests into the batch, in `order`, while the budget, rows and pages last; as_a_whole: and no prompt would be cut.
+
+    full: parts of the KV cache that take none.
+    """
     kv = state.kv
-    reserved = sum(_expected_tokens(state, req) for req in state.running)
+    reserved = [0] * len(kv.parts)
+    for running in state.running:
+        reserved[running.part] += _expected_tokens(state, running)
     admitted: list[Req] = []
     while not prompts.is_spent and _has_place(state) and (req := next(order, None)) is not None:
         if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
-        match = kv.match(req)
+        part = part_choice.choose(state, req, reserved, full)
+        if part is None:
+            break
+        match = kv.match(req, part)
         # A request that is alone may use the whole pool: the estimate must never starve it.
         needed = _expected_tokens(state, req, match.num_tokens)
-        room = kv.available_tokens - reserved
+        room = kv.available_tokens(part) - reserved[part]
         num_wanted = req.num_tokens - match.num_tokens
         count = prompts.allows(match.num_tokens, num_wanted)
-        if (needed > room and (state.running or batch.rows)) or (as_a_whole and count < num_wanted):
-            kv.cache.release(match.lease)
+        fits = needed <= room or all(other.part != part for other in state.running)
+        if not fits or (as_a_whole and count < num_wanted):
+            kv.unpin(match, part)
             break
-        kv.admit(req, match)
+        kv.admit(req, match, part)
         if not kv.grow(req, req.num_scheduled + count):
             req.keep_kv = True
             kv.release(req)
             break
-        reserved += needed - count
+        reserved[part] += needed - count
         admitted.append(req)
         state.running.append(req)
         _note_first_schedule(state, req, match.num_tokens, state.now_s)
@@ -220,7 +240,7 @@ def _order(state: SchedulerState, now_s: float) -> Iterator[Req]:
 
 def _peek(state: SchedulerState, req: Req) -> int:
     """Tokens of its prompt that are cached."""
-    return state.kv.cache.peek(req.cache_key(), req.asked.namespace, req.match_limit)
+    return max(state.kv.peek(req))
 
 
 def _expected_tokens(state: SchedulerState, req: Req, num_cached: int = 0) -> int:
@@ -232,7 +252,7 @@ def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:
 
     Samples of one prompt (same group) always wait, so that the prompt is prefilled once.
     """
-    if not state.kv.cache.shares or req.match_limit == 0:
+    if not state.kv.shares or req.match_limit == 0:
         return False
     mine: bytes | None = None
     for other in state.running:
@@ -246,7 +266,7 @@ def _waits_for_prefix(state: SchedulerState, req: Req) -> bool:
         shared -= shared % state.kv.page_size
         same_group = bool(req.asked.group) and req.asked.group == other.asked.group
         least = 1 if same_group else MIN_SHARED_TOKENS
-        if shared >= least and shared - state.kv.cache.peek(mine, req.asked.namespace, req.match_limit) >= least:
+        if shared >= least and shared - _peek(state, req) >= least:
             return True
     return False
 

@@ -35,18 +35,26 @@ def choose(state: SchedulerState) -> Preemption | None:
     candidates = [req for req in state.running if _may_take_place(first, req, threshold)]
     if not candidates:
         return None
-    places, tokens = _missing(state, first)
+    candidates.sort(key=lambda r: (r.asked.priority, -r.order))
+    parts = range(len(state.kv.parts))
+    possible = [victims for part in parts if (victims := _victims(state, first, candidates, part)) is not None]
+    fewest = min(possible, key=len, default=())
+    return Preemption(first, fewest) if fewest else None
+
+
+def _victims(state: SchedulerState, first: Req, candidates: list[Req], part: int) -> tuple[Req, ...] | None:
+    """Those who have to go so that `first` can be admitted to a part of the KV cache; None: not even all of them would be enough."""
+    places, tokens = _missing(state, first, part)
     victims: list[Req] = []
-    for req in sorted(candidates, key=lambda r: (r.asked.priority, -r.order)):
+    # Tokens are freed only by those of the part, a place by anyone.
+    for req in [req for req in candidates if req.part == part] if tokens > 0 else candidates:
         if places <= 0 and tokens <= 0:
             break
         victims.append(req)
         places -= 1
         # An upper bound: other requests may lease some of its pages.
         tokens -= len(req.pages) * state.kv.page_size + _expected_tokens(state, req)
-    if places > 0 or tokens > 0 or not victims:
-        return None
-    return Preemption(first, tuple(victims))
+    return tuple(victims) if places <= 0 and tokens <= 0 else None
 
 
 def _may_take_place(first: Req, req: Req, threshold: int) -> bool:
@@ -58,16 +66,16 @@ def _may_take_place(first: Req, req: Req, threshold: int) -> bool:
     )
 
 
-def _missing(state: SchedulerState, first: Req) -> tuple[int, int]:
-    """Places and tokens that are missing to admit `first`; <= 0: enough."""
+def _missing(state: SchedulerState, first: Req, part: int) -> tuple[int, int]:
+    """Places and tokens that are missing to admit `first` to a part of the KV cache; <= 0: enough."""
     kv = state.kv
     # Requests that have ended free their places when no step uses them any more.
     running = [req for req in state.running if req.finish is None]
     places = 1 - (min(kv.max_seqs, state.config.max_running) - len(running))
-    match = kv.match(first)
+    match = kv.match(first, part)
     needed = _expected_tokens(state, first, match.num_tokens)
-    room = kv.available_tokens - sum(_expected_tokens(state, req) for req in running)
-    kv.cache.release(match.lease)
+    room = kv.available_tokens(part) - sum(_expected_tokens(state, req) for req in running if req.part == part)
+    kv.unpin(match, part)
     return places, needed - room
 
 

@@ -55,7 +55,7 @@ class StopCheckers(Protocol):
 class Req:
     """Mutable state of one sample. `asked` is the request as it arrived; the rest belongs to the scheduler.
 
-    seq: row in the worker's tables while admitted, else -1. pages: KV pages in order of position.
+    seq: row in the worker's tables while admitted, else -1. part: of the KV cache, while admitted. pages: KV pages in order of position.
     pages[:num_tree_pages] were leased from or given to the cache, except those in `duplicate_pages`, which are ours because another
     request inserted the same tokens first. pages[num_tree_pages:] are ours. token_ids: prompt and committed outputs, int32.
     end_token_ids: any of these ends the request; so does having max_tokens tokens, prompt included.
@@ -83,6 +83,7 @@ class Req:
     num_sampling: int = 0
     num_in_flight: int = 0
     seq: int = -1
+    part: int = 0
     pages: list[int] = field(default_factory=list)
     num_tree_pages: int = 0
     duplicate_pages: list[int] = field(default_factory=list)

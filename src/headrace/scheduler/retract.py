@@ -15,16 +15,15 @@ logger = get_logger(__name__)
 
 
 def make_room(state: SchedulerState, wanting: Req) -> bool:
-    """Retract one request to free pages for `wanting`. No step may be in flight.
+    """Retract one request to free pages for `wanting`. No step in flight may use a request of its part of the KV cache.
 
-    The victim is the least important running request (lowest priority, then latest arrival), so that the oldest always
+    The victim is the least important running request of the part (lowest priority, then latest arrival), so that the oldest always
     progresses. It may be `wanting` itself; if that is alone, it can never fit and ends here.
     Returns False when `wanting` was retracted or has ended.
     """
-    assert not state.in_flight, "a request in flight cannot be retracted"
-    candidates = [req for req in state.running if req.finish is None and req.seq >= 0]
+    candidates = [req for req in state.running if req.finish is None and req.seq >= 0 and req.part == wanting.part]
     if len(candidates) == 1:
-        total = state.kv.total_tokens
+        total = state.kv.part_tokens
         wanting.finish = FinishReason(
             "abort",
             message=f"the KV cache holds {total} tokens and this request alone needs more ({wanting.num_tokens} so far)",

@@ -282,7 +282,7 @@ class Scheduler:
 
     def _check(self, req: Req) -> None:
         """Check bounds again, since a message from a socket is not trusted. Raises RequestError or CapacityError."""
-        total = self.state.kv.total_tokens
+        total = self.state.kv.part_tokens
         if req.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty")
         if not 0 < req.asked.weight < math.inf:

@@ -149,7 +149,7 @@ class ControlAPI:
         frontend = self.context.frontend
         states = await frontend.control.internal_states()
         state = {**msgspec.to_builtins(sum_of_states(states)), "frontend": await answer(frontend.counters())}
-        if self.context.args.dp_size > 1:
+        if self.context.args.num_replicas > 1:
             state["replicas"] = states
         return state
 

@@ -19,6 +19,7 @@ from headrace.scheduler.admission import NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.grammar_queue import NO_GRAMMARS, GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
+from headrace.scheduler.kv_part import KvPart
 from headrace.scheduler.request import Req
 from headrace.scheduler.state import SchedulerConfig, SchedulerState
 from headrace.scheduler.step_cost import StepWork
@@ -34,8 +35,12 @@ class Replica:
     def __init__(self, options: ReplicaOptions) -> None:
         self._options = options
         kv = KVManager(
-            PageAllocator(options.kv_tokens // options.page_size, options.page_size),
-            RadixCache(options.page_size),
+            [
+                KvPart(
+                    PageAllocator(options.kv_tokens // options.page_size, options.page_size),
+                    RadixCache(options.page_size),
+                )
+            ],
             options.max_running,
         )
         config = SchedulerConfig(

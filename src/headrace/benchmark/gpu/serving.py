@@ -29,6 +29,7 @@ def measure_serving(bench: Bench, rows: Rows) -> None:
     from headrace.messages.outputs import BatchTokenIDOut
     from headrace.processes.scheduler_process import scheduler_config
     from headrace.scheduler.kv_manager import KVManager
+    from headrace.scheduler.kv_part import KvPart
     from headrace.scheduler.scheduler import Scheduler
 
     def no_stop_strings(request: TokenizedGenerateReqInput) -> NoReturn:
@@ -47,7 +48,7 @@ def measure_serving(bench: Bench, rows: Rows) -> None:
     pages = PageAllocator(info.max_total_tokens // info.page_size, info.page_size)
     scheduler = Scheduler(
         scheduler_config(args, config, info),
-        KVManager(pages, RadixCache(info.page_size), info.max_running_requests),
+        KVManager([KvPart(pages, RadixCache(info.page_size))], info.max_running_requests),
         marked,
         channels.receiver("to_scheduler"),
         channels.sender("to_detokenizer"),
