@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import device_ranks
-from runner_harness import CONTEXT, GREEDY, Driver, ids_by_row, make_driver, prompt, save_llama
+from runner_harness import CONTEXT, DRAWN, GREEDY, WEARY, Driver, ids_by_row, make_driver, prompt, save_llama
 from safetensors.torch import load_file, save_file
 from turns_grammar import Turns, under
 
@@ -32,16 +32,6 @@ if cpu.why_not():
 
 A, B, C, D = prompt(40, 1), prompt(9, 2), prompt(17, 3), prompt(12, 4)
 PROMPTS = (A, B, C, D)
-DRAWN = ResolvedSamplingParams(max_new_tokens=50, seed=7, temperature=1.5, top_k=20, top_p=0.9)
-WEARY = ResolvedSamplingParams(
-    max_new_tokens=50,
-    seed=5,
-    temperature=0.7,
-    top_k=4,
-    frequency_penalty=0.9,
-    presence_penalty=-0.4,
-    repetition_penalty=0.6,
-)
 BANNED = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0, bad_words=((5, 6),), min_new_tokens=2)
 NUM_TOKENS = 10
 

@@ -1,6 +1,7 @@
 """Engines for tests, and answers in a form that can be compared exactly."""
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,3 +133,24 @@ def make_cases(lengths: Sequence[int], samplings: dict[str, dict[str, Any]]) -> 
         for kind, sampling in samplings.items():
             cases.append(Case(f"{kind}, {length} tokens", ids, sampling, starts[kind]))
     return cases
+
+
+def ids_after_retraction(
+    engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[dict[str, Any]], limit_s: float = 60.0
+) -> list[list[int]]:
+    """The output of each prompt, all streamed together, set back once when the first tokens have come. limit_s: reached only when a test fails."""
+    begun = threading.Event()
+    last: dict[int, list[int]] = {}
+
+    def read() -> None:
+        for item in engine.generate(input_ids=prompts, sampling_params=sampling, stream=True):
+            last[item["index"]] = item["output_ids"]
+            begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(limit_s)
+    assert engine.pause_generation("retract")[0]
+    assert engine.continue_generation()[0]
+    reader.join(limit_s)
+    return [last[index] for index in range(len(prompts))]

@@ -17,6 +17,7 @@ from engines import (
     PENALISED,
     SEEDED,
     Answer,
+    ids_after_retraction,
     make_cases,
     one_by_one,
     random_ids,
@@ -159,22 +160,7 @@ def test_requests_that_were_set_back_are_as_alone(tiny_mixture: str):
         found = engine.generate(input_ids=prompts, sampling_params=sampling)
         assert [one["output_ids"] for one in found] == alone
         assert engine.internal_state().num_retracted > 0
-
-        begun = threading.Event()
-        last: dict[int, list[int]] = {}
-
-        def read() -> None:
-            for item in engine.generate(input_ids=prompts, sampling_params=sampling, stream=True):
-                last[item["index"]] = item["output_ids"]
-                begun.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        assert begun.wait(LIMIT_S)
-        assert engine.pause_generation("retract")[0]
-        assert engine.continue_generation()[0]
-        reader.join(LIMIT_S)
-        assert [last[i] for i in range(len(prompts))] == alone
+        assert ids_after_retraction(engine, prompts, sampling) == alone
         assert engine.internal_state().memory_repairs == 0
 
 

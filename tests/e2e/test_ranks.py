@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import GREEDY, SEEDED, Answer, make_cases, one_by_one, running_engine, together
+from engines import GREEDY, SEEDED, Answer, ids_after_retraction, make_cases, one_by_one, running_engine, together
 from rank_processes import followers
 
 from headrace.api.engine import Engine
@@ -108,22 +108,7 @@ def test_rows_with_a_grammar_and_rows_that_were_set_back_are_as_alone(tiny_model
         ]
         together = engine.generate(input_ids=prompts, sampling_params=sampling)
         assert [one["output_ids"] for one in together] == alone
-
-        begun = threading.Event()
-        last: dict[int, list[int]] = {}
-
-        def read() -> None:
-            for item in engine.generate(input_ids=prompts, sampling_params=sampling, stream=True):
-                last[item["index"]] = item["output_ids"]
-                begun.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        assert begun.wait(LIMIT_S)
-        assert engine.pause_generation("retract")[0]
-        assert engine.continue_generation()[0]
-        reader.join(LIMIT_S)
-        assert [last[i] for i in range(len(prompts))] == alone
+        assert ids_after_retraction(engine, prompts, sampling) == alone
 
 
 def test_quantised_and_with_hidden_states(tiny_model: str):

@@ -20,6 +20,16 @@ from headrace.sampling.params import ResolvedSamplingParams
 VOCAB_SIZE = 131
 CONTEXT = 96
 GREEDY = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0)
+DRAWN = ResolvedSamplingParams(max_new_tokens=50, seed=7, temperature=1.5, top_k=20, top_p=0.9)
+WEARY = ResolvedSamplingParams(
+    max_new_tokens=50,
+    seed=5,
+    temperature=0.7,
+    top_k=4,
+    frequency_penalty=0.9,
+    presence_penalty=-0.4,
+    repetition_penalty=0.6,
+)
 
 
 def save_llama(folder: Path, **changes: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_harness import NUM_SEQS, Elsewhere, FakeDevice, device_driver, reference
 from lora_harness import tiny_adapter
-from runner_harness import CONTEXT, GREEDY, ids_by_row, int32, prompt, save_llama
+from runner_harness import CONTEXT, DRAWN, GREEDY, WEARY, ids_by_row, int32, prompt, save_llama
 
 from headrace import kernels
 from headrace.errors import ExecutionError
@@ -20,7 +20,6 @@ from headrace.sampling.params import ResolvedSamplingParams
 from headrace.sampling.thinking_budget import ThinkingBudget
 
 A, B, C = prompt(40, 1), prompt(9, 2), prompt(17, 3)
-DRAWN = ResolvedSamplingParams(max_new_tokens=50, seed=7, temperature=1.5, top_k=20, top_p=0.9)
 PENALISED = ResolvedSamplingParams(max_new_tokens=50, seed=0, temperature=0.0, repetition_penalty=1.7)
 BANNED = ResolvedSamplingParams(
     max_new_tokens=50,
@@ -30,15 +29,6 @@ BANNED = ResolvedSamplingParams(
     bad_words=((5, 6),),
     min_new_tokens=2,
     thinking_budget=ThinkingBudget(num_tokens=3, end_id=11, is_open=True),
-)
-WEARY = ResolvedSamplingParams(
-    max_new_tokens=50,
-    seed=5,
-    temperature=0.7,
-    top_k=4,
-    frequency_penalty=0.9,
-    presence_penalty=-0.4,
-    repetition_penalty=0.6,
 )
 
 

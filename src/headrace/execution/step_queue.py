@@ -66,7 +66,7 @@ class StepQueue:
         if not len(rows):
             nothing = torch.empty(0, dtype=torch.int64, device=batch.token_ids.device)
             runner.hidden_states(batch, ReadTokens(nothing, [0] * (len(plan.seqs) + 1)))
-            # Its nothing is waited for anyway, or the scheduler would plan all chunks of a long prompt ahead.
+            # The host waits for it anyway, or the scheduler would plan all chunks of a long prompt ahead.
             return Sampled(nothing, nothing)
         ends = np.cumsum(plan.counts, dtype=np.int64)[rows]
         seqs, positions = plan.seqs[rows], (plan.starts + plan.counts)[rows]
