@@ -3,9 +3,11 @@
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from rank_harness import (
     sums,
 )
 
-from headrace.distributed import network_follower
+from headrace.distributed import network, network_follower
 from headrace.distributed.network import Address, Member
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
@@ -250,6 +252,16 @@ def test_strangers_at_the_port_do_no_harm(caller):
             receiving = caller.submit(follower.receive)
             group.send(b"all is well")
             assert receiving.result(LIMIT_S) == b"all is well"
+
+
+def test_nobody_waits_for_a_network_that_does_not_come_to_its_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(network, "_LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(network, "_ENDING_S", 0.1)
+    closed, released = threading.Event(), threading.Event()
+    context = SimpleNamespace(term=released.wait)
+    network.end(context, SimpleNamespace(close=lambda linger: closed.set()))
+    assert closed.is_set()
+    released.set()
 
 
 def test_ranks_that_are_missing_are_named():

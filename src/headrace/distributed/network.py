@@ -37,6 +37,8 @@ LOOK_S = 0.2
 _SIGN_OF_LIFE_S = 1.0
 _LAST_WORDS_S = 1.0
 """How long an end may take to send what waits."""
+_ENDING_S = 1.0
+"""How long ZeroMQ may take to end its threads after that."""
 _ZERO_COPY_BYTES = 64 << 10
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
@@ -355,9 +357,14 @@ def endpoint(address: Address) -> str:
 
 
 def end(context: Context, connection: Socket) -> None:
-    """Close a socket and its context; what waits is sent, for a moment."""
+    """Close a socket and its context; what waits is sent, for a moment.
+
+    ZeroMQ has been seen not to come to its end where a stranger was connected. Nobody waits for it longer, so that a process can leave.
+    """
     connection.close(linger=int(_LAST_WORDS_S * 1000))
-    context.term()
+    ending = threading.Thread(target=context.term, name="end-of-network", daemon=True)
+    ending.start()
+    ending.join(_LAST_WORDS_S + _ENDING_S)
 
 
 def bytes_of(values: Floats) -> memoryview:
