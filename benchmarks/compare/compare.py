@@ -35,7 +35,18 @@ from peer_process import (
     free_port,
     leave_on_sigterm,
 )
-from ratios import LATENCIES, LATENCY_PRESETS, RATE, Measured, draw, latency_table, rate_key, rate_table, ratios
+from ratios import (
+    COMPARED_PRESETS,
+    LATENCIES,
+    LATENCY_PRESETS,
+    RATE,
+    Measured,
+    draw,
+    latency_table,
+    rate_key,
+    rate_table,
+    ratios,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -293,7 +304,7 @@ def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--stream-peers", default="openvino", help="peers in presets with several at a time (default: %(default)s)"
     )
-    parser.add_argument("--presets", default=",".join(PRESETS), help="workloads (default: %(default)s)")
+    parser.add_argument("--presets", default=",".join(COMPARED_PRESETS), help="workloads (default: %(default)s)")
     parser.add_argument(
         "--rounds", type=int, default=2,
         help="requests of a preset for each that runs at a time, at most its own number (default: %(default)s)",
@@ -320,7 +331,7 @@ def _options(given: argparse.Namespace) -> Options:
         peers=_chosen(given.peers, list(PEERS), "--peers"),
         stream_peers=_chosen(given.stream_peers, list(PEERS), "--stream-peers"),
         load=LoadOptions(
-            presets=given.presets, tokenizer=_MODEL, repeat=given.repeat, rounds=given.rounds,
+            presets=",".join(_chosen(given.presets, COMPARED_PRESETS, "--presets")), tokenizer=_MODEL, repeat=given.repeat, rounds=given.rounds,
             output=given.output, plot=given.plot,
         ),
     )  # fmt: skip

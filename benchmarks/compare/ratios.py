@@ -30,6 +30,7 @@ TARGETS: dict[str, dict[str, float]] = {
     "4": {"A": 2.0, "B1": 2.3, "B8": 2.2, "B32": 2.2, "C": 3.0, "Ccold": 3.0, "Cspaced": 1.5, "D": 2.0, "D8k": 1.8},
 }
 """What we mean to reach at least, our rate over the best peer's, by class of precision and preset."""
+COMPARED_PRESETS = list(TARGETS["16"])
 LATENCY_TARGETS = {"TTFT p50": 1.0, "TTFT p99": 1.0, "ITL p50": 0.6, "ITL p99": 1.0}
 """What we mean to stay below, our latency over that of the peer with the best rate."""
 
@@ -78,7 +79,7 @@ class Ratio:
 
 def rate_key(preset: str) -> str:
     """Which rate of a summary counts for a preset."""
-    return "prompt_throughput" if PRESETS[preset].max_new_tokens == 1 else "output_throughput"
+    return "prompt_throughput" if PRESETS[preset].answer.max_new_tokens == 1 else "output_throughput"
 
 
 def ratios(measured: Sequence[Measured]) -> list[Ratio]:

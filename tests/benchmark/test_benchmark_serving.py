@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import ClassVar
 
 import aiohttp
 import pytest
@@ -17,7 +18,7 @@ from headrace.benchmark.load import arrival_times, run_closed_loop, run_open_loo
 from headrace.benchmark.results import document, plot, print_results, rate_text, write_json
 from headrace.benchmark.serving import LoadOptions, compare_greedy, measure, run_client
 from headrace.benchmark.targets import OpenAITarget
-from headrace.benchmark.workloads import PRESETS, Workload
+from headrace.benchmark.workloads import PRESETS, Answer, Workload
 from headrace.errors import ConfigError
 
 
@@ -27,6 +28,8 @@ def decode(ids):
 
 class WordTokenizer:
     """One id per character: enough to cut prompts."""
+
+    chat_template: ClassVar[dict[str, str]] = {}
 
     def encode(self, text, add_special_tokens=True):
         return [ord(c) for c in text]
@@ -42,12 +45,12 @@ async def connect(session, server, **options):
 async def complete_one(server, max_new_tokens=4, **options):
     async with serving(server), aiohttp.ClientSession() as session:
         target = await connect(session, server, **options)
-        return await target.complete([7, 8, 9], max_new_tokens)
+        return await target.complete([7, 8, 9], Answer(max_new_tokens))
 
 
 def workload(num_requests, max_new_tokens=3, name="B8", gap_s=0.0):
     prompts = [[index, index + 1] for index in range(num_requests)]
-    preset = replace(PRESETS[name], max_new_tokens=max_new_tokens, start_gap_s=gap_s)
+    preset = replace(PRESETS[name], answer=Answer(max_new_tokens), start_gap_s=gap_s)
     return Workload(preset, prompts, [])
 
 
@@ -104,6 +107,16 @@ async def test_requests_are_greedy_of_exact_length_and_take_extra_fields():
     assert body["model"] == "fake"
 
 
+async def test_a_task_may_end_its_answer_and_asks_for_its_schema():
+    server = FakeServer()
+    async with serving(server), aiohttp.ClientSession() as session:
+        target = await connect(session, server)
+        await target.complete([7], PRESETS["G"].answer)
+    body = server.bodies[-1]
+    assert "ignore_eos" not in body
+    assert body["response_format"]["json_schema"]["schema"]["required"] == ["people"]
+
+
 def test_it_is_the_same_on_the_loop_of_the_command():
     record = run_client(complete_one(FakeServer(tokens_per_chunk=2)))
 
@@ -129,7 +142,9 @@ async def test_what_a_server_sends_that_is_no_whole_reply(reply: bytes, error: s
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
         port = server.sockets[0].getsockname()[1]
-        record = await OpenAITarget(session, f"http://127.0.0.1:{port}", "m", "ids", decode, {}).complete([1], 1)
+        record = await OpenAITarget(session, f"http://127.0.0.1:{port}", "m", "ids", decode, {}).complete(
+            [1], Answer(1)
+        )
 
     assert (record.error or "").startswith(error or "")
     assert bool(record.error) == bool(error)
@@ -153,7 +168,7 @@ async def test_a_server_that_is_gone_is_an_error_of_each_request():
     async with aiohttp.ClientSession() as session:
         async with serving(server):
             target = await connect(session, server)
-        record = await target.complete([1], 1)
+        record = await target.complete([1], Answer(1))
 
     assert record.error.startswith("connection:")
 

@@ -8,6 +8,11 @@ from headrace.errors import ConfigError
 TEXT = list(range(50_000))
 
 
+def chat(text):
+    """One id per character."""
+    return list(map(ord, text))
+
+
 @pytest.mark.parametrize(
     ("name", "num_requests", "shortest", "longest", "new_tokens", "concurrency"),
     [
@@ -20,30 +25,39 @@ TEXT = list(range(50_000))
         ("Cspaced", 64, 1056, 1056, 32, 16),
         ("D", 5, 2048, 2048, 1, 1),
         ("D8k", 5, 8000, 8000, 1, 1),
+        ("E", 32, 300, 1100, 256, 1),
+        ("R", 32, 600, 1600, 256, 1),
+        ("F", 32, 600, 1600, 128, 1),
+        ("G", 32, 180, 320, 192, 1),
+        ("H", 32, 30, 80, 128, 1),
     ],
 )
 def test_shapes(name, num_requests, shortest, longest, new_tokens, concurrency):
-    workload = make_workloads(TEXT).workloads[name]
+    workload = make_workloads(TEXT, chat).workloads[name]
     lengths = [len(prompt) for prompt in workload.prompts]
 
     assert len(lengths) == num_requests
     assert shortest <= min(lengths) <= max(lengths) <= longest
-    assert workload.preset.max_new_tokens == new_tokens
+    assert workload.preset.answer.max_new_tokens == new_tokens
     assert workload.preset.concurrency == concurrency
 
 
 def test_one_seed_gives_the_same_prompts_and_another_gives_others():
-    assert make_workloads(TEXT, 1).workloads["B8"].prompts == make_workloads(TEXT, 1).workloads["B8"].prompts
-    assert make_workloads(TEXT, 1).workloads["B8"].prompts != make_workloads(TEXT, 2).workloads["B8"].prompts
+    assert (
+        make_workloads(TEXT, chat, 1).workloads["B8"].prompts == make_workloads(TEXT, chat, 1).workloads["B8"].prompts
+    )
+    assert (
+        make_workloads(TEXT, chat, 1).workloads["B8"].prompts != make_workloads(TEXT, chat, 2).workloads["B8"].prompts
+    )
 
 
 def test_fewer_requests_are_the_first_ones():
-    few = make_workloads(TEXT, max_requests=3).workloads["B8"].prompts
-    assert few == make_workloads(TEXT).workloads["B8"].prompts[:3]
+    few = make_workloads(TEXT, chat, max_requests=3).workloads["B8"].prompts
+    assert few == make_workloads(TEXT, chat).workloads["B8"].prompts[:3]
 
 
 def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured():
-    workloads = make_workloads(TEXT).workloads
+    workloads = make_workloads(TEXT, chat).workloads
     warm, cold, spaced = workloads["C"], workloads["Ccold"], workloads["Cspaced"]
 
     assert {tuple(prompt[:1024]) for prompt in warm.prompts} == {tuple(warm.priming[0][:1024])}
@@ -54,8 +68,23 @@ def test_c_shares_its_prefix_and_is_primed_with_a_request_that_is_not_measured()
 
 
 def test_other_presets_share_no_beginning():
-    prompts = [p for name in ("A", "B1", "B8", "B32", "D", "D8k") for p in make_workloads(TEXT).workloads[name].prompts]
+    prompts = [
+        p for name in ("A", "B1", "B8", "B32", "D", "D8k") for p in make_workloads(TEXT, chat).workloads[name].prompts
+    ]
     assert len({tuple(prompt[:8]) for prompt in prompts}) >= len(prompts) - 1  # two random cuts may meet
+
+
+def test_tasks_are_whole_texts_and_models_may_end_their_answers():
+    tasks = {name: make_workloads(TEXT, chat).workloads[name] for name in "ERFGH"}
+
+    def text(name):
+        return "".join(map(chr, tasks[name].prompts[0]))
+
+    assert "def " in text("E")
+    assert text("E").endswith("```")
+    assert text("R").startswith("Correct the spelling")
+    assert all(task.preset.answer.ends for task in tasks.values())
+    assert [name for name, task in tasks.items() if task.preset.answer.schema is not None] == ["G"]
 
 
 def test_preset_lists():

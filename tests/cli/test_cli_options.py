@@ -21,6 +21,14 @@ NEEDED_WITH = {
     "enable_priority_preemption": ["--schedule-policy", "priority"],
     "ep_size": ["--tp-size", "16"],
     "enable_dp_attention": ["--tp-size", "2", "--dp-size", "2"],
+    "speculative_shared_tokens": ["--speculative-algorithm", "ngram"],
+    "speculative_draft_model_path": ["--speculative-algorithm", "draft"],
+    "speculative_draft_model_quantization": [
+        "--speculative-algorithm",
+        "draft",
+        "--speculative-draft-model-path",
+        "m",
+    ],
     **{name: ["--ray"] for name in FIELDS if name.startswith("ray_")},
 }
 """Options without which another is refused."""
@@ -39,7 +47,7 @@ def another_value(f):
     if get_origin(f.type) is Literal:
         value = next(choice for choice in get_args(f.type) if choice != f.default)
     elif f.type in (int, int | None):
-        value = 16
+        value = 16 if f.default != 16 else 17
     elif f.type in (float, float | None):
         value = 0.25
     else:

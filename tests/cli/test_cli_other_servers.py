@@ -87,6 +87,10 @@ def changed(argv):
         ("--lora-paths a=x b=y --enable-priority-scheduling", {"lora_paths": "a=x,b=y", "schedule_policy": "priority"}),
         ("--crash-dump-folder d --watchdog-timeout 9", {"crash_dump_dir": "d", "watchdog_timeout_s": 9.0}),
         ("--load-balance-method auto --model-impl sglang", {"model_impl": "headrace"}),
+        (
+            "--speculative-algorithm NGRAM --num-speculative-tokens 5",
+            {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5},
+        ),
         ("--nccl-init-addr a:1 --nnodes 2", {"dist_init_addr": "a:1", "nnodes": 2}),
     ],
 )
@@ -99,8 +103,7 @@ def test_command_lines_of_other_servers_are_understood(argv, fields_set):
     [
         ("--tp 2 --ep 8", r"--ep-size must be 1 or the value of --tp-size \(2\), .* got 8"),
         ("--enable-expert-parallel", "give --ep-size the value of --tp-size"),
-        ("--speculative-algorithm EAGLE", "speculative decoding"),
-        ("--speculative-config {}", "speculative decoding"),
+        ("--speculative-config {}", "--speculative-algorithm says what guesses"),
         ("--ssl-ca-certs c", "proxy"),
         ("--revision main", "org/name@REVISION"),
         ("--scheduling-policy priority", "lowest first"),

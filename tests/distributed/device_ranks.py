@@ -95,7 +95,7 @@ def device_ranks(folder: Path, sizes: tuple[int, ...] = (), **options: Any) -> I
         ThreadPoolExecutor(1) as thread,
     ):
         patch.setattr(build, "CudaDevice", lambda where: FakeDevice())
-        patch.setattr(build._Setup, "is_cpu", False)
+        patch.setattr(build.Setup, "is_cpu", False)
         patch.setattr(build, "_graph_sizes", lambda *arguments: sizes)
         patch.setattr(build.select, "make_backend", lambda *arguments, **named: TensorAttention())
         theirs = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)

@@ -36,13 +36,19 @@ def tiny_mixture(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer)
     return _save_tiny(tmp_path_factory.mktemp("mixture"), tokenizer, "mixtral", **experts)
 
 
-def _save_tiny(folder: Path, tokenizer: Tokenizer, family: str, **changes: Any) -> str:
+@pytest.fixture(scope="session")
+def tiny_deep_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> str:
+    """The Llama with five layers."""
+    return _save_tiny(tmp_path_factory.mktemp("deep"), tokenizer, "llama", num_layers=5)
+
+
+def _save_tiny(folder: Path, tokenizer: Tokenizer, family: str, *, num_layers: int = 2, **changes: Any) -> str:
     config = transformers.AutoConfig.for_model(
         family,
         vocab_size=tokenizer.vocab_size,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -26,7 +26,7 @@ def queueing_engine(model: str, device: FakeDevice, **options: Any) -> Iterator[
     """An engine that believes to be on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "CudaDevice", lambda where: device)
-        patch.setattr(build._Setup, "is_cpu", False)
+        patch.setattr(build.Setup, "is_cpu", False)
         with running_engine(model, attention_backend="torch_native", **options) as engine:
             yield engine
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
-from headrace.execution import build
-from headrace.execution.build import build_worker, open_model
+from headrace.execution import setup
+from headrace.execution.build import build_worker
 from headrace.execution.load_weights import load_model
+from headrace.execution.setup import open_model
 from headrace.layers.weight import Placement
 from headrace.models.registry import model_class_for
 
@@ -157,7 +158,7 @@ def test_weights_are_packed_by_one_thread_of_torch(
         while_loading.append(torch.get_num_threads())
         return load_model(*args, **options)
 
-    monkeypatch.setattr(build, "load_model", load_and_look)
+    monkeypatch.setattr(setup, "load_model", load_and_look)
     options = {"max_total_tokens": 96, "max_running_requests": 2, "num_threads": 2}
 
     worker, _ = build_worker(

@@ -199,6 +199,7 @@ CARRIED = {
     "priority": (5, "priority", [5] * 4),
     "extra_key": (["k", None], "namespace", ['["k", ""]', '["k", ""]', "", ""]),
     "cache_salt": ("s", "namespace", ['["", "s"]'] * 4),
+    "prediction": (["ab", None], "task.predicted_ids", [b"a\0\0\0b\0\0\0"] * 2 + [b""] * 2),
 }
 SEEN_ELSEWHERE = {
     "lora_path",
@@ -220,7 +221,9 @@ def test_every_field_of_a_call_is_carried_or_refused():
 @pytest.mark.parametrize("name", CARRIED)
 async def test_a_field_reaches_every_sample(make_frontend, name):
     value, target, expected = CARRIED[name]
-    frontend = make_frontend(schedule_policy="priority", custom_logit_processors="loud=some.module:function")
+    frontend = make_frontend(
+        schedule_policy="priority", custom_logit_processors="loud=some.module:function", speculative_algorithm="ngram"
+    )
     more = {"return_logprob": True} if "logprob" in name else {}
 
     await frontend.call(["ab", "cd"], sampling_params={"n": 2}, **{**more, name: value})
@@ -373,3 +376,12 @@ async def test_a_deadline_is_set_from_the_arrival(make_frontend):
 
     assert frontend.engine.requests["r"].deadline_s == 105.0
     assert frontend.engine.requests["r"].created_s == 100.0
+
+
+async def test_a_prediction_is_no_reason_to_refuse_a_request(make_frontend):
+    """Not read where nothing is guessed by it, and cut where it is long."""
+    for algorithm, length in (("off", 0), ("ngram", 64)):
+        frontend = make_frontend(speculative_algorithm=algorithm)
+        await frontend.call("ab", prediction="x" * 200_000)
+        [request] = frontend.engine.requests.values()
+        assert len(request.task.predicted_ids) // 4 == length

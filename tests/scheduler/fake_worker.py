@@ -164,11 +164,13 @@ class FakeWorker:
 
     ids_a_row: how many tokens a row that samples gives; several only without overlap. seconds: what a step takes. in_stages: a step that was
     submitted has begun, so what it computes must be known. num_parts: of the KV cache; a row has all its slots in one, where the plan says.
-    sits_out: whether the row of a sequence sits a step out, given the number of the step and the row.
+    sits_out: whether the row of a sequence sits a step out, given the number of the step and the row. guesses: how many tokens it guesses
+    after what a row samples, given the same, and how many of them are right.
     """
 
     seconds: Callable[[ModelWorkerBatch], float] = staticmethod(lambda batch: 0.0)
     sits_out: Callable[[int, int], bool] = staticmethod(lambda step, row: False)
+    guesses: Callable[[int, int], tuple[int, int]] = staticmethod(lambda step, row: (0, 0))
 
     def __init__(
         self,
@@ -195,6 +197,8 @@ class FakeWorker:
         self.lora_ids: dict[int, int] = {}
         self.loras = FakeLoras()
         self.late: set[int] = set()  # sequences that sat out the last step that was to sample them
+        self.drafts: dict[int, list[int]] = {}
+        self.num_verified = self.num_hits = 0
         self.broken: set[int] = set()  # rows of a failed step: what a step already planned makes of them is thrown away
         self.num_computed = 0
         self.num_prefill_rows = 0
@@ -240,6 +244,7 @@ class FakeWorker:
             self.lora_ids[new.seq] = new.lora_id
             self.broken.discard(new.seq)
             self.late.discard(new.seq)
+            self.drafts[new.seq] = []
         assert len(set(batch.seqs.tolist())) == len(batch.seqs), "a sequence stands twice in a step"
         assert len(set(batch.out_slots.tolist())) == len(batch.out_slots), "a slot is written twice in a step"
         self.check_parts(batch)
@@ -250,6 +255,7 @@ class FakeWorker:
         errors: dict[int, str] = {}
         prompt_logprobs: dict[int, LogprobBlock] = {}
         logprobs: dict[int, LogprobBlock] = {}
+        drafts: dict[int, int] = {}
         at = 0
         for row, seq in enumerate(batch.seqs.tolist()):
             start, count = int(batch.starts[row]), int(batch.counts[row])
@@ -264,7 +270,10 @@ class FakeWorker:
             if seq in self.late:
                 assert start == len(tokens) - 1, "what sat out computes its last token again"
                 self.late.discard(seq)
-                slots.pop()
+                del slots[start:]
+            num_drafts = max(0, int(batch.num_logits[row]) - 1)
+            known = len(tokens)
+            tokens = tokens + self.drafts[seq][:num_drafts]
             assert len(slots) == start, f"positions {len(slots)} != {start}: computed twice or skipped"
             assert start + count <= len(tokens), "computes a token that is not known"
             lora_id = self.lora_ids[seq]
@@ -289,6 +298,9 @@ class FakeWorker:
                     prompt_logprobs[row] = block([tokens[p + 1] for p in wanted], [written[p - start] for p in wanted])
             if batch.num_logits[row]:
                 assert start + count == len(tokens), "samples before the last known token"
+                history = written[known - 1 - start]
+                tokens = self.tokens[seq]
+                guess, self.drafts[seq] = self.drafts[seq][:num_drafts], []
                 if self.sits_out(batch.step, row):
                     self.late.add(seq)
                     continue
@@ -297,16 +309,35 @@ class FakeWorker:
                     tokens.append(0)  # a step already planned may read this position; its result is thrown away
                     continue
                 histories = []
-                for _ in range(self.ids_a_row):
+                while len(made[row]) < self.ids_a_row or made[row] == guess[: len(made[row])] != guess:
+                    made[row].append(next_token(history, self.eos_every))
+                    histories.append(history)
+                    history = history_hash(history, made[row][-1])
+                if guess and made[row] == guess:
                     made[row].append(next_token(history, self.eos_every))
                     histories.append(history)
                     history = history_hash(history, made[row][-1])
                 tokens += made[row]
+                if guess:
+                    self.num_verified += 1
+                    self.num_hits += len(made[row]) - 1
+                    del slots[len(tokens) - 1 :]
+                drafts[row] = self._guess(seq, history, *self.guesses(batch.step, row))
                 if spec is not None:
                     logprobs[row] = block(made[row], histories)
         ids = np.array([token for row in made for token in row], np.int32)
         id_starts = np.cumsum([0, *map(len, made)], dtype=np.int32)
-        return StepResult(batch.step, ids, id_starts, errors, logprobs, prompt_logprobs, forward_s=self.seconds(batch))
+        drafts = {row: count for row, count in drafts.items() if count}
+        return StepResult(
+            batch.step, ids, id_starts, errors, logprobs, prompt_logprobs, drafts=drafts, forward_s=self.seconds(batch)
+        )
+
+    def _guess(self, seq: int, history: int, count: int, num_right: int) -> int:
+        for index in range(count):
+            right = next_token(history, self.eos_every)
+            self.drafts[seq].append(right if index < num_right else 1 - right)
+            history = history_hash(history, self.drafts[seq][-1])
+        return count
 
 
 def block(ids: list[int], values: list[int]) -> LogprobBlock:

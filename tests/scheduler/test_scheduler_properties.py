@@ -44,8 +44,15 @@ SETUP = st.fixed_dictionaries(
         "num_stages": st.sampled_from([1, 1, 2, 3]),
         "num_parts": st.sampled_from([1, 1, 2, 3]),
         "sits_out": st.sampled_from([0, 0, 2, 3, 7]),  # one row in so many sits a step out
+        "guesses": st.sampled_from([0, 0, 1, 3, 6]),  # tokens that are guessed at a time, at most
     }
 )
+
+
+def guess_of(number: int, most: int) -> tuple[int, int]:
+    """0 to `most` tokens, of which any number from the first on are right."""
+    count = number % (most + 1)
+    return count, number // 7 % (count + 1)
 
 
 @settings(max_examples=2000, deadline=None)
@@ -55,13 +62,16 @@ def test_every_history_ends_with_right_tokens_and_a_whole_pool(setup, actions):
         "num_pages": setup["num_pages"] * (4 if setup["page_size"] == 1 else 1),
         # With several tokens a row, where the next step begins is known only after the commit; stages wait for that.
         "overlap": setup["overlap"] and setup["ids_a_row"] == 1 and setup["num_stages"] == 1,
+        # Guesses are about one token after another.
+        "guesses": setup["guesses"] if setup["ids_a_row"] == 1 else 0,
     }
     if setup["num_parts"] > 1:
         setup["num_stages"] = 1  # the two are not combined
-    every = setup.pop("sits_out")
+    every, most = setup.pop("sits_out"), setup.pop("guesses")
     rig = Rig(**setup)
     rig.worker.seconds = lambda batch: 1e-3 * batch.num_tokens
     rig.worker.sits_out = lambda step, row: bool(every) and hash((step, row)) % every == 0
+    rig.worker.guesses = lambda step, row: guess_of(hash((step, row)), most)
     asked = {}
     aborted = set()
     for action in actions:

@@ -155,6 +155,11 @@ class ServerOptions(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "bf16", "float16", "int16", "int8", "fp8_e4m3"]
     disable_radix_cache: bool
     disable_overlap_schedule: bool
+    speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"]
+    speculative_num_draft_tokens: int
+    speculative_shared_tokens: int
+    speculative_draft_model_path: str | None
+    speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"]
     enable_cache_report: bool
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"]
     enable_deterministic_inference: bool
@@ -252,6 +257,7 @@ class GenerateOptions(TypedDict, total=False):
     return_text_in_logprobs: bool
     return_hidden_states: bool | list[bool]
     custom_logit_processor: str | list[str | None] | None
+    prediction: str | list[str | None] | None
     priority: int | None
     extra_key: str | list[str | None] | None
     cache_salt: str | list[str | None] | None

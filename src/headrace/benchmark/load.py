@@ -42,7 +42,7 @@ async def run_closed_loop(
     async def one_client(number: int) -> None:
         await asyncio.sleep(number * workload.preset.start_gap_s)
         for index, prompt in pending:
-            records[index] = await target.complete(prompt, workload.preset.max_new_tokens)
+            records[index] = await target.complete(prompt, workload.preset.answer)
             on_done()
 
     start_s = time.perf_counter()
@@ -57,7 +57,7 @@ async def run_open_loop(
 
     async def one_request(prompt: list[int], arrives_s: float) -> RequestRecord:
         await asyncio.sleep(arrives_s)
-        record = await target.complete(prompt, workload.preset.max_new_tokens)
+        record = await target.complete(prompt, workload.preset.answer)
         on_done()
         return record
 

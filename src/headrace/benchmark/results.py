@@ -19,7 +19,7 @@ from rich.table import Table
 from headrace.benchmark.figures import Limits, Summary, over_repetitions
 from headrace.benchmark.machine import revision, this_machine
 from headrace.benchmark.tables import print_table
-from headrace.benchmark.workloads import PRESETS
+from headrace.benchmark.workloads import PRESETS, Preset
 from headrace.errors import ConfigError
 from headrace.version import VERSION
 
@@ -47,6 +47,13 @@ class Agreement:
     num_equal: int
     common_characters: list[int]
     text_characters: list[int]
+
+
+def _described(preset: Preset) -> dict[str, Any]:
+    """A preset as one object, with what it asks of an answer."""
+    fields = asdict(preset)
+    answer: dict[str, Any] = fields.pop("answer")
+    return {**fields, **answer}
 
 
 def document(
@@ -79,7 +86,7 @@ def _result_entry(result: Result) -> dict[str, Any]:
     return {
         "target": result.target,
         "preset": result.preset,
-        "workload": asdict(PRESETS[result.preset]),
+        "workload": _described(PRESETS[result.preset]),
         "flushed": result.flushed,
         "repetitions": [asdict(summary) for summary in result.repetitions],
         "median": median,
@@ -134,7 +141,7 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
         median, spread = over_repetitions(result.repetitions)
         head = [result.preset] + ([f"#{targets.index(result.target) + 1}"] if show_target else [])
         num_errors = sum(summary.num_errors for summary in result.repetitions)
-        main_rate = "prompt_throughput" if PRESETS[result.preset].max_new_tokens == 1 else "output_throughput"
+        main_rate = "prompt_throughput" if PRESETS[result.preset].answer.max_new_tokens == 1 else "output_throughput"
         rates.add_row(
             *head,
             rate_text(median["request_throughput"]),

@@ -34,6 +34,7 @@ from headrace.benchmark.workloads import (
     CHECK_TEXTS,
     PRESETS,
     SEED,
+    Answer,
     TokenIds,
     Workload,
     corpus,
@@ -41,7 +42,8 @@ from headrace.benchmark.workloads import (
     preset_names,
 )
 from headrace.checkpoint.names import resolve_model
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RequestError
+from headrace.text.chat_templates import chat_template_of
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -158,7 +160,7 @@ async def compare_greedy(reference: OpenAITarget, target: OpenAITarget) -> Agree
     """Send both the same texts, one at a time, greedily. Raises ConfigError when either does not answer."""
     common, lengths = [], []
     for text in CHECK_TEXTS:
-        want, got = [await each.complete_text(text, _CHECK_TOKENS) for each in (reference, target)]
+        want, got = [await each.complete_text(text, Answer(_CHECK_TOKENS, ends=True)) for each in (reference, target)]
         for each, record in ((reference, want), (target, got)):
             if record.error is not None:
                 raise ConfigError(f"{each.name} did not answer the agreement check: {record.error}")
@@ -184,13 +186,15 @@ async def measure(
     Each repetition draws fresh prompts, so that what an earlier one left in a prefix cache does not help.
     """
     names = preset_names(options.presets)
-    text_ids = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    text_ids, ask = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False)), _chats(tokenizer)
     summaries: dict[tuple[str, str], list[Summary]] = {}
     flushed: dict[str, bool] = {}
-    work = sum(map(_work, make_workloads(text_ids, options.seed, options.num_requests, options.rounds).chosen(names)))
+    work = sum(
+        map(_work, make_workloads(text_ids, ask, options.seed, options.num_requests, options.rounds).chosen(names))
+    )
     with _progress(console, work * options.repeat * len(targets)) as start_bar:
         for repetition in range(options.repeat):
-            drawn = make_workloads(text_ids, options.seed + repetition, options.num_requests, options.rounds)
+            drawn = make_workloads(text_ids, ask, options.seed + repetition, options.num_requests, options.rounds)
             if repetition == 0:
                 await _warm_up(targets, drawn.warm_up[: options.warm_up], start_bar)
             for name in names:
@@ -209,6 +213,15 @@ async def measure(
     ]
 
 
+def _chats(tokenizer: Tokenizer) -> Callable[[str], TokenIds]:
+    """What turns a text into the prompt of a chat whose first message it is; for a model that does not chat, into the text alone."""
+    try:
+        template = chat_template_of(tokenizer)
+    except RequestError:
+        return tokenizer.encode
+    return lambda text: tokenizer.encode_rendered(template.render([{"role": "user", "content": text}]))
+
+
 def _in_one_line(title: str, summary: Summary) -> str:
     """One line with the results of a workload, shown while a long run continues."""
     errors = f", errors: {summary.num_errors}" if summary.num_errors else ""
@@ -218,7 +231,7 @@ def _in_one_line(title: str, summary: Summary) -> str:
 
 async def _run_once(target: Target, workload: Workload, options: LoadOptions, on_done: Callable[[], None]) -> Summary:
     for prompt in workload.priming:
-        await target.complete(prompt, 1)
+        await target.complete(prompt, Answer(1))
     if options.rate is not None:
         done = await run_open_loop(target, workload, options.rate, options.seed, on_done)
     else:
@@ -231,7 +244,7 @@ async def _warm_up(targets: Sequence[Target], prompts: Sequence[TokenIds], start
     for target in targets:
         on_done = start_bar(f"warm-up · {target.name}", len(prompts), 0.0)
         for prompt in prompts:
-            await target.complete(prompt, 16)
+            await target.complete(prompt, Answer(16))
             on_done()
 
 
@@ -255,7 +268,7 @@ def _work(workload: Workload) -> float:
 
     A prompt token costs a tenth of a step, and of many streams about four run in the time of one.
     """
-    steps = sum(len(prompt) / 10 + workload.preset.max_new_tokens for prompt in workload.prompts)
+    steps = sum(len(prompt) / 10 + workload.preset.answer.max_new_tokens for prompt in workload.prompts)
     return steps / min(workload.preset.concurrency, 4)
 
 

@@ -30,8 +30,9 @@ from headrace.checkpoint.weight_formats import FORMATS, Scheme
 from headrace.config.resolve import override_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.execution.build import build_worker, open_model
+from headrace.execution.build import build_worker
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.setup import open_model
 from headrace.execution.worker import TpModelWorker
 from headrace.kernels.probe import MachineLimits, machine_limits
 from headrace.layers.expert_counts import ExpertCounts

@@ -5,6 +5,7 @@ decide what is sent when (load.py). Runs in the event loop of the benchmark clie
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -15,7 +16,7 @@ import msgspec
 from headrace.benchmark.figures import RequestRecord
 from headrace.benchmark.http_stream import post
 from headrace.benchmark.sse import DONE, EventParser
-from headrace.benchmark.workloads import TokenIds
+from headrace.benchmark.workloads import Answer, TokenIds
 from headrace.errors import ConfigError, HeadraceError
 
 PromptForm = Literal["auto", "ids", "text", "chat"]
@@ -52,8 +53,8 @@ class Target(Protocol):
 
     name: str
 
-    async def complete(self, prompt: TokenIds, max_new_tokens: int) -> RequestRecord:
-        """Send one greedy request of exactly `max_new_tokens` tokens. Failure is in the record, never raised."""
+    async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
+        """Send one greedy request for such an answer. Failure is in the record, never raised."""
         ...
 
     async def flush(self) -> bool:
@@ -139,7 +140,7 @@ class OpenAITarget:
         problems = []
         for form in forms:
             target.prompt_form = form
-            record = await target.complete([1, 2, 3, 4], 1)
+            record = await target.complete([1, 2, 3, 4], Answer(1))
             if record.error is None:
                 return target
             problems.append(f"prompt as {form}: {record.error}")
@@ -150,15 +151,13 @@ class OpenAITarget:
         """Where requests go."""
         return "/v1/chat/completions" if self.prompt_form == "chat" else "/v1/completions"
 
-    async def complete(self, prompt: TokenIds, max_new_tokens: int) -> RequestRecord:
+    async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
         """See Target."""
         return await self.complete_text(
-            prompt if self.prompt_form == "ids" else self._decode(prompt), max_new_tokens, len(prompt), ignore_eos=True
+            prompt if self.prompt_form == "ids" else self._decode(prompt), answer, len(prompt)
         )
 
-    async def complete_text(
-        self, prompt: TokenIds | str, max_new_tokens: int, prompt_tokens: int = 0, ignore_eos: bool = False
-    ) -> RequestRecord:
+    async def complete_text(self, prompt: TokenIds | str, answer: Answer, prompt_tokens: int = 0) -> RequestRecord:
         """As `complete`, with the prompt as it goes over the wire. prompt_tokens: reported if the server does not say."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -167,13 +166,18 @@ class OpenAITarget:
                 if self.prompt_form == "chat"
                 else {"prompt": prompt}
             ),
-            "max_tokens": max_new_tokens,
+            "max_tokens": answer.max_new_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if ignore_eos:
+        if not answer.ends:
             body["ignore_eos"] = True
+        if answer.schema is not None:
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": answer.schema, "strict": True},
+            }
         body.update(self._extra_body)
         payload = msgspec.json.encode(body)
         record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=prompt_tokens)
@@ -258,9 +262,15 @@ class EngineTarget:
         self.name = name
         self._engine = engine
 
-    async def complete(self, prompt: TokenIds, max_new_tokens: int) -> RequestRecord:
+    async def complete(self, prompt: TokenIds, answer: Answer) -> RequestRecord:
         """See Target. A chunk is one item of the stream that brought new tokens."""
-        sampling_params = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        sampling_params: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_new_tokens": answer.max_new_tokens,
+            "ignore_eos": not answer.ends,
+        }
+        if answer.schema is not None:
+            sampling_params["json_schema"] = json.dumps(answer.schema)
         record = RequestRecord(start_s=time.perf_counter(), prompt_tokens=len(prompt), token_source="usage")
         try:
             stream = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling_params, stream=True)

@@ -4,14 +4,16 @@ Owns the presets and how their prompts are drawn. Does not send anything. Runs i
 
 The text is the English of Python's own help pages (`pydoc_data.topics`), cut at random places, so nothing has to be
 downloaded and any two machines with the same tokenizer get the same prompts. Two prompts differ in their first tokens, so
-a prefix cache helps in preset C only, which is about it.
+a prefix cache helps in preset C only, which is about it. The presets that ask a model to do something take their texts from tasks.py.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
+from typing import Any
 
+from headrace.benchmark.tasks import PERSON_SCHEMA, TASKS
 from headrace.errors import ConfigError
 
 TokenIds = list[int]
@@ -24,6 +26,7 @@ _SINGLE_STREAM_REQUESTS = 5
 _C_SUFFIXES = 128
 _C_REQUESTS = 64
 _C_PREFIX_TOKENS, _C_SUFFIX_TOKENS = 1024, 32
+_TASKS = 32
 
 CHECK_TEXTS = (
     "The capital of France is",
@@ -35,17 +38,26 @@ CHECK_TEXTS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request asks for: output of exactly max_new_tokens tokens (the end-of-sequence token is ignored), or of at most as many, if the model
+    may end it (`ends`). schema: JSON schema that it must match."""
+
+    max_new_tokens: int
+    ends: bool = False
+    schema: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Preset:
     """What one named workload asks for.
 
-    max_new_tokens: output tokens of each request, exactly (the end-of-sequence token is ignored).
-    concurrency: requests in flight in the closed loop. primed: send the shared prefix once before the clock starts.
+    answer: of each request. concurrency: requests in flight in the closed loop. primed: send the shared prefix once before the clock starts.
     start_gap_s: between the first requests, one of each that is in flight; 0 = all at once.
     """
 
     name: str
     description: str
-    max_new_tokens: int
+    answer: Answer
     concurrency: int
     primed: bool = False
     start_gap_s: float = 0.0
@@ -54,17 +66,26 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
-        Preset("A", "one stream, 128 tokens in, 256 out", 256, 1),
-        Preset("B1", "64 requests, 128-512 in, 128 out, one at a time", 128, 1),
-        Preset("B8", "64 requests, 128-512 in, 128 out, 8 at a time", 128, 8),
-        Preset("B32", "64 requests, 128-512 in, 128 out, 32 at a time", 128, 32),
+        Preset("A", "one stream, 128 tokens in, 256 out", Answer(256), 1),
+        Preset("B1", "64 requests, 128-512 in, 128 out, one at a time", Answer(128), 1),
+        Preset("B8", "64 requests, 128-512 in, 128 out, 8 at a time", Answer(128), 8),
+        Preset("B32", "64 requests, 128-512 in, 128 out, 32 at a time", Answer(128), 32),
         Preset(
-            "C", "64 requests, 1,024 shared tokens + 32 in, 32 out, 16 at a time, prefix cached", 32, 16, primed=True
+            "C",
+            "64 requests, 1,024 shared tokens + 32 in, 32 out, 16 at a time, prefix cached",
+            Answer(32),
+            16,
+            primed=True,
         ),
-        Preset("Ccold", "the same, prefix not cached when the clock starts; the first 16 at once", 32, 16),
-        Preset("Cspaced", "as Ccold, the first 16 arrive 20 ms apart", 32, 16, start_gap_s=0.02),
-        Preset("D", "prefill of one 2,048-token prompt", 1, 1),
-        Preset("D8k", "prefill of one 8,000-token prompt", 1, 1),
+        Preset("Ccold", "the same, prefix not cached when the clock starts; the first 16 at once", Answer(32), 16),
+        Preset("Cspaced", "as Ccold, the first 16 arrive 20 ms apart", Answer(32), 16, start_gap_s=0.02),
+        Preset("D", "prefill of one 2,048-token prompt", Answer(1), 1),
+        Preset("D8k", "prefill of one 8,000-token prompt", Answer(1), 1),
+        Preset("E", "32 chats that change code, up to 256 out", Answer(256, ends=True), 1),
+        Preset("R", "32 chats that repeat a text with corrections, up to 256 out", Answer(256, ends=True), 1),
+        Preset("F", "32 chats that summarise, up to 128 out", Answer(128, ends=True), 1),
+        Preset("G", "32 chats that extract JSON, with a schema, up to 192 out", Answer(192, True, PERSON_SCHEMA), 1),
+        Preset("H", "32 chats with open questions, up to 128 out", Answer(128, ends=True), 1),
     )
 }
 
@@ -105,9 +126,13 @@ def preset_names(text: str) -> list[str]:
 
 
 def make_workloads(
-    text_ids: Sequence[int], seed: int = SEED, max_requests: int | None = None, rounds: int | None = None
+    text_ids: Sequence[int],
+    ask: Callable[[str], TokenIds],
+    seed: int = SEED,
+    max_requests: int | None = None,
+    rounds: int | None = None,
 ) -> WorkloadSet:
-    """Draw the prompts of every preset from `text_ids`.
+    """Draw the prompts of every preset from `text_ids`, and the tasks. ask: the prompt that asks a model to do what a text says.
 
     All presets are drawn each time, in one order, so that a preset has the same prompts whichever others are selected.
     max_requests: keep at most this many requests of each preset. rounds: at most this many per request in flight.
@@ -133,6 +158,8 @@ def make_workloads(
     prompts["D"] = [cut(2048) for _ in range(_SINGLE_STREAM_REQUESTS)]
     prompts["Cspaced"] = shared()[:_C_REQUESTS]
     prompts["D8k"] = [cut(8000) for _ in range(_SINGLE_STREAM_REQUESTS)]
+    for name, tasks in TASKS.items():
+        prompts[name] = [ask(text) for text in tasks(rng, _TASKS)]
 
     def kept(preset: Preset) -> list[TokenIds]:
         chosen = prompts[preset.name][:max_requests]

@@ -95,7 +95,8 @@ _ONE_MACHINE = "replicas run on one machine"
 _HUB = "a model is named org/name@REVISION, and `headrace pull` brings it, by HF_HOME and HF_TOKEN"
 _NO_IMAGES = "images and other media are not supported"
 _NO_OFFLOAD = "weights and KV cache stay on the device"
-_NO_DRAFTS = "speculative decoding is not supported"
+_DRAFTS = "guesses follow each other in one line, --speculative-num-draft-tokens at most (docs/speculation.md)"
+_OWN_WINDOW = "the n-grams that are looked up have 2 to 4 tokens (docs/speculation.md)"
 _NO_TRANSFER = "prefill and decode on different servers are not supported"
 _NO_TIERS = "the prefix cache has one level; --max-total-tokens sets its size"
 _PROXY = "put a proxy in front of the server, see docs/proxies.md"
@@ -319,8 +320,27 @@ TABLE: tuple[Entry, ...] = (
         "adapters say which modules they change; see docs/lora.md",
     ),
     # --- drafts and media
-    _refused(BOTH, "--speculative- --num-speculative-tokens --ngram-prompt-lookup-", _NO_DRAFTS, is_prefix=True),
-    _refused(VLLM, "-sc", _NO_DRAFTS),
+    _refused(SGLANG, "--speculative-ngram-", _OWN_WINDOW, is_prefix=True),
+    _refused(VLLM, "--ngram-prompt-lookup-", _OWN_WINDOW, is_prefix=True),
+    _alias(VLLM, "--num-speculative-tokens", "speculative_num_draft_tokens"),
+    _refused(
+        SGLANG,
+        "--speculative-num-steps --speculative-eagle-topk",
+        _DRAFTS,
+    ),
+    _refused(SGLANG, "--speculative-draft-model-revision", _HUB),
+    _refused(SGLANG, "--speculative-draft-load-format", "--load-format holds for the draft model, too"),
+    _refused(SGLANG, "--speculative-token-map", "the ids that a head can guess are in its checkpoint (d2t)"),
+    _refused(
+        SGLANG,
+        "--speculative-accept-threshold-single --speculative-accept-threshold-acc",
+        "a guess is right if it is the token that is drawn anyway, so there is no threshold",
+    ),
+    _refused(
+        VLLM,
+        "--speculative-config --speculative-model -sc",
+        "--speculative-algorithm says what guesses, --speculative-draft-model-path with which model (docs/speculation.md)",
+    ),
     _refused(
         BOTH,
         "--limit-mm-per-prompt --mm- --enable-multimodal --allowed-local-media-path --disable-mm-preprocessor-cache",
@@ -487,6 +507,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "TORCH_SDPA": "torch_native",
     },
     "sampling_defaults": {"auto": "model", "vllm": "openai"},
+    "speculative_algorithm": {"NGRAM": "ngram", "STANDALONE": "draft", "EAGLE3": "eagle3"},
 }
 """Values of options of ours, by field, as others write them."""
 

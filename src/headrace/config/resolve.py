@@ -17,6 +17,7 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.checkpoint.weight_formats import FORMATS, FormatNeeds, Scheme
 from headrace.config.least_memory import least_kv_bytes, least_weight_bytes
 from headrace.config.server_args import ServerArgs
+from headrace.config.speculation import check_guesses_on
 from headrace.errors import ConfigError
 
 _KV_NAMES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
@@ -151,6 +152,7 @@ def resolve(
     quantization, activations = _activations(args, device, dtype, quantization, facts if native else None, decisions)
     deterministic = _deterministic(args, device, quantization, decisions)
     _check_compile(args, device, quantization, deterministic)
+    check_guesses_on(device, args, batch_invariant)
     kv_floats = _kv_cache_dtype(args, device, dtype)
     needs = AttentionNeeds(device, native, model.head_dim, kv_floats, args.page_size, deterministic)
     backend = _attention_backend(args, needs, backends, decisions)

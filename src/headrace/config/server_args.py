@@ -10,12 +10,11 @@ from typing import Any, Literal
 from headrace.checkpoint.hub_cache import HubName
 from headrace.checkpoint.weight_formats import Quantization, help_text
 from headrace.config.bounds import LONGEST_S, Bounds, check_option
-from headrace.config.dp_attention import check_dp_attention
 from headrace.config.kv_events import read_kv_events
+from headrace.config.process_options import check_processes
+from headrace.config.speculation import check_speculation
 from headrace.config.web import parse_hosts, parse_origins
 from headrace.errors import ConfigError
-
-MAX_RANKS = 64
 
 _POSITIVE = Bounds(least=1)
 _COUNT = Bounds(least=0)
@@ -361,6 +360,28 @@ class ServerArgs:
     )
     disable_radix_cache: bool = _opt(False, _Q, "Disable prefix caching: requests share no KV cache.")
     disable_overlap_schedule: bool = _opt(False, _Q, "Plan a step only after the previous one has finished.")
+    speculative_algorithm: Literal["off", "auto", "ngram", "draft", "eagle3"] = _opt(
+        "off",
+        _Q,
+        "Guess tokens and let one step compute several of them, where that is faster. No token changes. ngram: what followed the last "
+        "tokens where they came before, in the prompt or the output; auto: all that needs no weights of its own; draft: what a smaller "
+        "model says; eagle3: what a head of the model says. See docs/speculation.md.",
+    )
+    speculative_num_draft_tokens: int = _opt(
+        16, _Q, "Most tokens to guess at a time with --speculative-algorithm.", Bounds(least=1, most=63)
+    )
+    speculative_shared_tokens: int = _opt(
+        0,
+        _Q,
+        "With ngram and auto: guess also by the last so many tokens that others with the same key, salt and adapter have said; 0 = none.",
+        Bounds(least=0, most=1 << 18),
+    )
+    speculative_draft_model_path: str | None = _opt(
+        None, _Q, "The model of draft, which has the vocabulary of the model, or the head of eagle3.", _FILLED
+    )
+    speculative_draft_model_quantization: Literal["auto", "none", "int16", "int8", "int8-fast", "int4", "fp8"] = _opt(
+        "auto", _Q, "As --quantization, of the draft model; auto: the same."
+    )
     enable_cache_report: bool = _opt(True, _Q, "Report the number of cached prompt tokens in the usage of replies.")
 
     attention_backend: Literal["auto", "torch_native", "cpu", "triton", "flashinfer"] = _opt(
@@ -554,34 +575,11 @@ class ServerArgs:
         for name in ("tokenizer_path", "chat_template"):
             if self.skip_tokenizer_init and getattr(self, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --skip-tokenizer-init")
-        if self.num_replicas > 1 and self.single_process:
-            raise ConfigError("--dp-size needs processes: it cannot be combined with --single-process")
+        check_processes(self)
+        check_speculation(self)
         for field_ in fields(self) if not self.ray else ():
             if field_.metadata["group"] == _R and getattr(self, field_.name) != field_.default:
                 raise ConfigError(f"--{field_.name.replace('_', '-')} needs --ray")
-        for name, size in (("--tp-size", self.tp_size), ("--pp-size", self.pp_size)):
-            if size > 1 and self.single_process:
-                raise ConfigError(f"{name} needs processes: it cannot be combined with --single-process")
-        if self.numa_bind and self.single_process:
-            raise ConfigError(
-                "--numa-bind binds processes of the engine: it cannot be combined with --single-process, whose caller would be bound"
-            )
-        if self.numa_bind and self.device == "cuda":
-            raise ConfigError(
-                "--numa-bind binds ranks that compute on the CPU: it cannot be combined with --device cuda"
-            )
-        if self.num_ranks > MAX_RANKS:
-            raise ConfigError(f"--tp-size times --pp-size may be at most {MAX_RANKS}, got {self.num_ranks}")
-        if self.ep_size not in (1, self.tp_size):
-            raise ConfigError(
-                f"--ep-size must be 1 or the value of --tp-size ({self.tp_size}), whose ranks share the experts, got {self.ep_size}"
-            )
-        if self.enable_dp_attention:
-            check_dp_attention(self.tp_size, self.dp_size, self.pp_size, self.lora_paths)
-        if self.tokenizer_worker_num > 1 and self.single_process:
-            raise ConfigError(
-                "--tokenizer-worker-num above 1 needs processes: it cannot be combined with --single-process"
-            )
         if self.tokenizer_worker_num > 1 and self.max_stored_responses:
             raise ConfigError(
                 "--max-stored-responses cannot be combined with --tokenizer-worker-num above 1: each worker would keep its own"

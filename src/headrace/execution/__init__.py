@@ -1,13 +1,15 @@
 """Runs a model: loading, memory, the step, and the worker that the scheduler uses.
 
-Read first: build.py (start-up), model_runner.py (one step), worker.py (`TpModelWorker`).
+Read first: build.py (start-up; setup.py is what it decides before weights are loaded), model_runner.py (one step), worker.py (`TpModelWorker`).
 
-- A step: forward_batch.py (as tensors), sequence_table.py (tokens and slots of sequences), lora.py (adapters in memory,
-  rows of a step by adapter), overlap_worker.py (the model in a thread of its own), ranks.py (steps of several ranks),
-  pipeline_worker.py (several steps in flight, where the layers are in stages), rank_jobs.py (what they do beside the steps)
+- A step: forward_batch.py (as tensors), verify.py (rows that sample several tokens), sequence_table.py (tokens and slots of
+  sequences), lora.py (adapters in memory, rows of a step by adapter), overlap_worker.py (the model in a thread of its own),
+  ranks.py (steps of several ranks), pipeline_worker.py (several steps in flight, where the layers are in stages), rank_jobs.py
+  (what they do beside the steps)
 - On a GPU: device_worker.py, device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
   (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), device.py (the seam),
   device_ranks.py (queued steps of several ranks), watched_device.py (waits that end when a rank has stopped)
+- Guesses by a model: build_draft.py, draft_model.py, eagle.py, draft_steps.py (what both share)
 - Weights: load_weights.py, load_threads.py (several tensors at a time), weight_cache.py (packed, from a file),
   update_weights.py, save_weights.py, gather_weights.py (whole weights from the parts of ranks)
 - Memory: memory.py (how much there is), pool_plan.py (how much of it is for KV), rank_placement.py (on which

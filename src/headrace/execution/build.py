@@ -5,67 +5,71 @@ Owns the order of start-up in the scheduler's process, and `ReadyInfo`. Runs onc
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
 from headrace import kernels
 from headrace.attention import select
-from headrace.attention.base import AttentionBackend, KvPool, KvShape
-from headrace.checkpoint.base import Checkpoint
+from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.model_config import ModelConfig
-from headrace.checkpoint.names import resolve_model
-from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
-from headrace.checkpoint.weight_cache import content_of, files_fingerprint
+from headrace.checkpoint.weight_cache import content_of
 from headrace.config.adapters import lora_paths
-from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
+from headrace.config.resolve import Config, override_model
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
 from headrace.distributed.stages import Stage
 from headrace.errors import ConfigError, ModelError
+from headrace.execution.build_draft import LoadedDraft, load_draft
 from headrace.execution.device import CudaDevice, Device
 from headrace.execution.device_ranks import NO_FOLLOWERS, FollowerQueue, LeaderFollowers, received_ids
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
+from headrace.execution.draft_steps import DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
 from headrace.execution.graphs import GraphPool
-from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.overlap_worker import TpModelWorkerClient
 from headrace.execution.pipeline_worker import PipelineWorker
-from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes, whole_pages
+from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reserved_bytes
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
-from headrace.execution.rank_placement import check_can_be_split, own_device
 from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.setup import (
+    Setup,
+    check_unchanged,
+    fingerprint_of,
+    load_checkpoint,
+    model_bytes,
+    open_model,
+    set_up,
+)
 from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
 from headrace.execution.watched_device import WatchedDevice
-from headrace.execution.weight_cache import Progress, open_cache
+from headrace.execution.weight_cache import Progress
 from headrace.execution.worker import TpModelWorker
-from headrace.garbage import give_back_free_memory
-from headrace.kernels import cpu as native_cpu
-from headrace.kernels.cpu.threads import default_num_threads
 from headrace.layers.embedding import vocabulary_part
-from headrace.layers.weight import Placement
 from headrace.log import get_logger
 from headrace.messages.control import ReadyInfo
 from headrace.messages.step import Worker
 from headrace.messages.weights import WeightExecutor
 from headrace.models.decoder import DecoderLM
-from headrace.models.registry import model_class_for
-from headrace.models.spec import CausalLM, ModelSpec, kv_shape
+from headrace.models.spec import CausalLM, kv_shape
 from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.draw import greedy_ids
 from headrace.sampling.logit_processors import LogitProcessor, load_processors
 from headrace.sampling.sampler import Sampler
+from headrace.speculative.base import Drafts
+from headrace.speculative.choice import make_drafts
+from headrace.speculative.ngram import index_bytes
 
 _logger = get_logger(__name__)
 
@@ -74,41 +78,24 @@ _NOT_OF_STAGES = "with --pp-size the experts of other stages are not seen: start
 
 
 @dataclass(frozen=True, slots=True)
-class _Setup:
-    """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs."""
-
-    args: ServerArgs
-    model_config: ModelConfig
-    spec: ModelSpec
-    config: Config
-    placement: Placement
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether the model runs on the CPU."""
-        return self.config.device == "cpu"
-
-    def kv_shape(self, stage: Stage) -> KvShape:
-        """The KV cache of this rank, or of its likes in another stage."""
-        dtype = getattr(torch, self.config.kv_cache_dtype)
-        return kv_shape(self.model_config, dtype, self.placement.attention.shard, stage)
-
-
-@dataclass(frozen=True, slots=True)
 class _Memory:
-    """What takes memory beside the weights: the KV pool, allocated, with its backend, and CUDA graphs of these sizes, which are still to capture."""
+    """What takes memory beside the weights: the KV pool, allocated, with its backend, and CUDA graphs of these sizes, which are still to capture.
+
+    draft_attention: of a draft model, with a pool of its own.
+    """
 
     plan: PoolPlan
     graph_sizes: tuple[int, ...]
     attention: AttentionBackend
     pool: KvPool
+    draft_attention: AttentionBackend | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Built:
     """A runner with its model loaded, and what was found on the way."""
 
-    setup: _Setup
+    setup: Setup
     rank: Rank
     memory: _Memory
     link: Device | None
@@ -164,7 +151,7 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
     """Everything up to the runner. resources: get what must end with it. Raises ConfigError or ModelError."""
     checkpoint = open_model(args)
     fingerprint = fingerprint_of(checkpoint)
-    setup = _set_up(args, checkpoint, rank)
+    setup = set_up(args, checkpoint, rank)
     if rank.group is not None and not setup.is_cpu:
         devices = DeviceGroup.join(group_of(rank), setup.placement.device, args.rank_timeout_s, others.check)
         resources.callback(devices.close)
@@ -176,10 +163,11 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
     with naming_memory(
         "the weights", "use --quantization int8 or int4, a smaller model, or a machine with more memory"
     ):
-        model = _load_weights(setup, checkpoint, fingerprint, progress, resources, decisions)
+        model = load_checkpoint(setup, checkpoint, fingerprint, progress, resources, decisions)
     if args.enable_torch_compile:
         _compile(model, setup.spec.name)
-    memory = _allocate(setup, model, rank, others, decisions)
+    draft = load_draft(setup, model, resources, decisions)
+    memory = _allocate(setup, model, rank, others, decisions, draft)
     link = None if setup.is_cpu else _link(setup, rank, others)
     table = _sequence_table(setup, memory, link, rank)
     sampler = _sampler(setup, table, link, processors)
@@ -189,13 +177,34 @@ def _build(args: ServerArgs, progress: Progress, rank: Rank, others: OtherRanks,
     loras = LoraPool(model, setup.placement, args.max_loras, args.max_lora_rank, rename)
     lora_fingerprints = _load_adapters(args, loras, rank)
     profiler = StepProfiler(args.profile_dir, rank_suffix(rank.number))
-    runner = _runner(rank, model, memory.attention, table, sampler, loras, weights, profiler)
+    runner = _runner(
+        rank,
+        model,
+        memory.attention,
+        table,
+        sampler,
+        loras,
+        weights,
+        profiler,
+        _drafts(setup, model, memory, draft, table, sampler),
+    )
     if isinstance(runner, LeaderRunner) and isinstance(link, WatchedDevice):
         runner.settle = link.settle
     return _Built(setup, rank, memory, link, runner, weights, decisions, fingerprint, lora_fingerprints)
 
 
-def _link(setup: _Setup, rank: Rank, others: OtherRanks) -> Device:
+def _drafts(
+    setup: Setup, model: CausalLM, memory: _Memory, draft: LoadedDraft | None, table: SequenceTable, sampler: Sampler
+) -> Drafts | None:
+    """What guesses the tokens of `model`; None = nothing."""
+    if draft is None:
+        return make_drafts(setup.args, sampler, on_host=setup.is_cpu)
+    assert memory.draft_attention is not None
+    steps = DraftSteps(memory.draft_attention, table, sampler)
+    return Drafts([draft.make(steps)], draft.needs.weight_bytes / model_bytes(model))
+
+
+def _link(setup: Setup, rank: Rank, others: OtherRanks) -> Device:
     """The device; the leader of several ranks does not wait for it longer than for the others."""
     device = CudaDevice(setup.placement.device)
     if rank.devices is None or not rank.leads:
@@ -212,42 +221,17 @@ def _runner(
     loras: LoraPool,
     weights: ModelWeights,
     profiler: StepProfiler,
+    drafts: Drafts | None,
 ) -> ModelRunner:
-    """weights, profiler: of a follower; those of others are the worker's."""
+    """weights, profiler: of a follower; those of others are the worker's. drafts: of those who sample."""
     if rank.group is None:
-        return ModelRunner(model, attention, table, sampler, loras)
+        return ModelRunner(model, attention, table, sampler, loras, drafts=drafts)
     if rank.leads:
-        return LeaderRunner(model, attention, table, sampler, loras, rank)
+        return LeaderRunner(model, attention, table, sampler, loras, rank, drafts)
     return FollowerRunner(model, attention, table, sampler, loras, rank, weights, profiler)
 
 
-def _set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> _Setup:
-    """Raises ConfigError or ModelError."""
-    model_config = override_model(checkpoint.config, args.json_model_override_args)
-    spec = model_class_for(model_config, args.model_impl)
-    config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
-    dtype = getattr(torch, config.dtype)
-    if rank.group is not None:
-        check_can_be_split(args, spec, config)
-    device, deals = own_device(args, config, rank), args.ep_size > 1
-    placement = Placement(
-        device,
-        dtype,
-        config.context_length,
-        config.weight_format,
-        rank.shard,
-        rank.stage,
-        whole_experts=deals,
-        whole_attention=args.enable_dp_attention,
-    )
-    setup = _Setup(args, model_config, spec, config, placement)
-    if args.max_total_tokens is not None:
-        num_tokens = whole_pages(args, config.page_size)
-        check_pool_fits(num_tokens, setup.kv_shape(rank.stage).bytes_per_token, available_bytes(placement.device))
-    return setup
-
-
-def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
+def _choose_kernels(setup: Setup, resources: ExitStack) -> None:
     """Choose the kernels of this process until `resources` are closed, and their threads. Raises ConfigError."""
     config = setup.config
     if setup.is_cpu and not config.native_kernels:
@@ -263,52 +247,19 @@ def _choose_kernels(setup: _Setup, resources: ExitStack) -> None:
         kernels.set_num_threads(config.num_threads)
 
 
-def _load_weights(
-    setup: _Setup,
-    checkpoint: Checkpoint,
-    fingerprint: str,
-    progress: Progress,
-    resources: ExitStack,
-    decisions: list[str],
-) -> CausalLM:
-    """Load the model, from the weight cache where that has it, and let the checkpoint go.
-
-    fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
-    """
-    use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
-    cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
-    with load_threads(setup.config.num_threads) if setup.is_cpu else nullcontext(IN_THIS_THREAD) as threads:
-        model = load_model(
-            checkpoint,
-            setup.spec,
-            setup.placement,
-            config=setup.model_config,
-            seed=setup.args.random_seed,
-            progress=progress,
-            cache=cache,
-            threads=threads,
-        )
-    if setup.config.native_kernels:
-        # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
-        resources.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-    check_unchanged(checkpoint, fingerprint)
-    checkpoint.release()
-    give_back_free_memory()
-    if cache is not None and cache.needs_writing:
-        resources.callback(cache.write_in_background(model.weights()))
-    if cache is not None:
-        decisions.append(f"weight cache: {cache.outcome}")
-    return model
-
-
-def _allocate(setup: _Setup, model: CausalLM, rank: Rank, others: OtherRanks, decisions: list[str]) -> _Memory:
+def _allocate(
+    setup: Setup, model: CausalLM, rank: Rank, others: OtherRanks, decisions: list[str], draft: LoadedDraft | None
+) -> _Memory:
     """Measure the memory that is left and allocate the KV pool; let the model fuse its layers with the backend where it can. Raises ConfigError."""
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     shape = setup.kv_shape(rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = reserved_bytes(config, model_config, graph_sizes, gathers=rank.devices is not None)
+    if setup.is_cpu and setup.args.speculative_algorithm in ("ngram", "auto"):
+        reserved += index_bytes(config.max_running_requests, config.context_length)
     needs = _needs(setup, model, rank)
+    if draft is not None:
+        needs[0] = needs[0].beside(draft.needs)
     plan = agreed_plan(rank, setup.args, config, needs, reserved, device, decisions, others.check)
     if rank.group is not None and rank.group.spans_hosts:  # the leader's plan is for its own host's memory
         check_pool_fits(plan.num_tokens, shape.bytes_per_token, available_bytes(device))
@@ -323,10 +274,10 @@ def _allocate(setup: _Setup, model: CausalLM, rank: Rank, others: OtherRanks, de
     decisions.append(
         f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
     )
-    return _Memory(plan, graph_sizes, attention, pool)
+    return _Memory(plan, graph_sizes, attention, pool, None if draft is None else draft.with_cache(num_slots))
 
 
-def _needs(setup: _Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
+def _needs(setup: Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
     """Of this rank, and of one of each other stage, where nothing is loaded here."""
 
     def of(model: CausalLM, stage: Stage) -> RankNeeds:
@@ -337,7 +288,7 @@ def _needs(setup: _Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
     return [of(model, rank.stage), *others]
 
 
-def _sequence_table(setup: _Setup, memory: _Memory, link: Device | None, rank: Rank) -> SequenceTable:
+def _sequence_table(setup: Setup, memory: _Memory, link: Device | None, rank: Rank) -> SequenceTable:
     """link: None = on the CPU."""
     config = setup.config
     part = rank.number if setup.args.enable_dp_attention else 0
@@ -352,16 +303,14 @@ def _sequence_table(setup: _Setup, memory: _Memory, link: Device | None, rank: R
     )
 
 
-def _sampler(
-    setup: _Setup, table: SequenceTable, link: Device | None, processors: dict[str, LogitProcessor]
-) -> Sampler:
+def _sampler(setup: Setup, table: SequenceTable, link: Device | None, processors: dict[str, LogitProcessor]) -> Sampler:
     """link: None = on the CPU."""
     vocab_size = setup.model_config.vocab_size
     penalties = None if link is None else DevicePenalties(table.tokens, vocab_size, link.upload)
     return Sampler(vocab_size, setup.config.max_running_requests, setup.placement.device, processors, penalties)
 
 
-def _updatable_weights(setup: _Setup, model: CausalLM, memory: _Memory, rename: Callable[[str], str]) -> ModelWeights:
+def _updatable_weights(setup: Setup, model: CausalLM, memory: _Memory, rename: Callable[[str], str]) -> ModelWeights:
     """The weights of `model`, for updates and saving. rename: maps names of tensors to the model's."""
     args, spec, model_config = setup.args, setup.spec, setup.model_config
 
@@ -498,56 +447,6 @@ def _load_adapters(args: ServerArgs, loras: LoraPool, rank: Rank) -> tuple[str, 
         told = map(content_of, fingerprints) if rank.group.spans_hosts else fingerprints
         rank.group.send("\n".join(told).encode())
     return tuple(fingerprints)
-
-
-def device_facts() -> DeviceFacts:
-    """The devices and kernels available to this process."""
-    has_cuda = torch.cuda.is_available()
-    reason = native_cpu.why_not()
-    return DeviceFacts(
-        has_cuda=has_cuda,
-        native_kernels=not reason,
-        native_reason=reason,
-        num_cpus=default_num_threads(),
-        cpu_isa=native_cpu.isa(),
-        cuda_bfloat16=has_cuda and torch.cuda.is_bf16_supported(),
-        cuda_capability=torch.cuda.get_device_capability() if has_cuda else (0, 0),
-    )
-
-
-def open_model(args: ServerArgs) -> Checkpoint:
-    """The checkpoint that `args` names. Raises ModelError, including when its kind does not match --load-format."""
-    path = resolve_model(args.model_path)
-    if args.load_format == "dummy":
-        return dummy_checkpoint(path)
-    checkpoint = open_checkpoint(path)
-    wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
-        args.load_format
-    ]
-    if checkpoint.kind != wanted:
-        raise ModelError(f"--load-format {args.load_format}: {path.name} is a {checkpoint.kind} checkpoint")
-    return checkpoint
-
-
-def fingerprint_of(checkpoint: Checkpoint) -> str:
-    """Fingerprint of the weight files (see `weight_cache.files_fingerprint`) and of the config; empty for random weights. Raises ModelError."""
-    if checkpoint.kind == "dummy":
-        return ""
-    try:
-        return files_fingerprint(checkpoint.files(), {"config": checkpoint.config.raw})
-    except OSError as error:
-        raise ModelError(f"{checkpoint.path.name} cannot be read: {error.strerror}") from error
-
-
-def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
-    """Raises ModelError if the files have changed since they were opened, so that some tensors may be old and some new."""
-    if fingerprint_of(checkpoint) != fingerprint:
-        raise ModelError(f"{checkpoint.path.name} changed while it was read; load it again when it is complete")
-
-
-def model_bytes(model: CausalLM) -> int:
-    """Bytes of the model's weights, by their shapes and precision in memory."""
-    return round(sum(weight.num_bytes for weight in model.weights()))
 
 
 def _model_decision(model_class: str, model_type: str) -> str:

@@ -20,7 +20,7 @@ from headrace.execution.device import Device
 from headrace.execution.device_ranks import NO_FOLLOWERS, Followers
 from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
-from headrace.execution.queued_step import Busy, ConstrainedStep, Done, Pending, QueuedStep, Unmasked
+from headrace.execution.queued_step import Busy, ConstrainedStep, Done, GuessingStep, Pending, QueuedStep, Unmasked
 from headrace.execution.step_queue import StepQueue
 from headrace.messages.rank_step import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch
@@ -39,6 +39,7 @@ class DeviceRunner:
         self._steps = StepQueue(runner, device, graphs, self._pick)
         self._busy = Busy()
         self._graphs_are_stale = False
+        self._last = -1  # number of the step that was queued last
         # The last step with constrained rows.
         self._constrained: ConstrainedStep | None = None
 
@@ -55,8 +56,12 @@ class DeviceRunner:
     def launch(self, plan: ModelWorkerBatch) -> Pending:
         """Queue a step, after what is still to be queued of the one before. Raises errors of the host."""
         begin = time.perf_counter()
+        self._last = plan.step
         with self._followers.turn():
-            return self._launch(plan, begin)
+            step = self._launch(plan, begin)
+        if self.runner.drafts is None or isinstance(step, Done):
+            return step
+        return GuessingStep(step, plan, self.runner, lambda: self._last == plan.step)
 
     def _launch(self, plan: ModelWorkerBatch, begin: float) -> Pending:
         runner = self.runner

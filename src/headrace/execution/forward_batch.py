@@ -50,10 +50,9 @@ class ForwardBatch:
             counts = plan.counts.tolist()
             seq_lens = plan.starts + plan.counts
             longest = int(seq_lens.max(initial=0))
-            starts_of_rows = np.zeros(len(starts) + 1, dtype=np.int32)
-            np.cumsum(plan.counts, out=starts_of_rows[1:])
+            starts_of_rows = cumulative(plan.counts)
             row_starts, row_starts_on_host = torch.from_numpy(starts_of_rows), starts_of_rows.tolist()
-            token_rows, positions = _places(plan, starts_of_rows)
+            token_rows, positions = token_places(plan.seqs, plan.starts, plan.counts, starts_of_rows)
         assert row_starts_on_host[-1] == plan.num_tokens, (counts, plan.num_tokens)
         assert longest <= table.context_length, (longest, table.context_length)
         if table.host is None:
@@ -88,21 +87,31 @@ class ForwardBatch:
     def _of_parts(cls, plan: ModelWorkerBatch, table: SequenceTable) -> "ForwardBatch":
         """Of a plan whose KV is on several ranks: the tokens of all rows, and what attention needs of its own."""
         assert table.host is not None, "parts of the KV cache on a device"
-        starts_of_rows = np.zeros(len(plan.counts) + 1, dtype=np.int32)
-        np.cumsum(plan.counts, out=starts_of_rows[1:])
+        starts_of_rows = cumulative(plan.counts)
         row_starts = starts_of_rows.tolist()
         begin, end = plan.part_starts[table.part : table.part + 2]
         own = OwnRows(slice(begin, end), slice(row_starts[begin], row_starts[end]))
-        token_ids = torch.from_numpy(table.host.tokens[_places(plan, starts_of_rows)])
+        token_ids = torch.from_numpy(
+            table.host.tokens[token_places(plan.seqs, plan.starts, plan.counts, starts_of_rows)]
+        )
         rows = cls.from_plan(_part(plan, own, table.first_slot), table).rows
         return cls(token_ids, plan.starts.tolist(), plan.counts.tolist(), row_starts, rows, own)
 
 
-def _places(plan: ModelWorkerBatch, starts_of_rows: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """The row in the tables and the position of each token. starts_of_rows: where each row begins among the tokens."""
-    positions = np.arange(plan.num_tokens, dtype=np.int32)
-    positions += np.repeat(plan.starts - starts_of_rows[:-1], plan.counts)
-    return np.repeat(plan.seqs, plan.counts), positions
+def cumulative(counts: Int32Array) -> Int32Array:
+    """int32[n + 1]: where each row begins among the tokens, and their number."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def token_places(
+    seqs: Int32Array, starts: Int32Array, counts: Int32Array, starts_of_rows: Int32Array
+) -> tuple[Int32Array, Int32Array]:
+    """The row in the tables and the position of each token. starts_of_rows: `cumulative` of the counts."""
+    positions = np.arange(starts_of_rows[-1], dtype=np.int32)
+    positions += np.repeat(starts - starts_of_rows[:-1], counts)
+    return np.repeat(seqs, counts), positions
 
 
 def _part(plan: ModelWorkerBatch, own: OwnRows, first_slot: int) -> ModelWorkerBatch:
@@ -119,13 +128,13 @@ def _part(plan: ModelWorkerBatch, own: OwnRows, first_slot: int) -> ModelWorkerB
     )
 
 
-def last_tokens(plan: ModelWorkerBatch, num_read: Int32Array, device: torch.device) -> ReadTokens | None:
-    """The last num_read[r] tokens of each row r; None if that is every token of the step."""
-    if num_read.sum() == plan.num_tokens:
+def last_tokens(counts: Int32Array, num_read: Int32Array, device: torch.device) -> ReadTokens | None:
+    """The last num_read[r] of the counts[r] tokens of each row r; None if that is every token of the step."""
+    if num_read.sum() == counts.sum():
         return None
     starts = np.zeros(len(num_read) + 1, dtype=np.int64)
     np.cumsum(num_read, out=starts[1:])
-    ends = np.cumsum(plan.counts, dtype=np.int64)
+    ends = np.cumsum(counts, dtype=np.int64)
     index = np.arange(starts[-1]) + np.repeat(ends - starts[1:], num_read)
     return ReadTokens(torch.from_numpy(index).to(device), starts.tolist())
 
@@ -139,10 +148,9 @@ def _slots_and_pages(
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Enter the step's slots in the tables. Returns them in the form of `StepRows`."""
+    host.enter_slots(token_rows, positions, plan.out_slots, page_size)
     if not page_size:
-        host.slots[token_rows, positions] = plan.out_slots
         return torch.from_numpy(host.slots[plan.seqs, :longest]), None
-    host.pages[token_rows, positions // page_size] = plan.out_slots // page_size
     num_pages = -(-longest // page_size)
     return _NO_SLOTS, torch.from_numpy(host.pages[:, :num_pages].take(plan.seqs, axis=0))
 

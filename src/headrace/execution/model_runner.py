@@ -7,7 +7,7 @@ the model, the attention backend or the sampler, and does not decide what runs. 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,28 +19,34 @@ from headrace.errors import ExecutionError
 from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.sequence_table import SequenceTable
+from headrace.execution.verify import Place, SampledRow, waves
 from headrace.garbage import give_back_free_memory
 from headrace.log import get_logger
 from headrace.messages.control import FaultReq
 from headrace.messages.lora import Adapters
 from headrace.messages.outputs import LogprobBlock
-from headrace.messages.step import ModelWorkerBatch, NewSequence, StepResult, one_id_a_row
+from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch, NewSequence, StepResult, ragged
 from headrace.models.spec import CausalLM
 from headrace.sampling.logprobs import prompt_logprobs
 from headrace.sampling.sampler import Sampler, SamplerOutput
+from headrace.speculative.base import Drafts
 
 PROMPT_LOGIT_ROWS = 64
 """Prompt logprobs are computed for this many positions at a time, to limit memory (rows x vocabulary x 4 bytes)."""
+
+Picker = Callable[[Sequence[Place]], SamplerOutput]
+"""Samples some positions of a step, whose logits it knows. A row of its result for each."""
 
 _logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of a step, by row of the plan. token_ids: -1 = none."""
+    """Results of a step, by row of the plan."""
 
-    token_ids: list[int]
+    token_ids: list[list[int]]
     errors: dict[int, str] = field(default_factory=dict)
+    drafts: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
     prompt_logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
     hidden_states: dict[int, bytes] = field(default_factory=dict)
@@ -65,13 +71,14 @@ class Begun:
 
 def logits_shape(max_seqs: int, vocab_size: int) -> tuple[int, int]:
     """Rows and columns of the logits that are computed at once."""
-    return max(max_seqs, PROMPT_LOGIT_ROWS), vocab_size
+    return max(max_seqs + MOST_VERIFIED, PROMPT_LOGIT_ROWS), vocab_size
 
 
 class ModelRunner:
     """A model with its attention backend (with an allocated pool), its tables, its sampler and the adapters of its layers.
 
     stage: of the model. Without others, `start` is followed by `finish`; else several steps may be between the two.
+    drafts: guesses of the tokens after those that a step samples, None = nothing is guessed.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class ModelRunner:
         sampler: Sampler,
         loras: LoraPool,
         stage: Stage = ALL_LAYERS,
+        drafts: Drafts | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -89,6 +97,7 @@ class ModelRunner:
         self.sampler = sampler
         self.loras = loras
         self.stage = stage
+        self.drafts = drafts
         self._finished_s = 0.0
         # Kept from step to step: malloc would map and unmap a block of more than 32 MiB every time, and each new page costs a fault.
         # Pages that no step has used take no memory.
@@ -115,10 +124,14 @@ class ModelRunner:
         for new in plan.new:
             self.table.add(new, self._input_embeds(new))
             self.sampler.add(new.seq, new)
+            if self.drafts is not None:
+                self.drafts.add(new)
 
     def rest(self, left: Iterable[int]) -> None:
         """Forget the grammars of the rows that have been left, while no step follows, and return their memory to the system."""
         self._forget_grammars(left)
+        if self.drafts is not None:
+            self.drafts.rest()
         give_back_free_memory()
 
     def _forget_grammars(self, left: Iterable[int]) -> None:
@@ -127,10 +140,12 @@ class ModelRunner:
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
         """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, an adapter, logit edits
-        other than penalties, or an injected fault. The plan's new sequences have been added."""
+        other than penalties, drafts, or an injected fault. The plan's new sequences have been added."""
+        if plan.faults or bool((plan.num_logits > 1).any()):
+            return True
         by_host = (self.table.special, self.table.adapted, self.sampler.edited)
         seqs = plan.seqs.tolist()
-        return bool(plan.faults) or not all(rows.isdisjoint(seqs) for rows in by_host)
+        return not all(rows.isdisjoint(seqs) for rows in by_host)
 
     def _input_embeds(self, new: NewSequence) -> torch.Tensor | None:
         """What the prompt gives the first layer itself, float32[num_prompt_tokens, hidden_size], or None."""
@@ -160,6 +175,8 @@ class ModelRunner:
         self.begin(plan)
         seqs = plan.seqs.tolist()
         special = [row for row, seq in enumerate(seqs) if seq in self.table.special] if self.table.special else []
+        if self.drafts is not None:
+            self.drafts.begin(plan)
         batch = ForwardBatch.from_plan(plan, self.table)
         reads = self._reads(plan, seqs, special)
         hidden = self._forward(plan, seqs, special, batch, reads, on_layers)
@@ -173,7 +190,7 @@ class ModelRunner:
         if self.stage.before is not None:
             self._begin_masks(plan)
             hidden = self.stage.before.receive(begun.num_hidden)
-        outcome = Outcome([-1] * len(seqs))
+        outcome = Outcome([[] for _ in seqs])
         for row in begun.special:
             new = self.table.specs[seqs[row]].new
             if new.task.return_hidden_states:
@@ -189,7 +206,8 @@ class ModelRunner:
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
             self._sample(plan, seqs, batch, hidden, starts, sampled, outcome)
-        ids, id_starts = one_id_a_row(outcome.token_ids)
+        outcome.drafts = self.draft(plan, outcome.token_ids)
+        ids, id_starts = ragged(outcome.token_ids)
         # Time that the step before was still running is that step's.
         since_s, self._finished_s = max(begun.begun_s, self._finished_s), time.perf_counter()
         return StepResult(
@@ -200,6 +218,7 @@ class ModelRunner:
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
             hidden_states=outcome.hidden_states,
+            drafts=outcome.drafts,
             forward_s=self._finished_s - since_s,
             masks_s=self.sampler.take_masks_s(),
         )
@@ -217,7 +236,7 @@ class ModelRunner:
                     num_read[row] = count
                 elif positions:
                     num_read[row] = start + count - positions.start
-        return last_tokens(plan, num_read, self.table.tokens.device)
+        return last_tokens(plan.counts, num_read, self.table.tokens.device)
 
     def _forward(
         self,
@@ -271,7 +290,7 @@ class ModelRunner:
         """Let the sampler fill the masks of grammars while the layers run."""
         if self.sampler.has_grammars:
             sampled = np.flatnonzero(plan.num_logits)
-            positions = plan.starts[sampled] + plan.counts[sampled]
+            positions = (plan.starts + plan.counts - plan.num_logits)[sampled] + 1
             self.sampler.begin(plan.seqs[sampled].tolist(), positions.tolist())
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -301,9 +320,11 @@ class ModelRunner:
         sampled: list[int],
         outcome: Outcome,
     ) -> None:
-        """Sample the last position of the rows `sampled` and write the tokens to the token buffer. hidden_starts: see `ReadTokens`."""
-        if len(sampled) < hidden.shape[0]:
-            last = [hidden_starts[row + 1] - 1 for row in sampled]
+        """Sample the last positions of the rows `sampled` and write the tokens to the token buffer. hidden_starts: see `ReadTokens`."""
+        num_logits = plan.num_logits.tolist()
+        if sum(num_logits) < hidden.shape[0]:
+            ends = ((hidden_starts[row + 1], num_logits[row]) for row in sampled)
+            last = [place for end, count in ends for place in range(end - count, end)]
             hidden = hidden[torch.tensor(last, device=hidden.device)]
         self.sample_rows(plan, all_seqs, batch, hidden, sampled, outcome)
 
@@ -316,45 +337,95 @@ class ModelRunner:
         sampled: list[int],
         outcome: Outcome,
     ) -> None:
-        """Sample after the hidden states [len(sampled), hidden_size] of the rows `sampled`."""
-        seqs = [all_seqs[row] for row in sampled]
-        positions = [batch.starts[row] + batch.counts[row] for row in sampled]
-        specs = [self.table.specs[seq].new for seq in seqs]
-        num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
-        rids = [new.rid for new in specs]
-        output = self._picked(plan, hidden, seqs, positions, num_outputs, rids)
+        """Sample after the hidden states [sum of their num_logits, hidden_size] of the rows `sampled`."""
+        pick = self._picker(plan, hidden)
+        rows = self._rows_to_sample(plan, all_seqs, sampled)
+        for number, places in enumerate(waves(rows, self.sampler.depends_on_ids)):
+            if number:  # the masks of the first positions have been begun before the layers
+                self.sampler.begin([place.row.seq for place in places], [place.position for place in places])
+            self._take(places, pick(places), outcome)
+        for row in rows:
+            outcome.token_ids[row.row] = row.ids
+
+    def _rows_to_sample(self, plan: ModelWorkerBatch, seqs: list[int], sampled: list[int]) -> list[SampledRow]:
+        rows = []
+        place = 0
+        counts, ends = plan.num_logits.tolist(), (plan.starts + plan.counts).tolist()
+        for row in sampled:
+            count, seq = counts[row], seqs[row]
+            first = ends[row] - count + 1
+            drafts = self.table.tokens[seq, first : ends[row]].tolist() if count > 1 else ()
+            rows.append(SampledRow(row, seq, place, first, drafts))
+            place += count
+        return rows
+
+    def _picker(self, plan: ModelWorkerBatch, hidden: torch.Tensor) -> Picker:
+        """What samples after hidden states [sum of num_logits, hidden_size] of a step."""
+        logits = self._logits_of(hidden)
+
+        def pick(places: Sequence[Place]) -> SamplerOutput:
+            own = logits
+            if len(places) < len(logits):
+                own = logits[torch.tensor([place.logits for place in places], device=logits.device)]
+            seqs, positions = [place.row.seq for place in places], [place.position for place in places]
+            specs = [self.table.specs[seq].new for seq in seqs]
+            num_outputs = [position - new.num_prompt_tokens for position, new in zip(positions, specs, strict=True)]
+            rids = [new.rid for new in specs]
+            failed = _sampling_faults(plan.faults, rids, num_outputs, own) if plan.faults else {}
+            output = self.sampler.sample(own, seqs, positions, num_outputs, rids)
+            return replace(output, errors={**output.errors, **failed}) if failed else output
+
+        return pick
+
+    def _take(self, places: Sequence[Place], output: SamplerOutput, outcome: Outcome) -> None:
+        """Write what was sampled at these places to the token buffer, and give rows the ids that count."""
         token_ids, errors = output.token_ids, output.errors
-        without = [*errors, *output.late]
+        without = {*errors, *output.late}
         if without:
             # A step planned before this is known may still read these tokens, so they must be valid ids.
             token_ids = token_ids.clone()
-            token_ids[torch.tensor(without, device=token_ids.device)] = 0
+            token_ids[torch.tensor([*without], device=token_ids.device)] = 0
         host_ids = token_ids.tolist()
-        self.write_tokens(seqs, positions, token_ids, host_ids)
-        for row, token_id in zip(sampled, host_ids, strict=True):
-            outcome.token_ids[row] = token_id
-        for index in without:
-            outcome.token_ids[sampled[index]] = -1
-        for index, message in errors.items():
-            outcome.errors[sampled[index]] = message
-        for index, block in output.logprobs.items():
-            if index not in errors:
-                outcome.logprobs[sampled[index]] = block
+        self.write_tokens(
+            [place.row.seq for place in places], [place.position for place in places], token_ids, host_ids
+        )
+        for index, place in enumerate(places):
+            row = place.row
+            if row.is_done:  # the draft before this position was wrong
+                continue
+            if index not in without:
+                row.take(host_ids[index])
+                if index in output.logprobs:
+                    before = outcome.logprobs.get(row.row)
+                    outcome.logprobs[row.row] = output.logprobs[index].after(before)
+                continue
+            row.is_done = True
+            # After ids that count, the next step comes to this position again, and to the error.
+            if index in errors and not row.ids:
+                outcome.errors[row.row] = errors[index]
 
-    def _picked(
-        self,
-        plan: ModelWorkerBatch,
-        hidden: torch.Tensor,
-        seqs: list[int],
-        positions: list[int],
-        num_outputs: list[int],
-        rids: list[str],
-    ) -> SamplerOutput:
-        """What the sampler picks after hidden states [len(seqs), hidden_size]. The lists: see `Sampler.sample`."""
-        logits = self._logits_of(hidden)
-        failed = _sampling_faults(plan.faults, rids, num_outputs, logits) if plan.faults else {}
-        output = self.sampler.sample(logits, seqs, positions, num_outputs, rids)
-        return replace(output, errors={**output.errors, **failed}) if failed else output
+    def draft(self, plan: ModelWorkerBatch, token_ids: Sequence[Sequence[int]], writes: bool = True) -> dict[int, int]:
+        """Guess what follows the ids of a step, by row. Returns how many tokens are guessed, by row.
+
+        writes: they are written to the token buffer after the ids; not where a later step is on its way that writes to the same positions.
+        """
+        if self.drafts is None:
+            return {}
+        counts = np.array([len(ids) for ids in token_ids], np.int32)
+        kept = plan.counts - plan.num_logits + counts
+        rows = np.flatnonzero(counts).tolist()
+        seqs, ends = plan.seqs[rows].tolist(), (plan.starts + kept + 1)[rows].tolist()
+        for row, seq in zip(rows, seqs, strict=True):
+            self.drafts.extend(seq, token_ids[row])
+        self.drafts.end(plan, kept)
+        found: dict[int, int] = {}
+        for row, seq, end, tokens in zip(rows, seqs, ends, self.drafts.propose(seqs), strict=True):
+            guess = tokens[: max(0, self.table.context_length - end)]
+            if guess:
+                found[row] = len(guess)
+                if writes:
+                    self.write_tokens([seq] * len(guess), [*range(end, end + len(guess))], torch.tensor(guess), guess)
+        return found
 
     def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
         """Write the next token of each sequence to the token buffer. host_ids: token_ids on the host."""
@@ -363,8 +434,9 @@ class ModelRunner:
             for seq, position, token_id in zip(seqs, positions, host_ids, strict=True):
                 tokens[seq, position] = token_id
         else:
-            at_rows, at_positions = (torch.tensor(part, device=token_ids.device) for part in (seqs, positions))
-            self.table.tokens[at_rows, at_positions] = token_ids
+            device = self.table.tokens.device
+            at_rows, at_positions = (torch.tensor(part, device=device) for part in (seqs, positions))
+            self.table.tokens[at_rows, at_positions] = token_ids.to(device)
 
     def _forward_faults(self, plan: ModelWorkerBatch) -> None:
         """Test hook: inject faults of stage forward when their sample is about to generate output `at_token`."""

@@ -36,6 +36,10 @@ class RankNeeds:
     weight_bytes: int
     bytes_per_token: int
 
+    def beside(self, other: "RankNeeds") -> "RankNeeds":
+        """Those of both in one process."""
+        return RankNeeds(self.weight_bytes + other.weight_bytes, self.bytes_per_token + other.bytes_per_token)
+
 
 def agreed_plan(
     rank: Rank,

@@ -12,7 +12,8 @@ waits for that, and on the host only where the scheduler waits anyway:
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +22,9 @@ import torch
 
 from headrace.execution.device import Device, Download, upload_parts
 from headrace.execution.device_ranks import Followers
+from headrace.execution.model_runner import ModelRunner
 from headrace.execution.sequence_table import SequenceTable
-from headrace.messages.step import Int32Array, StepResult, one_id_a_row
+from headrace.messages.step import Int32Array, ModelWorkerBatch, StepResult, one_id_a_row
 from headrace.sampling.grammar_rows import NO_MASKS, ReadyMasks
 from headrace.sampling.sampler import BAD_LOGITS, Sampler
 
@@ -88,6 +90,23 @@ class QueuedStep:
         return StepResult(
             self.step, *one_id_a_row(token_ids.tolist()), errors, forward_s=self.busy.until - begin, masks_s=masks_s
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GuessingStep:
+    """A queued step, after which tokens are guessed once its ids have come to the host. is_last: whether no other has been queued since."""
+
+    step: Pending
+    plan: ModelWorkerBatch
+    runner: ModelRunner
+    is_last: Callable[[], bool]
+
+    def result(self) -> StepResult:
+        """See `Pending`. After the next step has been queued, a guess is too late to be written, but not to be told: the scheduler then waits for
+        that step, whose own guess is written."""
+        found = self.step.result()
+        ids = [found.ids[begin:end].tolist() for begin, end in pairwise(found.id_starts.tolist())]
+        return replace(found, drafts=self.runner.draft(self.plan, ids, writes=self.is_last()))
 
 
 @dataclass(frozen=True, slots=True)

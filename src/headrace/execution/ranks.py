@@ -25,7 +25,7 @@ from headrace.distributed.rank import Rank
 from headrace.errors import ExecutionError, HeadraceError
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.lora import LoraPool
-from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, Begun, ModelRunner, Outcome
+from headrace.execution.model_runner import PROMPT_LOGIT_ROWS, Begun, ModelRunner, Outcome, Picker
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import FollowerJobs, LeaderAdapters, LeaderJobs, Turn
 from headrace.execution.sequence_table import SequenceTable
@@ -50,7 +50,8 @@ from headrace.messages.rank_step import (
 )
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence, StepResult
 from headrace.models.spec import CausalLM
-from headrace.sampling.sampler import Sampler, SamplerOutput
+from headrace.sampling.sampler import Sampler
+from headrace.speculative.base import Drafts
 
 _logger = get_logger(__name__)
 
@@ -98,8 +99,9 @@ class LeaderRunner(ModelRunner):
         sampler: Sampler,
         loras: LoraPool,
         rank: Rank,
+        drafts: Drafts | None = None,
     ) -> None:
-        super().__init__(model, attention, table, sampler, loras, rank.stage)
+        super().__init__(model, attention, table, sampler, loras, rank.stage, drafts)
         self.on_broken: Callable[[str], None] = lambda reason: None
         self.settle: Callable[[], None] = lambda: None
         self._group = group = group_of(rank)
@@ -207,20 +209,13 @@ class LeaderRunner(ModelRunner):
             return False
         return not plan.faults and self.sampler.takes_largest(plan.seqs[plan.num_logits > 0].tolist())
 
-    def _picked(
-        self,
-        plan: ModelWorkerBatch,
-        hidden: torch.Tensor,
-        seqs: list[int],
-        positions: list[int],
-        num_outputs: list[int],
-        rids: list[str],
-    ) -> SamplerOutput:
-        """See `ModelRunner._picked`."""
+    def _picker(self, plan: ModelWorkerBatch, hidden: torch.Tensor) -> Picker:
+        """See `ModelRunner._picker`."""
         if not self._only_peaks:
-            return super()._picked(plan, hidden, seqs, positions, num_outputs, rids)
+            return super()._picker(plan, hidden)
         peaks = self.model.peaks(hidden)
-        return self.sampler.take_largest(torch.from_numpy(peaks.ids), peaks.values.tolist())
+        output = self.sampler.take_largest(torch.from_numpy(peaks.ids), peaks.values.tolist())
+        return lambda places: output  # none of these rows depends on its ids, so all are sampled at once
 
     def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
         """Write what was sampled to the token buffer, and note it for the followers."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.execution.device import Device
-from headrace.messages.step import NewSequence
+from headrace.messages.step import Int32Array, NewSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,19 @@ class HostTables:
     tokens: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int32]
     pages: npt.NDArray[np.int32]
+
+    def enter_slots(self, rows: Int32Array, positions: Int32Array, slots: Int32Array, page_size: int) -> None:
+        """slots[i] is that of position positions[i] of row rows[i]. page_size: 0 = the table has no pages."""
+        if page_size:
+            self.pages[rows, positions // page_size] = slots // page_size
+        else:
+            self.slots[rows, positions] = slots
+
+    def slots_at(self, rows: Int32Array, positions: Int32Array, page_size: int) -> Int32Array:
+        """What `enter_slots` was told of them."""
+        if not page_size:
+            return self.slots[rows, positions]
+        return self.pages[rows, positions // page_size] * page_size + positions % page_size
 
 
 class SequenceTable:

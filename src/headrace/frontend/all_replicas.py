@@ -1,11 +1,14 @@
 """Properties and counters of all replicas together (--dp-size)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.messages.control import InternalState, PoolState, ReadyInfo
+from headrace.messages.control import InternalState, ReadyInfo
+
+_Counts = TypeVar("_Counts", bound=msgspec.Struct)
 
 
 def of_all_replicas(infos: Sequence[ReadyInfo]) -> ReadyInfo:
@@ -35,15 +38,23 @@ def sum_of_states(states: Sequence[InternalState]) -> InternalState:
     """Counters and gauges of all replicas together; `new_token_ratio` is the mean. What was asked of all is as the first one has it."""
     if len(states) == 1:
         return states[0]
-    pools = [state.pool for state in states]
-    totals = {
-        name: sum(getattr(pool, name) for pool in pools) for name in PoolState.__struct_fields__ if name != "consistent"
-    }
-    pool = PoolState(**totals, consistent=all(pool.consistent for pool in pools))
-    plain = {
-        name: sum(getattr(state, name) for state in states)
-        for name in InternalState.__struct_fields__
-        if isinstance(getattr(states[0], name), int | float) and name not in ("new_token_ratio", "replica")
-    }
-    ratio = sum(state.new_token_ratio for state in states) / len(states)
-    return msgspec.structs.replace(states[0], pool=pool, new_token_ratio=ratio, replica=0, **plain)
+    return msgspec.structs.replace(
+        _sum(states, ("new_token_ratio", "replica")),
+        pool=msgspec.structs.replace(
+            _sum([state.pool for state in states], ("consistent",)),
+            consistent=all(state.pool.consistent for state in states),
+        ),
+        grammars=_sum([state.grammars for state in states]),
+        speculation=_sum([state.speculation for state in states]),
+        new_token_ratio=sum(state.new_token_ratio for state in states) / len(states),
+        replica=0,
+    )
+
+
+def _sum(parts: Sequence[_Counts], but: Collection[str] = ()) -> _Counts:
+    """The first, with the sums of all numbers but those."""
+    first = parts[0]
+    names = [
+        name for name in first.__struct_fields__ if isinstance(getattr(first, name), int | float) and name not in but
+    ]
+    return msgspec.structs.replace(first, **{name: sum(getattr(part, name) for part in parts) for name in names})

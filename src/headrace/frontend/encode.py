@@ -97,10 +97,14 @@ class Encoder:
         contents = await encode_inputs(given, self._batch_tokenizer, self._ready.hidden_size)
         samples = iter(state.samples)
         requests: list[TokenizedGenerateReqInput] = []
+        predictions: dict[str, list[int]] = {}
         for index, (prompt, content) in enumerate(zip(call.prompts, contents, strict=True)):
             own = list(itertools.islice(samples, prompt.sampling.n))
             words = prompt.sampling.bad_words
             bad_word_ids = await self._bad_word_ids(words) if words else []
+            if prompt.prediction and prompt.prediction not in predictions:
+                predictions[prompt.prediction] = await self._predicted_ids(prompt.prediction)
+            predicted_ids = predictions.get(prompt.prediction, [])
             if prompt.session is not None:
                 content = self._go_on(prompt, content, own[0])
             try:
@@ -114,7 +118,7 @@ class Encoder:
             if prompt.adapter:
                 await self._use_adapter(prompt.adapter, own)
             self._describe(prompt, content, logprobs, own)
-            requests += _requests(prompt, content, sampling, logprobs, own, obj)
+            requests += _requests(prompt, content, sampling, logprobs, predicted_ids, own, obj)
         return requests
 
     def close(self) -> None:
@@ -126,6 +130,10 @@ class Encoder:
         spellings = list(dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}")))
         sequences = dict.fromkeys(tuple(ids) for ids in await self._batch_tokenizer.encode_words(spellings))
         return [list(ids) for ids in sequences if ids]
+
+    async def _predicted_ids(self, text: str) -> list[int]:
+        [ids] = await self._batch_tokenizer.encode_words([text])
+        return ids[: self._ready.context_length]
 
     async def _grammar(self, prompt: Prompt) -> GrammarSpec | None:
         """The prompt's grammar, with the token after which it begins. Raises RequestError if that is not one token."""
@@ -235,6 +243,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         has_tokenizer=not args.skip_tokenizer_init,
         has_grammars=args.grammar_backend != "none",
         context_length=ready.context_length,
+        guesses=args.speculative_algorithm in ("ngram", "auto"),
     )
 
 
@@ -264,6 +273,7 @@ def _requests(
     content: PromptContent,
     sampling: ResolvedSamplingParams,
     logprobs: LogprobSpec | None,
+    predicted_ids: list[int],
     own: list[ReqState],
     obj: GenerateReqInput,
 ) -> list[TokenizedGenerateReqInput]:
@@ -282,6 +292,7 @@ def _requests(
                 logprobs=_outputs_only(logprobs, content.num_tokens) if logprobs and sample.leader else logprobs,
                 return_hidden_states=prompt.return_hidden_states,
                 custom_logit_processor=prompt.custom_logit_processor,
+                predicted_ids=pack_int32(predicted_ids),
             ),
             namespace=namespace,
             priority=obj.priority or 0,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate
-from headrace.messages.outputs import FinishReason
+from headrace.messages.outputs import FinishReason, SpeculationCounts
 
 NativeAnswer = dict[str, Any]
 
@@ -54,7 +54,7 @@ def _answer(update: SampleUpdate, text: str, ids: list[int], logprobs: SampleLog
 
 def _meta_info(update: SampleUpdate) -> dict[str, Any]:
     usage, times = update.usage, update.times
-    return {
+    meta = {
         "id": update.rid,
         "finish_reason": _finish_reason(update.finish) if update.finish is not None else None,
         "prompt_tokens": usage.prompt_tokens,
@@ -66,6 +66,20 @@ def _meta_info(update: SampleUpdate) -> dict[str, Any]:
         "queue_time": times.queue_s,
         "ttft": times.ttft_s,
         "decode_throughput": times.decode_throughput,
+    }
+    if update.speculation is not None:
+        meta |= _speculation(update.speculation)
+    return meta
+
+
+def _speculation(counts: SpeculationCounts) -> dict[str, Any]:
+    """With SGLang's names. spec_accept_length: tokens that a step with guesses gives on average; None before the first."""
+    return {
+        "spec_verify_ct": counts.num_steps,
+        "spec_draft_token_num": counts.num_drafted,
+        "spec_accept_token_num": counts.num_right,
+        "spec_accept_length": counts.accept_length or None,
+        "spec_accept_rate": counts.num_right / counts.num_drafted if counts.num_drafted else None,
     }
 
 

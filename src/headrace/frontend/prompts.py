@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 MAX_RID_LENGTH = 512
 MAX_KEY_LENGTH = 4096
+MAX_PREDICTION_CHARACTERS = 65536
+"""What comes after them is not looked at."""
 MAX_TOKEN_IDS_LOGPROB = 1024
 MAX_PRIORITY = 2**31 - 1
 MAX_CALL_BYTES = 64 << 20
@@ -59,7 +61,8 @@ class CallLimits:
     """Limits for checking a call.
 
     processors: names of the server's custom logit processors. uses_priority: whether the schedule policy uses priorities.
-    num_replicas: of --dp-size. has_tokenizer: False = token ids only. has_grammars: False = --grammar-backend none. context_length: in tokens.
+    num_replicas: of --dp-size. has_tokenizer: False = token ids only. guesses: by what a request predicts.
+    has_grammars: False = --grammar-backend none. context_length: in tokens.
     """
 
     vocab_size: int
@@ -72,6 +75,7 @@ class CallLimits:
     uses_priority: bool = False
     num_replicas: int = 1
     has_tokenizer: bool = True
+    guesses: bool = False
     has_grammars: bool = True
 
 
@@ -81,6 +85,7 @@ class Prompt:
 
     rid: of this prompt. given: what it contains. logprob_start_len: -1 = logprobs of outputs only. namespace: see TokenizedGenerateReqInput.
     session: the one that the prompt continues. adapter: its name; empty = the base model. grammar: what its outputs must match; None = anything.
+    prediction: text that its output may contain, or empty.
     """
 
     rid: str
@@ -96,6 +101,7 @@ class Prompt:
     session: SessionParams | None = None
     adapter: str = ""
     grammar: GrammarSpec | None = None
+    prediction: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
     namespaces = _namespaces(obj, inputs)
     sessions = _sessions(obj, inputs, samplings)
     adapters = inputs.spread("lora_path", obj.lora_path, str)
+    predictions = _predictions(obj, inputs, limits)
     call_rid, rids = _rids(obj.rid, inputs)
     prompts = tuple(
         Prompt(
@@ -141,6 +148,7 @@ def split_call(obj: GenerateReqInput, limits: CallLimits) -> Call:
             session=sessions[i],
             adapter=adapters[i] or "",
             grammar=grammars[i],
+            prediction=predictions[i],
         )
         for i in range(inputs.count)
     )
@@ -194,6 +202,7 @@ def _sample_bytes(prompt: Prompt, context_length: int) -> int:
         + 4 * sum(map(len, strings))
         + 16 * sum(len(items) for items in numbers if items)
         + (_most_utf8_bytes(prompt.grammar.text) if prompt.grammar is not None else 0)
+        + 4 * min(_most_utf8_bytes(prompt.prediction), context_length)
     )
 
 
@@ -322,6 +331,18 @@ def _processors(obj: GenerateReqInput, inputs: _Inputs, known: frozenset[str]) -
                 "custom_logit_processor",
             )
     return processors
+
+
+def _predictions(obj: GenerateReqInput, inputs: _Inputs, limits: CallLimits) -> list[str]:
+    """The text that the output of each prompt may contain; none where nothing is guessed by it. Raises RequestError."""
+    predictions = inputs.spread("prediction", obj.prediction, str)
+    if not limits.guesses:
+        return [""] * inputs.count
+    for text in filter(None, predictions):
+        if not limits.has_tokenizer:
+            refuse_text("prediction")
+        check_text("prediction", text, len(text))
+    return [(text or "")[:MAX_PREDICTION_CHARACTERS] for text in predictions]
 
 
 def _sessions(

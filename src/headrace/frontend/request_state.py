@@ -207,6 +207,7 @@ class ReqState:
             stats.num_retractions,
             self._new_logprobs() if self.wants_logprobs else None,
             self.hidden_states if ended and self.wants_hidden_states else None,
+            stats.speculation if ended else None,
         )
         self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
         self._num_unread_characters = 0

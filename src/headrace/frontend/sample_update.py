@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from headrace.messages.outputs import FinishReason
+from headrace.messages.outputs import FinishReason, SpeculationCounts
 
 LogprobItem = tuple[float | None, int, str | None]
 """(logprob or None, token id, text or None)."""
@@ -69,7 +69,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     rid: of the prompt, as the client knows it. index: of the sample in the reply of its call. is_listed: that reply is a list,
     because the prompts were a list or there are several samples. logprobs: None if not requested. hidden_states: with the last update,
-    a row of hidden_size values per token; None if not requested.
+    a row of hidden_size values per token; None if not requested. speculation: with the last update, None if the engine guesses no tokens.
     """
 
     rid: str
@@ -84,6 +84,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_retractions: int
     logprobs: SampleLogprobs | None = None
     hidden_states: list[list[float]] | None = None
+    speculation: SpeculationCounts | None = None
 
 
 def _joined(before: list[LogprobRow] | None, after: list[LogprobRow] | None) -> list[LogprobRow] | None:

@@ -106,6 +106,12 @@ class Matcher:
         if not np.count_nonzero(words):
             raise LibraryError(f"the grammar allows no text of this model after {self._num_told} tokens", "")
 
+    def demanded(self) -> list[int]:
+        """See `TokenMask.demanded`. After `fill`."""
+        if self._num_eos or self._is_slow or self._library.is_stopped():
+            return []
+        return list(self._library.compute_ff_tokens())
+
     def accept(self, token_id: int) -> None:
         """The next token. Raises ExecutionError for one that may not come next; it is as if it had not been accepted, then, unless the
         grammar has become slow: then it cannot go on.

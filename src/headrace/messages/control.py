@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from headrace.messages.grammar import GrammarStats
+from headrace.messages.outputs import SpeculationCounts
 
 
 class _Control(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -66,7 +67,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     was predicted, the seconds they took, and the seconds predicted (see --max-step-ms). num_grammar_queue: requests whose grammar is being compiled;
     they do not count as waiting. num_sat_out: rows that were not sampled because the mask of their grammar was not ready.
     masks_s: seconds that were spent on masks of grammars, beside the layers. grammars: what became of them.
-    paused: the pause mode, empty while generation runs.
+    speculation: what guessed tokens have brought. paused: the pause mode, empty while generation runs.
     released: tags of released memory. replica: its index; clients see it as `dp_rank`, the name that routers expect.
     """
 
@@ -96,6 +97,7 @@ class InternalState(msgspec.Struct, frozen=True, gc=False):
     num_grammar_queue: int = 0
     num_sat_out: int = 0
     masks_s: float = 0.0
+    speculation: SpeculationCounts = SpeculationCounts()
     grammars: GrammarStats = GrammarStats()
     paused: str = ""
     released: tuple[str, ...] = ()

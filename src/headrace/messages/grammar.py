@@ -53,6 +53,9 @@ class TokenMask(Protocol):
     def fill(self, words: MaskWords) -> None:
         """Set `words` to the tokens that may come next. Raises ExecutionError, and from then on always, if the grammar cannot go on."""
 
+    def demanded(self) -> list[int]:
+        """Tokens that spell the text that must come next, as far as it is known; empty if there is a choice. Other tokens may spell it, too."""
+
     def accept(self, token_id: int) -> None:
         """The next token. Raises ExecutionError for one that may not come next."""
 

@@ -44,6 +44,12 @@ class LogprobBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return blocks[0] if blocks else None
         return cls(*(b"".join(getattr(block, name) for block in blocks) for name in cls.__struct_fields__))
 
+    def after(self, before: "LogprobBlock | None") -> "LogprobBlock":
+        """This block behind the one of the tokens before its own, if there is one."""
+        if before is None:
+            return self
+        return LogprobBlock(*(getattr(before, name) + getattr(self, name) for name in self.__struct_fields__))
+
     def first(self, num_tokens: int) -> "LogprobBlock":
         """The block of the first `num_tokens` tokens, 0 <= num_tokens <= n."""
         total = len(self.token_ids) // 4
@@ -85,11 +91,38 @@ class SampleEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
 
 
+class SpeculationCounts(msgspec.Struct, frozen=True, gc=False):
+    """What guessed tokens have brought: how many rows of steps had some, how many these were, and how many were right."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_right: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Mean number of tokens that such a row gave; 0 before the first."""
+        return 1.0 + self.num_right / self.num_steps if self.num_steps else 0.0
+
+    def after_step(self, num_drafted: int, num_right: int) -> "SpeculationCounts":
+        """The counts after one more row."""
+        return SpeculationCounts(self.num_steps + 1, self.num_drafted + num_drafted, self.num_right + num_right)
+
+    def added_to(self, other: "SpeculationCounts | None") -> "SpeculationCounts":
+        """Both together."""
+        if other is None:
+            return self
+        return SpeculationCounts(
+            self.num_steps + other.num_steps,
+            self.num_drafted + other.num_drafted,
+            self.num_right + other.num_right,
+        )
+
+
 class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Counts and times of one sample, in tokens and seconds. Sent with the first and the last output.
 
     queue_time_s: from arrival at the scheduler to the first step it took part in. events: with the last output only.
-    weight_version: of the weights at that output.
+    weight_version: of the weights at that output. speculation: None if the engine guesses no tokens.
     """
 
     prompt_tokens: int
@@ -98,6 +131,7 @@ class SampleStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queue_time_s: float = 0.0
     events: tuple[SampleEvent, ...] = ()
     weight_version: str = "default"
+    speculation: SpeculationCounts | None = None
 
 
 class TokenIDOut(msgspec.Struct, frozen=True, array_like=True, gc=False):

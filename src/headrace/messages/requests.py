@@ -37,7 +37,8 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     `input_embeds` is float[num_tokens][hidden_size] for one prompt, or the same as little-endian float32 bytes (in JSON base64).
     Fields that take
     one value or one per prompt are lists in the second case. What is not supported yet (images, disaggregation) is refused by name.
-    data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes.
+    data_parallel_rank: an older name of `routed_dp_rank`, which sglang-router writes. prediction: text that the output may contain, from which
+    tokens are guessed if the server guesses any.
     """
 
     text: str | list[str] | None = None
@@ -53,6 +54,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     return_text_in_logprobs: bool = False
     return_hidden_states: bool | list[bool] = False
     custom_logit_processor: str | list[str | None] | None = None
+    prediction: str | list[str | None] | None = None
     priority: int | None = None
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
@@ -131,7 +133,8 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     """The task of a request: sample tokens after the prompt.
 
     stream: send outputs every few tokens, not only at the end. custom_logit_processor: its name, or empty.
-    The properties and methods are what is asked of any task; `params` and `custom_logit_processor` are for those who sample.
+    predicted_ids: int32[n] bytes, tokens that the output may contain.
+    The properties and methods are what is asked of any task; `params`, `custom_logit_processor` and `predicted_ids` are for those who sample.
     """
 
     params: ResolvedSamplingParams
@@ -139,6 +142,7 @@ class SampleTask(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=Fals
     logprobs: LogprobSpec | None = None
     return_hidden_states: bool = False
     custom_logit_processor: str = ""
+    predicted_ids: bytes = b""
 
     @property
     def max_new_tokens(self) -> int:

@@ -25,6 +25,9 @@ from headrace.messages.weights import WeightExecutor
 
 Int32Array = npt.NDArray[np.int32]
 
+MOST_VERIFIED = 64
+"""Most logits of a step's rows of running requests, where some of them have drafts. Prompts that end in the step add one each."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -33,7 +36,7 @@ class NewSequence:
     token_ids: int32[num_tokens], the prompt and the outputs so far. prefix_slots: int32[m], KV slots of the cached prefix, m a
     multiple of page_size and < num_tokens. task: that of the request, whose prompt logprobs begin with the first that is still missing.
     end_token_ids: impossible before `min_new_tokens` outputs. content: the prompt, as in the request. lora_id: its adapter, 0 = none.
-    grammar: what its outputs must match, those so far included.
+    grammar: what its outputs must match, those so far included. namespace: of those with which it shares cached prefixes.
     """
 
     seq: int
@@ -46,6 +49,7 @@ class NewSequence:
     content: PromptContent
     lora_id: int = 0
     grammar: CompiledGrammar | None = None
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class ModelWorkerBatch:
     """The plan of one step, in host integers. Row r computes positions starts[r] .. starts[r]+counts[r]-1 of sequence seqs[r].
 
     num_logits: int32[num_rows]. 0: the row only fills the KV cache. 1: the last position's logits are sampled, and the token is
-    written at position starts[r]+counts[r].
+    written at position starts[r]+counts[r]. k + 1: the row's last k tokens are drafts of the worker (`StepResult.drafts`); positions are sampled
+    from the one before them on, as long as each token is the draft that stands there, and one more.
     out_slots: int32[sum(counts)], the KV slots to write, row after row; numbered over all parts of the KV cache.
     new: sequences to add before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
     part_starts: with a KV cache in parts, rows part_starts[p] .. part_starts[p+1]-1 have their KV in part p; empty if there is only one.
@@ -83,8 +88,10 @@ class StepResult:
     """The result of a step. Arrays and maps are by row of the plan.
 
     ids: int32[num_ids], the sampled tokens of all rows. id_starts: int32[num_rows + 1]; the ids of row r are ids[id_starts[r] : id_starts[r + 1]],
-    none if the row does not sample or has an error. They are the tokens at positions starts[r]+counts[r] and following. A row that was to sample,
-    but has neither ids nor an error, sat the step out (its grammar's mask was not ready): its last position is to be computed again.
+    none if the row does not sample or has an error. They are the tokens at positions starts[r]+counts[r]-num_logits[r]+1 and following. A row
+    that was to sample, but has neither ids nor an error, sat the step out (its grammar's mask was not ready): its last position is to be
+    computed again.
+    drafts: row -> how many tokens the worker guesses to follow its ids. They stand in the token buffer until the sequence is in another step.
     errors: row -> message; only that sample ends, with a 500.
     logprobs: row -> block of its ids. prompt_logprobs: row -> block of the prompt tokens whose logits this
     chunk computed: chunk positions p with prompt_start <= p + 1 < num_prompt_tokens give the entry of token p + 1.
@@ -99,6 +106,7 @@ class StepResult:
     logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, LogprobBlock] = field(default_factory=dict)
     hidden_states: Mapping[int, bytes] = field(default_factory=dict)
+    drafts: Mapping[int, int] = field(default_factory=dict)
     forward_s: float = 0.0
     masks_s: float = 0.0
 
@@ -110,6 +118,14 @@ def one_id_a_row(token_ids: Sequence[int]) -> tuple[Int32Array, Int32Array]:
     has_id = [token_id >= 0 for token_id in token_ids]
     ids = [token_id for token_id in token_ids if token_id >= 0]
     return np.array(ids, np.int32), np.array([0, *accumulate(has_id)], np.int32)
+
+
+def ragged(ids_of_rows: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
+    """`StepResult.ids` and `id_starts` for rows with any number of ids."""
+    starts = [0, *accumulate(map(len, ids_of_rows))]
+    if starts[-1] == len(ids_of_rows) and all(map(len, ids_of_rows)):
+        return np.array([ids[0] for ids in ids_of_rows], np.int32), _one_each(len(ids_of_rows))
+    return np.array([token_id for ids in ids_of_rows for token_id in ids], np.int32), np.array(starts, np.int32)
 
 
 @lru_cache(maxsize=512)

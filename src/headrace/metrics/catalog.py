@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from headrace.messages.control import InternalState
 from headrace.messages.grammar import GrammarStats
+from headrace.messages.outputs import SpeculationCounts
 from headrace.metrics.process_use import ProcessUse
 from headrace.version import VERSION
 
@@ -203,6 +204,12 @@ class Metrics:
             "grammar_sat_out_rows", "Rows not sampled: their grammar's mask was not ready."
         )
         self.grammar_mask_s = self._counter("grammar_mask_seconds", "Spent on filling the masks of grammars.")
+        self.spec_rows = self._counter("spec_verify_rows", "Rows of steps that had guessed tokens.")
+        self.spec_drafted = self._counter("spec_draft_tokens", "Guessed tokens that steps computed.")
+        self.spec_right = self._counter("spec_accepted_tokens", "Guessed tokens that were right.")
+        self.spec_accept_length = self._gauge(
+            "spec_accept_length", "Mean number of tokens that a row with guessed tokens gave; 0 before the first."
+        )
         self.grammar_compiles = self._counter("grammar_compiles", "Grammars compiled: those that no cache held.")
         self.grammar_cache_hits = self._counter(
             "grammar_cache_hits", "Samples whose grammar was known, or being compiled already."
@@ -255,6 +262,7 @@ class Metrics:
         self.cache_hit_rate.labels(*labels).set(
             state.cached_tokens / state.prefix_query_tokens if state.prefix_query_tokens else 0.0
         )
+        self.spec_accept_length.labels(*labels).set(state.speculation.accept_length)
         last = self._last_states.get(state.replica)
         # A restarted scheduler counts from zero.
         self.prefix_query_tokens.inc(_added(state.prefix_query_tokens, last.prefix_query_tokens if last else 0))
@@ -268,6 +276,10 @@ class Metrics:
         self.prompt_step_s.inc(_added(state.prompt_steps_s, last.prompt_steps_s if last else 0.0))
         expected_s = last.prompt_steps_expected_s if last else 0.0
         self.prompt_step_expected_s.inc(_added(state.prompt_steps_expected_s, expected_s))
+        guessed, so_far = state.speculation, last.speculation if last else SpeculationCounts()
+        self.spec_rows.inc(_added(guessed.num_steps, so_far.num_steps))
+        self.spec_drafted.inc(_added(guessed.num_drafted, so_far.num_drafted))
+        self.spec_right.inc(_added(guessed.num_right, so_far.num_right))
         grammars, before = state.grammars, last.grammars if last else GrammarStats()
         self.grammar_compiles.inc(_added(grammars.num_compiled, before.num_compiled))
         self.grammar_cache_hits.inc(_added(grammars.num_cache_hits, before.num_cache_hits))

@@ -5,7 +5,8 @@ the thread that runs the model.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -61,10 +62,17 @@ class Attention:
     """Projections, head norms, rotation, paged attention, output projection.
 
     Of several ranks, each computes some heads of all tokens or, with `Placement.whole_attention`, all heads of its own rows' tokens.
+    in_size: elements of what it reads of a token; None = hidden_size.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, options: BlockOptions, rotary: Rotary, placement: Placement
+        self,
+        config: ModelConfig,
+        layer: int,
+        options: BlockOptions,
+        rotary: Rotary,
+        placement: Placement,
+        in_size: int | None = None,
     ) -> None:
         self._group = placement.shard.group if placement.whole_attention else None
         placement = placement.attention
@@ -85,7 +93,7 @@ class Attention:
         )
         heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
         sizes = {name: count * config.head_dim for name, count in heads.items()}
-        self.qkv = Linear(config.hidden_size, sizes, placement, bias=options.qkv_bias, own_outputs=own)
+        self.qkv = Linear(in_size or config.hidden_size, sizes, placement, bias=options.qkv_bias, own_outputs=own)
         self.out = Linear(
             sizes["q_proj"],
             {"o_proj": config.hidden_size},
@@ -251,7 +259,9 @@ class DecoderLM:
 
     def __init__(self, config: ModelConfig, options: BlockOptions, placement: Placement) -> None:
         self._config = config
-        self._fused: tuple[FusedDecoder, PagedKv] | None = None
+        self._fused: tuple[list[FusedDecoder], PagedKv] | None = None
+        self.taps: tuple[int, ...] = ()
+        self.tapped: list[torch.Tensor] = []
         self._pieces: PiecewiseDecoder | None = None
         ropes: dict[str, Rotary] = {}
 
@@ -316,19 +326,17 @@ class DecoderLM:
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         if self._fused is not None and not by_layer and attention.paged_kv() is self._fused[1]:
-            decoder, kv = self._fused
-            rows = kv.rows
-            read_starts = None if reads is None else torch.tensor(reads.starts, dtype=torch.int32)
-            return decoder(
-                hidden, positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts, read_starts
-            )
+            return self._run_fused(*self._fused, hidden, positions, reads)
         if self._pieces is not None and not by_layer:
             out = self._pieces(hidden, positions, attention, [block.attention_spec for block in self._blocks])
             return out if reads is None else out[reads.index]
         *blocks, last = self._blocks
         residual, added = hidden, None
-        for block in blocks:
+        self.tapped = []
+        for index, block in enumerate(blocks):
+            self._tap(index, residual, added)
             added, residual = block(added, residual, positions, attention, own=own)
+        self._tap(len(blocks), residual, added)
         if not self._stage.is_last:
             added, residual = last(added, residual, positions, attention, own=own)
             return residual + added
@@ -337,6 +345,37 @@ class DecoderLM:
             return self._norm(added, residual)[reads.index]
         added, residual = last(added, residual, positions, attention, reads, own)
         return self._norm(added, residual)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the residual stream before these layers in `tapped` from now on: of all tokens of the last step, [num_tokens, hidden_size] each.
+
+        layers: ascending, none of them the first. Before `fuse`; for a model in one stage.
+        """
+        assert all(a < b for a, b in pairwise((0, *layers, len(self._blocks)))), layers
+        self.taps = layers
+
+    def _tap(self, index: int, residual: torch.Tensor, added: torch.Tensor | None) -> None:
+        if index in self.taps:
+            assert added is not None, index
+            self.tapped.append(residual + added)
+
+    def _run_fused(
+        self,
+        decoders: list[FusedDecoder],
+        kv: PagedKv,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        reads: ReadTokens | None,
+    ) -> torch.Tensor:
+        """All layers, as many native calls as there are `decoders`."""
+        rows = kv.rows
+        step = (positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)
+        *between, last = decoders
+        self.tapped = []
+        for decoder in between:
+            hidden = decoder(hidden, *step, None)
+            self.tapped.append(hidden.clone())
+        return last(hidden, *step, None if reads is None else torch.tensor(reads.starts, dtype=torch.int32))
 
     def fuse(self, attention: StepAttention) -> str:
         """See `CausalLM.fuse`."""
@@ -360,8 +399,19 @@ class DecoderLM:
             return spec
         reason = why_not(spec)
         if not reason:
-            self._fused = FusedDecoder(spec, kv.pool.k, kv.pool.v, rounded=kv.rounded, group=group), kv
+            self._fused = (
+                [self._fused_part(spec, kv, *part) for part in pairwise((0, *self.taps, len(spec.layers)))],
+                kv,
+            )
         return reason
+
+    def _fused_part(self, spec: DecoderSpec, kv: PagedKv, begin: int, end: int) -> FusedDecoder:
+        """Layers begin .. end - 1 as one native call."""
+        part = replace(
+            spec, layers=spec.layers[begin:end], final_norm=spec.final_norm if end == len(spec.layers) else None
+        )
+        k, v = kv.pool.k[begin:end], kv.pool.v[begin:end]
+        return FusedDecoder(part, k, v, rounded=kv.rounded, group=self._shard.group)
 
     def compile_pieces(self, backend: str = "inductor") -> str:
         """Run the parts between attention calls as compiled functions from now on. Returns "", or why that is impossible. Weights must be loaded."""
@@ -389,7 +439,10 @@ class DecoderLM:
 
     def phase_seconds(self) -> dict[str, float]:
         """See `FusedDecoder.phase_seconds`; empty when the layers run op by op."""
-        return {} if self._fused is None else self._fused[0].phase_seconds()
+        found: dict[str, float] = {}
+        for decoder in [] if self._fused is None else self._fused[0]:
+            found = {phase: found.get(phase, 0.0) + taken for phase, taken in decoder.phase_seconds().items()}
+        return found
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""

@@ -193,6 +193,7 @@ def scheduler_config(args: ServerArgs, model: "ModelConfig", ready: ReadyInfo, r
         weight_update_timeout_s=args.weight_update_timeout_s,
         decode_log_interval=args.decode_log_interval,
         accept_faults=args.enable_fault_injection,
+        speculates=args.speculative_algorithm != "off",
         replica=replica,
     )
 

@@ -50,10 +50,11 @@ class _Row:
     num_tokens: its prompt and the outputs so far, so the index of the next one. words: where that one's mask is filled. only_end: the mask allows
     nothing but the end. done: it is filled, or `error` says why it cannot be. busy: a thread fills it or will, since step number `step`. begun_s:
     when it began, infinite before. fill_s: seconds that it took.
+    demanded: tokens that spell what must come next, when it was filled; only with notes_demands.
     clock, begun_at_s: the processor clock of the thread that fills it, and what it showed at the beginning.
     """
 
-    def __init__(self, new: NewSequence, vocab_size: int) -> None:
+    def __init__(self, new: NewSequence, vocab_size: int, notes_demands: bool) -> None:
         params = new.task.params
         assert new.grammar is not None, new.rid
         assert params.grammar is not None, new.rid
@@ -69,6 +70,8 @@ class _Row:
         self.begun_s = math.inf
         self.fill_s = 0.0
         self.error = ""
+        self.demanded: list[int] = []
+        self._notes_demands = notes_demands
         # What `mask` is still to be told: to forget so many tokens, and then these. In its thread, not between two steps.
         self._num_to_forget = 0
         self._unread: list[int] = []
@@ -121,10 +124,13 @@ class _Row:
             for token_id in self._unread:
                 self.mask.accept(token_id)
             self._unread.clear()
+            self.demanded = []
             if self._begins_at is None:
                 self.words.fill(-1)
             else:
                 self.mask.fill(self.words)
+                if self._notes_demands:
+                    self.demanded = self.mask.demanded()
                 self.only_end = self.mask.is_complete
             if self._begins_at is None or (self._ignores_eos and not self.only_end):
                 allowed = self.words.item
@@ -156,10 +162,14 @@ NO_MASKS: Final = ReadyMasks()
 
 
 class GrammarRows:
-    """The constrained sequences, by row of the worker's tables; see the module docstring."""
+    """The constrained sequences, by row of the worker's tables; see the module docstring.
+
+    notes_demands: find out with each mask what must come next (`demanded`), of sequences that are added from then on.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self.notes_demands = False
         self._rows: dict[int, _Row] = {}
         self._threads = _Threads()
         self._step = 0
@@ -171,7 +181,7 @@ class GrammarRows:
         """Put `new`, with the outputs that it already has, in row `seq`, replacing the old content; only the latter if it has no grammar."""
         self.discard(seq)
         if new.grammar is not None:
-            self._rows[seq] = _Row(new, self._vocab_size)
+            self._rows[seq] = _Row(new, self._vocab_size, self.notes_demands)
 
     def discard(self, seq: int) -> None:
         """Forget row `seq`. A mask that is being filled for it is not looked at."""
@@ -258,6 +268,12 @@ class GrammarRows:
     def acceptors(self, seqs: Sequence[int]) -> list[Callable[[int], None]]:
         """`accept` of each of these sequences, for a token that is known later: then the row may be another's, who does not notice."""
         return [self._rows[seq].accept for seq in seqs]
+
+    def demanded(self, seq: int) -> list[int]:
+        """Tokens that spell what a sequence's grammar demanded from its last token on; empty if it left a choice there, if there is no grammar,
+        and without `notes_demands`."""
+        row = self._rows.get(seq)
+        return [] if row is None else row.demanded
 
     def take_masks_s(self) -> float:
         """Seconds that were spent on the masks that have become ready since the last call."""

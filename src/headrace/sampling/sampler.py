@@ -125,6 +125,10 @@ class Sampler:
         else:
             self.edited.discard(seq)
 
+    def depends_on_ids(self, seq: int) -> bool:
+        """Whether what the sequence samples depends on its tokens before, beside the logits, or `sample` is to be told of each."""
+        return not self._state(seq).is_plain or self._penalises([seq])
+
     def forget_grammar(self, seq: int) -> None:
         """The sequence in row `seq` is in no later step."""
         self._grammars.discard(seq)
@@ -147,6 +151,11 @@ class Sampler:
         if self._draws.all_greedy(_without(constrained, seqs)):
             return greedy_ids(logits)
         return self._draws.draw(logits, seqs, positions, _without(constrained, np.arange(len(seqs), dtype=np.int32)))
+
+    def guess(self, logits: torch.Tensor, seqs: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """What these sequences would draw from logits float32[R, V] of another model: with the same filters and the same random numbers, without
+        edits, grammars and errors. int64[R] on the device."""
+        return self._draws.draw(logits, seqs, positions, range(len(seqs))).clamp(min=0)
 
     def ready_masks(self, seqs: Int32Array, positions: Int32Array, computing: Callable[[], bool]) -> ReadyMasks:
         """The masks of a step's rows, for `pick_allowed`. `begin` has been called with the same rows. computing: see `GrammarRows.ready`."""
@@ -176,6 +185,14 @@ class Sampler:
     def has_grammars(self) -> bool:
         """Whether a sequence may have a grammar."""
         return not self._grammars.is_empty
+
+    def note_demands(self) -> None:
+        """Find out what grammars demand, for `demanded`."""
+        self._grammars.notes_demands = True
+
+    def demanded(self, seq: int) -> list[int]:
+        """See `GrammarRows.demanded`."""
+        return self._grammars.demanded(seq)
 
     def take_masks_s(self) -> float:
         """Seconds that were spent on masks of grammars since the last call."""

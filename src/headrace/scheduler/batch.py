@@ -14,7 +14,7 @@ from headrace.scheduler.step_cost import StepWork
 Row = tuple[Req, int, int, int]
 """Request, start, count and num_logits: the step computes `count` of its tokens from position `start` on.
 
-num_logits: 1 = the step also samples the token after them, else 0.
+num_logits: 0, or 1 if the step also samples the token after them, and one more for each draft.
 """
 
 

@@ -39,7 +39,10 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> B
                 if num_logits:
                     made = ids[id_starts[row] : id_starts[row + 1]]
                     if made:
-                        _take_ids(state, req, made, None if req.is_plain else result.logprobs.get(row))
+                        num_taken = _take_ids(state, req, made, None if req.is_plain else result.logprobs.get(row))
+                        if num_logits > 1 or result.drafts or req.waits_for_drafts:
+                            num_right = min(num_taken, len(made) - 1)
+                            _take_drafts(state, req, num_right, num_logits - 1, result.drafts.get(row, 0))
                     else:
                         req.sit_out()
                         state.counters.num_sat_out += 1
@@ -156,8 +159,8 @@ def _take_details(req: Req, start: int, logprobs: LogprobBlock | None, hidden: b
         _take_hidden(req, start, hidden)
 
 
-def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> None:
-    """Commit the tokens that a row sampled, up to the end of the request, with their logprobs."""
+def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: LogprobBlock | None) -> int:
+    """Commit the tokens that a row sampled, up to the end of the request, with their logprobs. Returns how many it took."""
     for token_id in ids:
         assert 0 <= token_id < state.config.vocab_size, (req.rid, ids)
     num_before = len(req.token_ids)
@@ -169,6 +172,14 @@ def _take_ids(state: SchedulerState, req: Req, ids: list[int], logprobs: Logprob
         state.fair_share.charge_output(req, num_accepted)
         if logprobs is not None:
             req.pending_logprobs.append(logprobs.first(num_accepted))
+    return num_accepted
+
+
+def _take_drafts(state: SchedulerState, req: Req, num_right: int, num_computed: int, num_drafts: int) -> None:
+    """Count which of the drafts that the step computed were right, and note those that the worker has now."""
+    req.take_drafts(num_right, num_computed, num_drafts)
+    if num_computed:
+        state.counters.speculation = state.counters.speculation.after_step(num_computed, num_right)
 
 
 def _take_hidden(req: Req, start: int, rows: bytes) -> None:
@@ -227,4 +238,5 @@ def _stats(state: SchedulerState, req: Req) -> SampleStats:
         queue_time_s=max(0.0, req.first_scheduled_s - req.arrived_s),
         events=tuple(req.events) if req.finish is not None else (),
         weight_version=state.weight_version,
+        speculation=req.speculation if state.config.speculates else None,
     )

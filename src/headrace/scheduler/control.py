@@ -133,6 +133,7 @@ def internal_state(state: SchedulerState, gen_throughput: float, dropped_frames:
         num_grammar_queue=len(state.compiling),
         num_sat_out=counters.num_sat_out,
         masks_s=counters.masks_s,
+        speculation=counters.speculation,
         grammars=state.compiling.stats(),
         waiting_tokens=sum(req.num_tokens for req in state.waiting),
         paused=state.gate.pause or "",

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Set
 from itertools import takewhile
 
 from headrace.cache.radix_cache import TOKEN_BYTES
-from headrace.messages.step import NewSequence
+from headrace.messages.step import MOST_VERIFIED, NewSequence
 from headrace.scheduler import part_choice, policy, preemption, retract
 from headrace.scheduler.batch import ScheduleBatch
 from headrace.scheduler.drain import has_begun
@@ -25,7 +25,7 @@ MIN_SHARED_TOKENS = 64
 
 def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     """The next step, or None when there is nothing to do, at least until a step in flight is committed."""
-    if state.gate.holds:
+    if state.gate.holds or _waits_for_drafts(state):
         return None
     state.now_s = now_s
     batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
@@ -68,6 +68,8 @@ def _add_decode_rows(
     num_stages = state.config.num_stages
     # Stages work on different steps, so each step gets its share of the rows.
     rows_left = -(-len(state.running) // num_stages)
+    # Each running request has room for one token, and waiting ones for half of what is left.
+    spare = (most_tokens - batch.num_tokens - len(state.running)) // (2 if state.waiting else 1)
     catching_up: list[Req] = []
     full: set[int] = set()
     for req in [req for req in state.running if req not in victims] if victims else state.running[:]:
@@ -80,6 +82,10 @@ def _add_decode_rows(
                 if req.num_sampling or not rows_left:
                     continue
                 rows_left -= 1
+            # Which of its tokens a step with drafts gives is not known: an injected fault might wait for one that it does not.
+            if req.num_drafts and not state.faults and (added := _add_drafts(state, batch, req, spare)):
+                spare -= added - 1
+                continue
             num_tokens = req.num_scheduled + 1
             if num_tokens <= len(req.pages) * page_size or _make_room(state, batch, req, num_tokens):
                 batch.add(req, 1)
@@ -87,6 +93,31 @@ def _add_decode_rows(
                 full.add(req.part)
     # One that was retracted for a decode row waits now, and may be admitted again in this very step.
     return [req for req in catching_up if req.seq >= 0], full
+
+
+def _waits_for_drafts(state: SchedulerState) -> bool:
+    """Whether the next step waits for those in flight: a request has drafts that only then can be computed, or had some lately. Otherwise others
+    would go on without it, and the two would take turns from then on, each step reading all weights for half of the rows."""
+    if state.config.num_stages > 1 or not state.in_flight or _most_logits(state) < 2:
+        return False
+    return any(req.waits_for_drafts for req in state.running)
+
+
+def _most_logits(state: SchedulerState) -> int:
+    """Of the row of a running request."""
+    return MOST_VERIFIED // max(1, len(state.running))
+
+
+def _add_drafts(state: SchedulerState, batch: ScheduleBatch, req: Req, spare: int) -> int:
+    """Add a row for the request's next token and those guessed after it, if they are few enough and there are free pages for them.
+
+    spare: tokens that the step has room for beside the one of each request. Returns how many tokens the row has, 0 if it is not added.
+    """
+    count = min(1 + req.num_drafts, _most_logits(state), req.max_tokens - req.num_tokens, 1 + spare)
+    if count < 2 or not state.kv.grow(req, req.num_scheduled + count):
+        return 0
+    batch.add(req, count)
+    return count
 
 
 def _add_chunk(state: SchedulerState, batch: ScheduleBatch, req: Req, prompts: PromptBudget) -> bool:
@@ -311,6 +342,7 @@ def _new_sequence(state: SchedulerState, req: Req) -> NewSequence:
         content=req.asked.content,
         lora_id=req.asked.lora_id,
         grammar=req.grammar,
+        namespace=req.asked.namespace,
     )
 
 

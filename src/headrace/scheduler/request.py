@@ -6,6 +6,10 @@ only in how many tokens a step computes.
     tokens:   [0 ............ num_computed ...... num_scheduled ...... num_tokens ... num_tokens + num_sampling)
                KV written,     a step in flight     not planned          sampled by steps in flight: their position is
                committed       computes these       yet                  known, their value is not
+
+Tokens that the worker has guessed (`num_drafts`) come after the known ones. A step that computes them samples from each of their positions what
+would have been sampled without them; those that were right are known then. Such a request is in one step at a time, since it is not known before
+how many will be right.
 """
 
 from array import array
@@ -18,7 +22,7 @@ import numpy as np
 from headrace.cache.base import Lease
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.grammar import CompiledGrammar
-from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent, SampleEventKind
+from headrace.messages.outputs import FinishReason, LogprobBlock, SampleEvent, SampleEventKind, SpeculationCounts
 from headrace.messages.requests import EngineTask, TokenizedGenerateReqInput
 from headrace.messages.step import Int32Array
 
@@ -27,6 +31,10 @@ MAX_EVENTS = 128
 
 FORCED_INTERVAL = 50
 """Requests that do not stream still report every N tokens, so that their partial text is available when they are aborted."""
+
+EXPECTING = 6
+"""After a step with drafts, so many steps of a request wait for the one before. Those that are planned earlier cannot have drafts, and drafts come in
+runs; waiting costs a twentieth of a step."""
 
 
 class StopMatch(Protocol):
@@ -63,6 +71,7 @@ class Req:
     num_sent_tokens: known tokens that the client has, its prompt among them.
     is_plain: tokens are all that comes out of it, no logprobs and no hidden states.
     grammar: what its output must match, once compiled. sat_out: a step did not sample it; it is rewound when no step in flight computes it.
+    num_drafts: tokens after the known ones that the worker has guessed. num_expecting: steps that wait for the one before, since drafts may come.
     """
 
     asked: TokenizedGenerateReqInput
@@ -82,6 +91,8 @@ class Req:
     num_scheduled: int = 0
     num_sampling: int = 0
     num_in_flight: int = 0
+    num_drafts: int = 0
+    num_expecting: int = 0
     seq: int = -1
     part: int = 0
     pages: list[int] = field(default_factory=list)
@@ -94,6 +105,7 @@ class Req:
     cached_tokens: int = -1
     num_retractions: int = 0
     num_preemptions: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     first_scheduled_s: float = 0.0
     events: list[SampleEvent] = field(default_factory=list)
     # what has been sent
@@ -167,9 +179,11 @@ class Req:
 
     @property
     def num_to_schedule(self) -> int:
-        """Number of tokens that a step planned now could compute: known tokens, and those known by the time it runs."""
+        """Number of tokens that a step planned now could compute: known tokens, and those known by the time it runs, but no drafts."""
         num_known = len(self.token_ids) + self.num_sampling
         if self.finish is not None or num_known >= self.max_tokens or self.sat_out:
+            return 0
+        if self.num_drafts and self.num_in_flight:
             return 0
         return num_known - self.num_scheduled
 
@@ -212,30 +226,32 @@ class Req:
         return min(self.num_prompt_tokens, max(1, self.task.prompt_logprob_start) + self.num_prompt_logprobs)
 
     def rewind(self, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is what it has now. No step in flight computes it."""
+        """The KV of the first `num_tokens` tokens is what it has now, and no drafts. No step in flight computes it."""
         self.num_computed = self.num_scheduled = num_tokens
+        self.num_drafts = self.num_expecting = 0
 
     def join_step(self, count: int, at_s: float) -> int:
         """A step is planned, at `at_s`, that computes its next `count` tokens. Returns the number of logits that it needs from the step.
 
-        It samples when the step computes the last of the tokens that are known by the time the step runs.
+        It samples when the step computes the last of the tokens that are known by the time the step runs, and from each draft after them.
         """
-        if count > 1 or self.num_scheduled < self.num_prompt_tokens:
-            self.note("chunk", at_s, count)
         self.num_in_flight += 1
         self.num_scheduled = num_scheduled = self.num_scheduled + count
+        self.num_drafts = max(0, num_scheduled - (len(self.token_ids) + self.num_sampling))
+        if count - self.num_drafts > 1 or num_scheduled - count < self.num_prompt_tokens:
+            self.note("chunk", at_s, count)
         if self.is_prefill_only or num_scheduled < len(self.token_ids) + self.num_sampling:
             return 0
         self.num_sampling += 1
-        return 1
+        return self.num_drafts + 1
 
     def leave_step(self, num_computed: int, num_logits: int) -> None:
         """The oldest of the steps that it joined has ended, which was to give `num_logits` logits.
 
-        num_computed: tokens whose KV there is now; a request that has ended meanwhile does not count them.
+        num_computed: tokens whose KV there is now, drafts included; a request that has ended meanwhile does not count them.
         """
         self.num_in_flight -= 1
-        self.num_sampling -= num_logits
+        self.num_sampling -= num_logits > 0
         if self.finish is None:
             # After a step that did not sample it, the steps in flight compute tokens that do not exist.
             self.num_computed = min(num_computed, len(self.token_ids))
@@ -257,6 +273,23 @@ class Req:
     def tokens(self) -> Int32Array:
         """Copy of the known tokens, int32[num_tokens]."""
         return np.array(self.token_ids, dtype=np.int32)
+
+    def take_drafts(self, num_right: int, num_computed: int, num_drafts: int) -> None:
+        """A step that it has just left has computed `num_computed` drafts, of which `num_right` were right, and has `num_drafts` new ones.
+
+        The KV of drafts that were wrong is overwritten: the next step begins after those that were right.
+        """
+        num_expecting = max(0, self.num_expecting - 1)
+        if num_computed:
+            self.speculation = self.speculation.after_step(num_computed, num_right)
+            self.rewind(len(self.token_ids) - 1)
+            num_expecting = EXPECTING
+        self.num_drafts, self.num_expecting = num_drafts, num_expecting
+
+    @property
+    def waits_for_drafts(self) -> bool:
+        """Whether its next step is planned when the last one has ended, which has, or may have, guessed tokens for it."""
+        return bool(self.num_drafts or self.num_expecting)
 
     def accept(self, ids: Sequence[int]) -> FinishReason | None:
         """Commit output tokens up to the one that ends the request, if any does; those after it are dropped.

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.messages.control import FaultReq
+from headrace.messages.outputs import SpeculationCounts
 from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
 from headrace.scheduler.batch import ScheduleBatch
@@ -42,6 +43,7 @@ class Counters:
     expected_s: float = 0.0
     num_sat_out: int = 0
     masks_s: float = 0.0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class SchedulerConfig:
     max_step_s: how long a step with decode rows and prompt tokens should take at most; infinite = only tokens are bounded.
     preemption_threshold: a waiting request may displace running ones whose priority is lower by at least this; 0 = never.
     eos_token_ids end a request unless it ignores them. max_steps_in_flight: 1 = synchronous, 2 = overlap.
-    num_stages: 1, or that of a pipeline, which computes as many steps at a time.
+    num_stages: 1, or that of a pipeline, which computes as many steps at a time. speculates: whether the worker guesses tokens.
     weight_update_timeout_s: time limit for reading weights or an adapter; 0 = no limit.
     """
 
@@ -73,6 +75,7 @@ class SchedulerConfig:
     weight_update_timeout_s: float = 600.0
     decode_log_interval: int = 0
     accept_faults: bool = False
+    speculates: bool = False
     replica: int = 0
 
 

@@ -109,8 +109,9 @@ class AsyncDynamicBatchTokenizer:
 
     async def encode_words(self, words: Sequence[str], allow_special: bool = False) -> list[list[int]]:
         """Token ids of each word, and nothing around it. allow_special: the texts of special tokens mean these tokens."""
+        thread = self._long if sum(map(len, words)) > LONG_CHARACTERS else self._short
         return await asyncio.get_running_loop().run_in_executor(
-            self._short, self._tokenizer.encode_batch, words, False, allow_special
+            thread, self._tokenizer.encode_batch, words, False, allow_special
         )
 
     def close(self) -> None:

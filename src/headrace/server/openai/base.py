@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import LogprobItem, SampleUpdate
-from headrace.messages.outputs import FinishReason
+from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import Asker, ServingContext
 from headrace.server.http import Exchange, encode_json
@@ -44,10 +44,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """`reasoning_tokens`: output tokens that are reasoning."""
+class CompletionTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`reasoning_tokens`: output tokens that are reasoning. The others: guessed tokens that were right and wrong, if the server guesses any."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,6 +71,7 @@ class UsageCount:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    guessed: SpeculationCounts | None = None
 
     def add(self, update: SampleUpdate) -> None:
         """Count a finished choice."""
@@ -77,11 +80,18 @@ class UsageCount:
         if update.index % self.num_samples == 0:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
+        if update.speculation is not None:
+            self.guessed = update.speculation.added_to(self.guessed)
 
     def total(self) -> Usage:
         """The counts so far."""
         details = PromptTokensDetails(self.cached_tokens) if self.report_cached else None
-        return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens, details)
+        guesses = None
+        if self.guessed is not None:
+            right = self.guessed.num_right
+            guesses = CompletionTokensDetails(None, right, self.guessed.num_drafted - right)
+        num_tokens = self.prompt_tokens + self.completion_tokens
+        return Usage(self.prompt_tokens, self.completion_tokens, num_tokens, details, guesses)
 
 
 @dataclass(frozen=True, slots=True)

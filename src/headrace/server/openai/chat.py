@@ -99,6 +99,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             priority=request.priority,
             cache_salt=request.cache_salt,
             lora_path=request.lora_path,
+            prediction=None if request.prediction is None else request.prediction.text,
             session_params=request.session_params,
             routed_dp_rank=request.routed_dp_rank,
             data_parallel_rank=request.data_parallel_rank,
@@ -130,7 +131,9 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         if generation.chat.format is None or not generation.chat.format.has_reasoning:
             return usage
         count = sum(choice.num_reasoning_tokens for choice in generation.choices.values())
-        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(count))
+        details = usage.completion_tokens_details or CompletionTokensDetails()
+        details = msgspec.structs.replace(details, reasoning_tokens=count)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _choice(self, generation: ChatGeneration, update: SampleUpdate) -> object:
         request = generation.request

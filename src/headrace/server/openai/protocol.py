@@ -226,6 +226,25 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool | None = None
 
 
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Text that the reply may contain, from which tokens are guessed: a string, or parts of text."""
+
+    type: Literal["content"] = "content"
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        """All of it. Raises RequestError for a part that is not text."""
+        if isinstance(self.content, str):
+            return self.content
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"prediction takes parts of text, got a part of type {part.type!r:.40}", "prediction"
+                )
+        return "".join(part.text or "" for part in self.content)
+
+
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions.
 
@@ -255,7 +274,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid
     function_call: str | dict[str, object] | None = None
     modalities: list[str] | None = None
     audio: object | None = None
-    prediction: object | None = None
+    prediction: Prediction | None = None
     moderation: object | None = None
     web_search_options: object | None = None
     verbosity: str | None = None
@@ -283,7 +302,6 @@ _NOT_YET = (
     "function_call",
     "modalities",
     "audio",
-    "prediction",
     "moderation",
     "web_search_options",
     "verbosity",

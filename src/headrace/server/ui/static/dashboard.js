@@ -176,6 +176,8 @@ function showState(state) {
     ['Sessions', short(frontend.num_sessions ?? 0)],
     ['Restarts', short(frontend.num_restarts ?? 0)],
   ];
+  const { num_steps: steps, num_drafted: guessed, num_right: right } = state.speculation;
+  if (steps) facts.push(['Tokens guessed', short(guessed)], ['Of them right', percent(right / guessed)]);
   if (state.paused) facts.push(['Paused', state.paused]);
   byId('state').replaceChildren(...facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value))));
 }

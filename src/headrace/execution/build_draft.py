@@ -1,0 +1,182 @@
+"""Loads what --speculative-draft-model-path names, and makes its KV cache. Runs once at start, in the scheduler's process."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.attention import select
+from headrace.attention.base import AttentionBackend, KvShape
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.config.server_args import ServerArgs
+from headrace.distributed.rank import ALONE
+from headrace.distributed.stages import ALL_LAYERS
+from headrace.errors import ConfigError, ModelError
+from headrace.execution.draft_model import DraftModel
+from headrace.execution.draft_steps import DraftSteps
+from headrace.execution.eagle import EagleDrafter
+from headrace.execution.load_weights import fill_from_checkpoint, fill_random
+from headrace.execution.memory import naming_memory
+from headrace.execution.pool_plan import RankNeeds
+from headrace.execution.setup import (
+    Setup,
+    check_unchanged,
+    fingerprint_of,
+    load_checkpoint,
+    model_bytes,
+    open_model,
+    set_up,
+)
+from headrace.models import eagle3
+from headrace.models.decoder import DecoderLM
+from headrace.models.eagle3 import NUM_STREAMS, EagleHead
+from headrace.models.spec import CausalLM, kv_shape
+from headrace.speculative.base import Drafter
+
+_OPTION = "--speculative-draft-model-path"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """What guesses, with its weights and still without a KV cache.
+
+    needs: what it takes beside the target. make: the drafter, from its steps. backend: a fresh attention backend; bind: lets the model fuse its
+    layers with it, once it has a pool. page_size: of the target.
+    """
+
+    needs: RankNeeds
+    make: Callable[[DraftSteps], Drafter]
+    shape: KvShape
+    backend: AttentionBackend
+    bind: Callable[[AttentionBackend], object]
+    page_size: int
+
+    def with_cache(self, num_slots: int) -> AttentionBackend:
+        """Its attention, with a KV cache of as many slots as the target's, in pages as large. Raises ConfigError."""
+        with naming_memory("the draft model's KV cache", "lower --max-total-tokens or --mem-fraction-static"):
+            self.backend.make_kv_pool(self.shape, num_slots, self.page_size, torch.device("cpu"))
+        self.bind(self.backend)
+        return self.backend
+
+
+def load_draft(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft | None:
+    """model: the target's, whose layers are not fused yet. None: nothing guesses that has weights. Raises ConfigError or ModelError that name the
+    option."""
+    loads = {"draft": _load_model, "eagle3": _load_head}
+    if target.args.speculative_algorithm not in loads:
+        return None
+    try:
+        return loads[target.args.speculative_algorithm](target, model, resources, decisions)
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"{_OPTION}: {error.message}") from error
+
+
+def _backend(setup: Setup) -> AttentionBackend:
+    config = setup.config
+    return select.make_backend(
+        config.attention_backend, deterministic=config.deterministic, rounded=config.activations == "bfloat16"
+    )
+
+
+def _load_model(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft:
+    args = _own_args(target)
+    checkpoint = open_model(args)
+    fingerprint = fingerprint_of(checkpoint)
+    setup = set_up(args, checkpoint, ALONE)
+    _check(target, setup)
+    draft = load_checkpoint(setup, checkpoint, fingerprint, lambda done, total: None, resources, decisions)
+    most = target.args.speculative_num_draft_tokens
+    shape = setup.kv_shape(ALL_LAYERS)
+    decisions.append(
+        f"draft model: {args.served_name}, {setup.config.quantization} weights, {setup.config.kv_cache_dtype} KV"
+    )
+    return LoadedDraft(
+        needs=RankNeeds(model_bytes(draft), shape.bytes_per_token),
+        make=lambda steps: DraftModel(draft, setup.model_config.vocab_size, steps, most),
+        shape=shape,
+        backend=_backend(setup),
+        bind=draft.fuse,
+        page_size=target.config.page_size,
+    )
+
+
+def _own_args(target: Setup) -> ServerArgs:
+    """The target's options, as far as they hold for both."""
+    args, quantization = target.args, target.args.speculative_draft_model_quantization
+    assert args.speculative_draft_model_path is not None
+    return replace(
+        args,
+        model_path=args.speculative_draft_model_path,
+        served_model_name=None,
+        quantization=args.quantization if quantization == "auto" else quantization,
+        page_size=target.config.page_size,
+        context_length=None,
+        max_total_tokens=None,
+        json_model_override_args="{}",
+        lora_paths="",
+        speculative_algorithm="off",
+        speculative_draft_model_path=None,
+        speculative_draft_model_quantization="auto",
+    )
+
+
+def _check(target: Setup, draft: Setup) -> None:
+    """Raises ConfigError if the draft model cannot follow the target."""
+    if draft.config.context_length < target.config.context_length:
+        raise ConfigError(
+            f"it was trained for {draft.config.context_length} positions, fewer than the model's {target.config.context_length}: "
+            f"start with --context-length {draft.config.context_length}"
+        )
+    if draft.config.attention_backend != target.config.attention_backend:
+        raise ConfigError(
+            f"its attention backend would be {draft.config.attention_backend} and the model's is {target.config.attention_backend}: "
+            "both have the same pages, so both need the same one, see --attention-backend"
+        )
+    if draft.model_config.vocab_size > target.model_config.vocab_size:
+        raise ConfigError(
+            f"its vocabulary has {draft.model_config.vocab_size} tokens, more than the model's {target.model_config.vocab_size}"
+        )
+
+
+def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft:
+    args = target.args
+    checkpoint = open_model(_own_args(target))
+    fingerprint = fingerprint_of(checkpoint)
+    config, vocab_size = checkpoint.config, target.model_config.vocab_size
+    if not isinstance(model, DecoderLM):
+        raise ConfigError(f"model class {target.spec.name} has no layers of Headrace that a head could read")
+    model.tap(_layers(config, target.model_config))
+    head = EagleHead(config, target.placement, model.embed, vocab_size)
+    if checkpoint.kind == "dummy":
+        fill_random(head.weights(), args.random_seed)
+    else:
+        fill_from_checkpoint(head.weights(), checkpoint, eagle3.SPEC, quantization=target.placement.quantization)
+    check_unchanged(checkpoint, fingerprint)
+    checkpoint.release()
+    shape = kv_shape(config, getattr(torch, target.config.kv_cache_dtype))
+    decisions.append(f"EAGLE-3 head: {_own_args(target).served_name}, reads before layers {model.taps}")
+    return LoadedDraft(
+        needs=RankNeeds(round(sum(weight.num_bytes for weight in head.weights())), shape.bytes_per_token),
+        make=lambda steps: EagleDrafter(head, model, steps, args.speculative_num_draft_tokens),
+        shape=shape,
+        backend=_backend(target),
+        bind=lambda attention: None,
+        page_size=target.config.page_size,
+    )
+
+
+def _layers(head: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
+    """The layers of the target before which the head reads. Raises ModelError if it was not made for the target."""
+    if head.hidden_size != target.hidden_size:
+        raise ModelError(
+            f"a head for hidden states of {head.hidden_size} elements; the model's have {target.hidden_size}"
+        )
+    if int(head.raw.get("draft_vocab_size") or 0) > target.vocab_size:
+        raise ModelError(f"draft_vocab_size is more than the model's {target.vocab_size} tokens")
+    outputs_of = (head.raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    last = target.num_layers
+    layers = tuple(layer + 1 for layer in outputs_of) if outputs_of else (2, last // 2, last - 3)
+    if len(layers) != NUM_STREAMS or not 0 < layers[0] < layers[1] < layers[2] < last:
+        raise ModelError(f"a head that reads before layers {layers} does not fit a model of {last} layers")
+    return layers

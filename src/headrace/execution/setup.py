@@ -1,0 +1,167 @@
+"""What is decided before weights are loaded (`Setup`), and loading them. Runs once at start, in the process that runs the model."""
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from headrace.attention import select
+from headrace.attention.base import KvShape
+from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.names import resolve_model
+from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
+from headrace.checkpoint.weight_cache import files_fingerprint
+from headrace.config.resolve import Config, DeviceFacts, override_model, resolve
+from headrace.config.server_args import ServerArgs
+from headrace.distributed.rank import Rank
+from headrace.distributed.stages import Stage
+from headrace.errors import ModelError
+from headrace.execution.load_threads import IN_THIS_THREAD, load_threads
+from headrace.execution.load_weights import load_model
+from headrace.execution.memory import available_bytes, check_pool_fits
+from headrace.execution.pool_plan import whole_pages
+from headrace.execution.rank_placement import check_can_be_split, own_device
+from headrace.execution.weight_cache import Progress, open_cache
+from headrace.garbage import give_back_free_memory
+from headrace.kernels import cpu as native_cpu
+from headrace.kernels.cpu.threads import default_num_threads
+from headrace.layers.weight import Placement
+from headrace.models.registry import model_class_for
+from headrace.models.spec import CausalLM, ModelSpec, kv_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is decided before weights are loaded: of which kind the model is, where it goes and how it runs."""
+
+    args: ServerArgs
+    model_config: ModelConfig
+    spec: ModelSpec
+    config: Config
+    placement: Placement
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the model runs on the CPU."""
+        return self.config.device == "cpu"
+
+    def kv_shape(self, stage: Stage) -> KvShape:
+        """The KV cache of this rank, or of its likes in another stage."""
+        dtype = getattr(torch, self.config.kv_cache_dtype)
+        return kv_shape(self.model_config, dtype, self.placement.attention.shard, stage)
+
+
+def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:
+    """Raises ConfigError or ModelError."""
+    model_config = override_model(checkpoint.config, args.json_model_override_args)
+    spec = model_class_for(model_config, args.model_impl)
+    config = resolve(args, model_config, device_facts(), select.BACKENDS, batch_invariant=spec.batch_invariant)
+    dtype = getattr(torch, config.dtype)
+    if rank.group is not None:
+        check_can_be_split(args, spec, config)
+    device, deals = own_device(args, config, rank), args.ep_size > 1
+    placement = Placement(
+        device,
+        dtype,
+        config.context_length,
+        config.weight_format,
+        rank.shard,
+        rank.stage,
+        whole_experts=deals,
+        whole_attention=args.enable_dp_attention,
+    )
+    setup = Setup(args, model_config, spec, config, placement)
+    if args.max_total_tokens is not None:
+        num_tokens = whole_pages(args, config.page_size)
+        check_pool_fits(num_tokens, setup.kv_shape(rank.stage).bytes_per_token, available_bytes(placement.device))
+    return setup
+
+
+def load_checkpoint(
+    setup: Setup,
+    checkpoint: Checkpoint,
+    fingerprint: str,
+    progress: Progress,
+    resources: ExitStack,
+    decisions: list[str],
+) -> CausalLM:
+    """Load the model, from the weight cache where that has it, and let the checkpoint go.
+
+    fingerprint: of the checkpoint when it was opened. resources: get what must end with the worker. Raises ModelError.
+    """
+    use_cache = setup.config.native_kernels and not setup.args.disable_weight_cache
+    cache = open_cache(checkpoint, setup.spec.name, setup.placement) if use_cache else None
+    with load_threads(setup.config.num_threads) if setup.is_cpu else nullcontext(IN_THIS_THREAD) as threads:
+        model = load_model(
+            checkpoint,
+            setup.spec,
+            setup.placement,
+            config=setup.model_config,
+            seed=setup.args.random_seed,
+            progress=progress,
+            cache=cache,
+            threads=threads,
+        )
+    if setup.config.native_kernels:
+        # Torch has little left to do, and its spinning OpenMP threads would take cores from the kernels' threads.
+        resources.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+    check_unchanged(checkpoint, fingerprint)
+    checkpoint.release()
+    give_back_free_memory()
+    if cache is not None and cache.needs_writing:
+        resources.callback(cache.write_in_background(model.weights()))
+    if cache is not None:
+        decisions.append(f"weight cache: {cache.outcome}")
+    return model
+
+
+def device_facts() -> DeviceFacts:
+    """The devices and kernels available to this process."""
+    has_cuda = torch.cuda.is_available()
+    reason = native_cpu.why_not()
+    return DeviceFacts(
+        has_cuda=has_cuda,
+        native_kernels=not reason,
+        native_reason=reason,
+        num_cpus=default_num_threads(),
+        cpu_isa=native_cpu.isa(),
+        cuda_bfloat16=has_cuda and torch.cuda.is_bf16_supported(),
+        cuda_capability=torch.cuda.get_device_capability() if has_cuda else (0, 0),
+    )
+
+
+def open_model(args: ServerArgs) -> Checkpoint:
+    """The checkpoint that `args` names. Raises ModelError, including when its kind does not match --load-format."""
+    path = resolve_model(args.model_path)
+    if args.load_format == "dummy":
+        return dummy_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
+        args.load_format
+    ]
+    if checkpoint.kind != wanted:
+        raise ModelError(f"--load-format {args.load_format}: {path.name} is a {checkpoint.kind} checkpoint")
+    return checkpoint
+
+
+def fingerprint_of(checkpoint: Checkpoint) -> str:
+    """Fingerprint of the weight files (see `weight_cache.files_fingerprint`) and of the config; empty for random weights. Raises ModelError."""
+    if checkpoint.kind == "dummy":
+        return ""
+    try:
+        return files_fingerprint(checkpoint.files(), {"config": checkpoint.config.raw})
+    except OSError as error:
+        raise ModelError(f"{checkpoint.path.name} cannot be read: {error.strerror}") from error
+
+
+def check_unchanged(checkpoint: Checkpoint, fingerprint: str) -> None:
+    """Raises ModelError if the files have changed since they were opened, so that some tensors may be old and some new."""
+    if fingerprint_of(checkpoint) != fingerprint:
+        raise ModelError(f"{checkpoint.path.name} changed while it was read; load it again when it is complete")
+
+
+def model_bytes(model: CausalLM) -> int:
+    """Bytes of the model's weights, by their shapes and precision in memory."""
+    return round(sum(weight.num_bytes for weight in model.weights()))

@@ -1,0 +1,91 @@
+"""A second model guesses: it changes no answer, and where it is the model itself, every guess is right."""
+
+from typing import Any
+
+import pytest
+from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, make_cases, one_by_one, running_engine, together
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import ConfigError
+from headrace.speculative import base
+
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
+CASES = make_cases([1, 17, 130, 200], SAMPLINGS)
+
+
+@pytest.fixture(autouse=True)
+def _always_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the draft model is."""
+    monkeypatch.setattr(base, "worthwhile", lambda chances, counts, pass_time: counts)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: str) -> dict[str, Answer]:
+    with running_engine(tiny_model) as engine:
+        return one_by_one(engine, CASES)
+
+
+def drafting(model: str, **options: Any) -> dict[str, Any]:
+    return {"speculative_algorithm": "draft", "speculative_draft_model_path": model, **options}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunked_prefill_size": 16, "speculative_num_draft_tokens": 3},
+        {"max_total_tokens": 448},
+        {"attention_backend": "torch_native", "disable_radix_cache": True},
+    ],
+    ids=lambda options: " ".join(options) or "defaults",
+)
+def test_answers_are_those_without_a_draft_model(
+    tiny_model: str, tiny_mixture: str, plain: dict[str, Answer], options: dict[str, Any]
+) -> None:
+    if "attention_backend" in options:
+        with running_engine(tiny_model, **options) as engine:
+            plain = one_by_one(engine, CASES)
+    for draft in (tiny_model, tiny_mixture):
+        with running_engine(tiny_model, **drafting(draft, **options)) as engine:
+            assert one_by_one(engine, CASES) == plain
+            assert together(engine, CASES) == plain
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FILTERED], ids=["greedy", "seeded", "filtered"])
+def test_a_model_that_guesses_for_itself_is_always_right(tiny_model: str, sampling: dict[str, Any]) -> None:
+    """Of one prompt, of one that is cached, and of several at a time, whose rows leave the steps at different times."""
+    prompts = [list(range(40, 40 + length)) for length in (1, 33, 60)]
+    samplings = [{**sampling, "max_new_tokens": count, "ignore_eos": True} for count in (40, 25, 50)]
+    with running_engine(tiny_model, **drafting(tiny_model, speculative_num_draft_tokens=4)) as engine:
+        alone = [
+            engine.generate(input_ids=ids, sampling_params=params)
+            for ids, params in [*zip(prompts, samplings, strict=True), (prompts[2], samplings[2])]
+        ]
+        beside = engine.generate(input_ids=prompts, sampling_params=samplings)
+
+    for output in [*alone, *beside]:
+        meta = output["meta_info"]
+        assert meta["spec_accept_rate"] == 1.0
+        assert meta["spec_verify_ct"] <= -(-meta["completion_tokens"] // 5) + 1
+    assert [output["output_ids"] for output in alone[:3]] == [output["output_ids"] for output in beside]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_algorithm": "draft"}, "needs --speculative-draft-model-path"),
+        ({"speculative_draft_model_path": "smollm2"}, "needs --speculative-algorithm draft"),
+        (
+            {"speculative_algorithm": "draft", "speculative_draft_model_path": "smollm2", "tp_size": 2},
+            "cannot be combined with --tp-size",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerArgs(**options)
+
+
+def test_a_draft_model_for_fewer_positions_is_refused(tiny_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"fewer than the model's 8192.*--context-length 1024"):
+        running_engine("smollm2", **drafting(tiny_model)).__enter__()

@@ -1,0 +1,242 @@
+"""Guessed tokens change no answer, to the last bit: greedy, drawn, penalised or with logprobs, alone or together, whatever is guessed."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, Case, make_cases, one_by_one, running_engine, together
+
+from headrace.api.engine import Engine
+from headrace.execution import build
+from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
+
+from device_harness import FakeDevice
+
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "filtered": FILTERED,
+    "penalised": PENALISED,
+    "at least": {"temperature": 0.8, "seed": 5, "min_new_tokens": 9, "max_new_tokens": 16, "stop_token_ids": [42, 7]},
+    "biased": {"temperature": 0, "logit_bias": {"17": 2.0, "400": 3.0}, "max_new_tokens": 16, "ignore_eos": True},
+}
+CASES = make_cases(
+    [1, 17, 130, 200], {name: SAMPLINGS[name] for name in ("greedy", "seeded", "filtered", "penalised")}
+) + [Case(name, [5, 6, 7, 8], SAMPLINGS[name], 0) for name in ("at least", "biased")]
+
+
+class Oracle:
+    """`Drafts` that know the answers, and guess up to 5 tokens of them; of every third guess one is wrong."""
+
+    def __init__(self, answers: Sequence[tuple[list[int], list[int]]]) -> None:
+        self._answers = {tuple(prompt): ids for prompt, ids in answers}
+        self._rows: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._number = 0
+        self.num_guessed = 0
+
+    def add(self, new: NewSequence) -> None:
+        prompt = tuple(new.token_ids[: new.num_prompt_tokens].tolist())
+        self._rows[new.seq] = prompt, len(new.token_ids) - new.num_prompt_tokens
+
+    def extend(self, seq: int, ids: Sequence[int]) -> None:
+        prompt, count = self._rows[seq]
+        self._rows[seq] = prompt, count + len(ids)
+
+    def begin(self, plan: ModelWorkerBatch) -> None:
+        pass
+
+    def end(self, plan: ModelWorkerBatch, kept: Int32Array) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+    def propose(self, seqs: Sequence[int]) -> list[list[int]]:
+        return [self._guess(*self._rows[seq]) for seq in seqs]
+
+    def _guess(self, prompt: tuple[int, ...], count: int) -> list[int]:
+        self._number += 1
+        guess = list(self._answers.get(prompt, [])[count : count + self._number % 6])
+        if guess and self._number % 3 == 0:
+            guess[self._number % len(guess)] += 1
+        self.num_guessed += len(guess)
+        return guess
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: str) -> dict[str, Answer]:
+    with running_engine(tiny_model) as engine:
+        return one_by_one(engine, CASES)
+
+
+@contextmanager
+def guessing(
+    patch: pytest.MonkeyPatch, model: str, plain: dict[str, Answer], **options: Any
+) -> Iterator[tuple[Engine, Oracle]]:
+    oracle = Oracle([(case.ids, plain[case.name].ids) for case in CASES])
+    with patch.context() as own:
+        own.setattr(build, "make_drafts", lambda *options, **named: oracle)
+        with running_engine(model, speculative_algorithm="ngram", **options) as engine:
+            yield engine, oracle
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"disable_overlap_schedule": True},
+        {"chunked_prefill_size": 16},
+        {"max_total_tokens": 448},
+        {"disable_radix_cache": True, "quantization": "int8"},
+    ],
+    ids=lambda options: " ".join(options) or "defaults",
+)
+def test_answers_are_those_without_guesses(
+    tiny_model: str, plain: dict[str, Answer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "quantization" in options:
+        with running_engine(tiny_model, **options) as engine:
+            plain = one_by_one(engine, CASES)
+    with guessing(monkeypatch, tiny_model, plain, **options) as (engine, oracle):
+        alone = one_by_one(engine, CASES)
+        guessed_alone = oracle.num_guessed
+        beside = together(engine, CASES)
+
+    assert alone == plain
+    assert beside == plain
+    assert guessed_alone > 100
+    assert oracle.num_guessed > guessed_alone
+
+
+def test_steps_that_a_device_queues_give_the_same_answers(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of the tests: steps without guesses are queued, and those that have some wait for the device."""
+    with running_engine(tiny_model, attention_backend="torch_native") as engine:
+        plain = one_by_one(engine, CASES)
+    device = FakeDevice()
+    monkeypatch.setattr(build, "CudaDevice", lambda where: device)
+    monkeypatch.setattr(build.Setup, "is_cpu", False)
+    for options in ({}, {"max_total_tokens": 448}, {"disable_overlap_schedule": True}):
+        with guessing(monkeypatch, tiny_model, plain, attention_backend="torch_native", **options) as (engine, oracle):
+            assert one_by_one(engine, CASES) == plain
+            assert together(engine, CASES) == plain
+        assert oracle.num_guessed > 200
+    assert device.num_waits > 20
+
+
+REPEATING = "One two three four five six seven eight nine ten. " * 4
+
+
+@pytest.fixture(scope="module")
+def counted() -> tuple[str, int]:
+    """What smollm2 makes of text that repeats itself, and in how many steps."""
+    with running_engine("smollm2") as engine:
+        return text_and_steps(engine)
+
+
+def text_and_steps(engine: Engine) -> tuple[str, int]:
+    def num_steps() -> int:
+        return int(engine.get_server_info()["internal_states"][0]["num_steps"])
+
+    before = num_steps()
+    text = engine.generate(REPEATING, {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True})["text"]
+    return text, num_steps() - before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_algorithm": "ngram"},
+        {"speculative_algorithm": "auto"},
+        {"speculative_algorithm": "ngram", "tp_size": 2, "single_process": False},
+        {"speculative_algorithm": "ngram", "pp_size": 2, "single_process": False},
+    ],
+    ids=["ngram", "auto", "two ranks", "two stages"],
+)
+def test_text_that_repeats_itself_takes_fewer_steps(counted: tuple[str, int], options: dict[str, Any]) -> None:
+    with running_engine("smollm2", **options) as engine:
+        text, steps = text_and_steps(engine)
+
+    assert text == counted[0]
+    assert steps < counted[1] / 2
+
+
+def test_a_predicted_text_is_taken_as_far_as_it_is_right() -> None:
+    prompt, sampling = "The three primary colours are", {"temperature": 0, "max_new_tokens": 40}
+    with running_engine("smollm2", speculative_algorithm="ngram") as engine:
+        plain = engine.generate(prompt, sampling)
+        right = engine.generate(prompt, sampling, prediction=plain["text"])
+        wrong = engine.generate(prompt, sampling, prediction="Nothing of this will be said.")
+
+    assert right["output_ids"] == wrong["output_ids"] == plain["output_ids"]
+    counts = [answer["meta_info"]["spec_accept_token_num"] for answer in (plain, right, wrong)]
+    assert counts[1] > 20
+    assert counts[1] > counts[2] == counts[0]
+
+
+def test_hidden_states_are_those_of_the_tokens() -> None:
+    sampling = {"temperature": 0, "json_schema": SCHEMA, "max_new_tokens": 40}
+    found = []
+    for options in ({}, {"speculative_algorithm": "auto"}):
+        with running_engine("smollm2", **options) as engine:
+            found.append(engine.generate("France in JSON:", sampling, return_hidden_states=True))
+    plain, guessed = found
+    assert guessed["output_ids"] == plain["output_ids"]
+    assert guessed["meta_info"]["hidden_states"] == plain["meta_info"]["hidden_states"]
+
+
+def test_a_step_has_logits_for_drafts_and_for_all_prompts_that_end_in_it(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = SimpleNamespace(**{name: lambda *arguments: None for name in ("add", "extend", "begin", "end", "rest")})
+    wrong.propose = lambda seqs: [[7] * min(16, 64 // len(seqs) - 1) for _ in seqs]
+    monkeypatch.setattr(build, "make_drafts", lambda *options, **named: wrong)
+    with running_engine(tiny_model, speculative_algorithm="ngram") as engine:
+        stream = engine.generate(
+            input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 60, "ignore_eos": True}, stream=True
+        )
+        next(stream)
+        outputs = engine.generate(
+            input_ids=[[9, index] for index in range(60)], sampling_params={"max_new_tokens": 2, "ignore_eos": True}
+        )
+        assert [output["meta_info"]["completion_tokens"] for output in outputs] == [2] * 60
+        *_, last = stream
+    assert last["meta_info"]["completion_tokens"] == 60
+
+
+SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["capital_of_the_country", "number_of_inhabitants"], "properties":
+    {"capital_of_the_country": {"type": "string", "maxLength": 12}, "number_of_inhabitants": {"type": "integer", "maximum": 99999}}}"""
+
+
+def test_what_a_schema_demands_is_guessed_and_the_answer_is_the_same() -> None:
+    """Drawn, greedy and penalised rows of one batch, beside one without a grammar."""
+    prompts = ["France in JSON:", "Japan in JSON:", "Kenya in JSON:", "The capital of France is"]
+    samplings = [
+        {"temperature": 0, "json_schema": SCHEMA},
+        {"temperature": 0.9, "seed": 3, "json_schema": SCHEMA},
+        {"temperature": 0, "frequency_penalty": 0.4, "json_schema": SCHEMA},
+        {"temperature": 0},
+    ]
+    found = []
+    for options in ({}, {"speculative_algorithm": "auto"}):
+        with running_engine("smollm2", **options) as engine:
+            alone = [
+                engine.generate(prompt, sampling | {"max_new_tokens": 80})
+                for prompt, sampling in zip(prompts, samplings, strict=True)
+            ]
+            beside = engine.generate(prompts, [sampling | {"max_new_tokens": 80} for sampling in samplings])
+        assert [output["text"] for output in beside] == [output["text"] for output in alone]
+        found.append(alone)
+
+    plain, guessed = found
+    assert [output["output_ids"] for output in guessed] == [output["output_ids"] for output in plain]
+    assert "spec_verify_ct" not in plain[0]["meta_info"]
+    for output in guessed[:3]:
+        meta = output["meta_info"]
+        assert meta["spec_accept_token_num"] >= 5
+        assert meta["spec_accept_length"] > 2
