@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 from device_harness import FakeDevice, TensorAttention
 from runner_harness import CONTEXT, Driver
 
+from headrace.attention import select
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.base import Shard
 from headrace.distributed.rank import Rank
@@ -97,7 +98,7 @@ def device_ranks(folder: Path, sizes: tuple[int, ...] = (), **options: Any) -> I
         patch.setattr(build, "CudaDevice", lambda where: FakeDevice())
         patch.setattr(build.Setup, "is_cpu", False)
         patch.setattr(build, "_graph_sizes", lambda *arguments: sizes)
-        patch.setattr(build.select, "make_backend", lambda *arguments, **named: TensorAttention())
+        patch.setattr(select, "make_backend", lambda *arguments, **named: TensorAttention())
         theirs = SharedMemoryGroup.join(fd, 1, 2, LIMIT_S)
         building = thread.submit(build.build_follower, args, Rank(Shard(1, 2, theirs), group=theirs))
         other = OtherRank(thread, building, theirs)

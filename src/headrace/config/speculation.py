@@ -10,6 +10,11 @@ if TYPE_CHECKING:
 _OPTION = "--speculative-algorithm"
 
 
+def guesses_by_text(args: "ServerArgs") -> bool:
+    """Whether tokens are guessed from those that are known, without a model."""
+    return args.speculative_algorithm in ("ngram", "auto")
+
+
 def check_speculation(args: "ServerArgs") -> None:
     """Raises ConfigError if options contradict each other."""
     algorithm, path = args.speculative_algorithm, args.speculative_draft_model_path
@@ -20,7 +25,7 @@ def check_speculation(args: "ServerArgs") -> None:
         raise ConfigError(f"--speculative-draft-model-path needs {_OPTION} draft or eagle3")
     if args.speculative_draft_model_quantization != "auto" and algorithm != "draft":
         raise ConfigError(f"--speculative-draft-model-quantization needs {_OPTION} draft")
-    if args.speculative_shared_tokens and algorithm not in ("ngram", "auto"):
+    if args.speculative_shared_tokens and not guesses_by_text(args):
         raise ConfigError(f"--speculative-shared-tokens needs {_OPTION} ngram or auto")
     if has_weights and (args.num_ranks > 1 or args.enable_dp_attention):
         raise ConfigError(
@@ -38,8 +43,8 @@ def check_guesses_on(device: str, args: "ServerArgs", batch_invariant: bool) -> 
     algorithm = args.speculative_algorithm
     if algorithm == "off":
         return
-    if device != "cpu" and (algorithm not in ("ngram", "auto") or args.num_ranks > 1):
-        what = f"{algorithm} with several ranks" if algorithm in ("ngram", "auto") else algorithm
+    if device != "cpu" and (not guesses_by_text(args) or args.num_ranks > 1):
+        what = f"{algorithm} with several ranks" if guesses_by_text(args) else algorithm
         raise ConfigError(f"{_OPTION} {what} works on CPUs only so far, and the device is {device}")
     if not batch_invariant:
         raise ConfigError(

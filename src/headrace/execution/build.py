@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace import kernels
-from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvPool
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.adapters import lora_paths
 from headrace.config.resolve import Config, override_model
 from headrace.config.server_args import ServerArgs
+from headrace.config.speculation import guesses_by_text
 from headrace.distributed.base import length
 from headrace.distributed.device_group import DeviceGroup
 from headrace.distributed.rank import ALONE, Rank
@@ -255,7 +255,7 @@ def _allocate(
     shape = setup.kv_shape(rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
     reserved = reserved_bytes(config, model_config, graph_sizes, gathers=rank.devices is not None)
-    if setup.is_cpu and setup.args.speculative_algorithm in ("ngram", "auto"):
+    if setup.is_cpu and guesses_by_text(setup.args):
         reserved += index_bytes(config.max_running_requests, config.context_length)
     needs = _needs(setup, model, rank)
     if draft is not None:
@@ -263,8 +263,7 @@ def _allocate(
     plan = agreed_plan(rank, setup.args, config, needs, reserved, device, decisions, others.check)
     if rank.group is not None and rank.group.spans_hosts:  # the leader's plan is for its own host's memory
         check_pool_fits(plan.num_tokens, shape.bytes_per_token, available_bytes(device))
-    rounded = config.activations == "bfloat16"
-    attention = select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
+    attention = setup.make_attention()
     # The padding of a graph writes to a page of its own.
     num_slots = plan.num_tokens + (config.page_size if graph_sizes else 0)
     size = f"a KV cache of {plan.num_tokens} tokens ({plan.num_tokens * shape.bytes_per_token / 2**30:.1f} GiB)"

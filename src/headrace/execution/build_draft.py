@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.config.server_args import ServerArgs
@@ -72,13 +71,6 @@ def load_draft(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
         raise type(error)(f"{_OPTION}: {error.message}") from error
 
 
-def _backend(setup: Setup) -> AttentionBackend:
-    config = setup.config
-    return select.make_backend(
-        config.attention_backend, deterministic=config.deterministic, rounded=config.activations == "bfloat16"
-    )
-
-
 def _load_model(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft:
     args = _own_args(target)
     checkpoint = open_model(args)
@@ -95,7 +87,7 @@ def _load_model(target: Setup, model: CausalLM, resources: ExitStack, decisions:
         needs=RankNeeds(model_bytes(draft), shape.bytes_per_token),
         make=lambda steps: DraftModel(draft, setup.model_config.vocab_size, steps, most),
         shape=shape,
-        backend=_backend(setup),
+        backend=setup.make_attention(),
         bind=draft.fuse,
         page_size=target.config.page_size,
     )
@@ -140,8 +132,8 @@ def _check(target: Setup, draft: Setup) -> None:
 
 
 def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft:
-    args = target.args
-    checkpoint = open_model(_own_args(target))
+    args, own_args = target.args, _own_args(target)
+    checkpoint = open_model(own_args)
     fingerprint = fingerprint_of(checkpoint)
     config, vocab_size = checkpoint.config, target.model_config.vocab_size
     if not isinstance(model, DecoderLM):
@@ -155,12 +147,12 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
     check_unchanged(checkpoint, fingerprint)
     checkpoint.release()
     shape = kv_shape(config, getattr(torch, target.config.kv_cache_dtype))
-    decisions.append(f"EAGLE-3 head: {_own_args(target).served_name}, reads before layers {model.taps}")
+    decisions.append(f"EAGLE-3 head: {own_args.served_name}, reads before layers {model.taps}")
     return LoadedDraft(
         needs=RankNeeds(round(sum(weight.num_bytes for weight in head.weights())), shape.bytes_per_token),
         make=lambda steps: EagleDrafter(head, model, steps, args.speculative_num_draft_tokens),
         shape=shape,
-        backend=_backend(target),
+        backend=target.make_attention(),
         bind=lambda attention: None,
         page_size=target.config.page_size,
     )

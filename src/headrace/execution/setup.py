@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.attention import select
-from headrace.attention.base import KvShape
+from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.names import resolve_model
@@ -50,6 +50,12 @@ class Setup:
         """The KV cache of this rank, or of its likes in another stage."""
         dtype = getattr(torch, self.config.kv_cache_dtype)
         return kv_shape(self.model_config, dtype, self.placement.attention.shard, stage)
+
+    def make_attention(self) -> AttentionBackend:
+        """A fresh backend, still without a pool."""
+        config = self.config
+        rounded = config.activations == "bfloat16"
+        return select.make_backend(config.attention_backend, deterministic=config.deterministic, rounded=rounded)
 
 
 def set_up(args: ServerArgs, checkpoint: Checkpoint, rank: Rank) -> Setup:

@@ -12,6 +12,7 @@ import random
 import msgspec
 
 from headrace.config.server_args import ServerArgs
+from headrace.config.speculation import guesses_by_text
 from headrace.errors import ContextLengthError, RequestError
 from headrace.frontend.aborts import Aborts
 from headrace.frontend.adapters import Adapters
@@ -243,7 +244,7 @@ def call_limits(args: ServerArgs, ready: ReadyInfo, max_samples: int) -> CallLim
         has_tokenizer=not args.skip_tokenizer_init,
         has_grammars=args.grammar_backend != "none",
         context_length=ready.context_length,
-        guesses=args.speculative_algorithm in ("ngram", "auto"),
+        guesses=guesses_by_text(args),
     )
 
 

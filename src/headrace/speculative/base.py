@@ -47,7 +47,7 @@ class Drafter(Protocol):
         return
 
     def rest(self) -> None:
-        """No step follows for a while."""
+        """No sequence is left, and a constrained one was among the last."""
         return
 
 
@@ -61,7 +61,10 @@ class Drafts:
 
     def add(self, new: NewSequence) -> None:
         """See `Drafter.add`."""
-        (self._silent.discard if can_guess(new) else self._silent.add)(new.seq)
+        if can_guess(new):
+            self._silent.discard(new.seq)
+        else:
+            self._silent.add(new.seq)
         for drafter in self._drafters:
             drafter.add(new)
 

@@ -1,6 +1,7 @@
 """Makes the drafters that --speculative-algorithm names."""
 
 from headrace.config.server_args import ServerArgs
+from headrace.config.speculation import guesses_by_text
 from headrace.sampling.sampler import Sampler
 from headrace.speculative.base import Drafts
 from headrace.speculative.forced import ForcedDrafter
@@ -14,7 +15,7 @@ def make_drafts(args: ServerArgs, sampler: Sampler, on_host: bool) -> Drafts | N
     sampler: of the sequences, whose grammars it has. on_host: the model is, too; on a device masks of grammars are filled at other times, and what
     they demand is not guessed.
     """
-    if args.speculative_algorithm not in ("ngram", "auto"):
+    if not guesses_by_text(args):
         return None
     most, shared = args.speculative_num_draft_tokens, args.speculative_shared_tokens
     ngram = NgramDrafter(most, SharedOutputs(shared) if shared else None)

@@ -37,7 +37,7 @@ def _row(tokens: "array[int]", namespace: str) -> _Row:
 
 
 def index_bytes(max_seqs: int, context_length: int) -> int:
-    """Memory that indices of as many sequences may take, about."""
+    """Memory that indices of as many sequences usually take, about; long ones, and those with a prediction, up to twice as much."""
     return max_seqs * min(context_length, MOST_INDEXED) * BYTES_PER_TOKEN
 
 
@@ -87,7 +87,7 @@ class NgramDrafter(Drafter):
         return NOTHING if row is None else Guess(row.guess, row.chance)
 
     def rest(self) -> None:
-        """See `Drafter.rest`: what is known of sequences is forgotten; their memory may be large. Those that go on are not guessed any more."""
+        """See `Drafter.rest`: what is known of sequences is forgotten. Otherwise it goes when their rows are taken by others."""
         if self._outputs is not None:
             for row in self._rows.values():
                 self._share(self._outputs, row)
