@@ -59,7 +59,7 @@ HEADRACE_INLINE void tile(const float* x, int64_t x_stride, const T* const (&wei
   for (int64_t k = 0; k < depth; ++k) {
     vf low[C], high[C];
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-      prefetch(ahead[c].address + k * ahead[c].step);
+      prefetch_weights<R>(ahead[c].address + k * ahead[c].step);
       load_columns(weight[c] + k * kColumns, low[c], high[c]);
     }
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {

@@ -86,7 +86,7 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
   for (int64_t step = 0; step < num_steps; ++step) {
     Step weights[C];
     HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-      prefetch(codes[c] + ahead.offset + step * ahead.step);
+      prefetch_weights<R>(codes[c] + ahead.offset + step * ahead.step);
       weights[c] = Step::load(codes[c] + step * kStepBytes);
     }
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {

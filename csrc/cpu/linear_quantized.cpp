@@ -57,8 +57,8 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
     HEADRACE_UNROLL for (int step = 0; step < kGroup / 4; ++step) {
       if (kScheme == QuantScheme::kInt8 || step % 2 == 0) {  // 4-bit codes are half as many lines
         const int line = kScheme == QuantScheme::kInt8 ? 2 * step : step;
-        prefetch(ahead + line * line_step);
-        if (C * kLanes * 4 > 64) prefetch(ahead + (line + 1) * line_step);
+        prefetch_weights<R>(ahead + line * line_step);
+        if (C * kLanes * 4 > 64) prefetch_weights<R>(ahead + (line + 1) * line_step);
       }
       const uint8_t* const place = codes + step * kColumns * 4;
       if constexpr (kScheme == QuantScheme::kInt8) {
@@ -79,8 +79,8 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
     }
   } else {
     HEADRACE_UNROLL for (int step = 0; step < kGroup / 8; ++step) {
-      prefetch(ahead + 2 * step * line_step);
-      if (C * kLanes * 4 > 64) prefetch(ahead + (2 * step + 1) * line_step);
+      prefetch_weights<R>(ahead + 2 * step * line_step);
+      if (C * kLanes * 4 > 64) prefetch_weights<R>(ahead + (2 * step + 1) * line_step);
       vi low[C], high[C];
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
         const vi both = load_bytes(codes + step * kColumns * 4 + c * kLanes * 4);
@@ -122,8 +122,8 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& blo
         (kUnpacked && kScheme != QuantScheme::kInt8 ? block.codes + g * kUnpackedGroup : record) + unit * kLanes * 4;
     const uint8_t* const later = ahead.address + g * ahead.record_step + unit * kLanes * 4;
     group_sums<kScheme, kUnpacked, R, C>(codes, later, ahead.line_step, x + g * kGroup, a.k_padded, sum);
-    prefetch(later + kCodeBytes<kScheme> / 64 * ahead.line_step);
-    if (kScheme == QuantScheme::kInt4Min) prefetch(later + (kCodeBytes<kScheme> / 64 + 1) * ahead.line_step);
+    prefetch_weights<R>(later + kCodeBytes<kScheme> / 64 * ahead.line_step);
+    if (kScheme == QuantScheme::kInt4Min) prefetch_weights<R>(later + (kCodeBytes<kScheme> / 64 + 1) * ahead.line_step);
     const uint16_t* const halves = reinterpret_cast<const uint16_t*>(record + kCodeBytes<kScheme>) + unit * kLanes;
     const float* const scales = kUnpacked ? block.scales + g * 2 * kColumns + unit * kLanes : nullptr;
     vf scale[C], minimum[C];

@@ -48,6 +48,10 @@ HEADRACE_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 HEADRACE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 HEADRACE_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+// Of weights that a tile of R rows will need. One or two rows are as fast as memory: the first-level cache has what they need next. More rows
+// compute meanwhile: what comes waits in the second level, and leaves the first to what they read again.
+template <int R>
+HEADRACE_INLINE void prefetch_weights(const void* address) { __builtin_prefetch(address, 0, R <= 2 ? 3 : 2); }
 
 // Fewer sizes of register tiles, all made from the same templates: the sanitizers' builds take minutes with all of them.
 #if defined(HEADRACE_FEW_TILES)
