@@ -12,7 +12,7 @@ from headrace.sampling.params import ResolvedSamplingParams
 from headrace.speculative.base import Drafts
 from headrace.speculative.history import LONGEST, MOST_INDEXED, SHORTEST
 from headrace.speculative.ngram import NgramDrafter
-from headrace.speculative.pace import FIRST_CHANCE, TOKEN, WAIT, learnt, worthwhile
+from headrace.speculative.pace import FIRST_CHANCE, HIDDEN, TOKEN, WAIT, learnt, worthwhile
 from headrace.speculative.shared import SHARED_AT_A_TIME, SharedOutputs
 
 SEQ = 3
@@ -104,7 +104,7 @@ def rate(chances: list[float], lengths: list[int]) -> float:
     """Tokens of a step over its time."""
     tokens = sum(1 + sum(chance**k for k in range(1, n + 1)) for chance, n in zip(chances, lengths, strict=True))
     guesses = sum(lengths)
-    return tokens / (1 + TOKEN * (len(chances) - 1 + guesses) + WAIT * bool(guesses))
+    return tokens / (1 + TOKEN * max(0, len(chances) + guesses - HIDDEN) + WAIT * bool(guesses))
 
 
 @given(
