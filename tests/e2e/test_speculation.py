@@ -13,6 +13,7 @@ from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, Case, make_case
 from headrace.api.engine import Engine
 from headrace.execution import build
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
+from headrace.speculative.ngram import NgramDrafter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 
@@ -32,7 +33,10 @@ CASES = make_cases(
 
 
 class Oracle:
-    """`Drafts` that know the answers, and guess up to 5 tokens of them; of every third guess one is wrong."""
+    """`Drafts` that know the answers, and guess up to 5 tokens of them; of every third guess one is wrong.
+
+    A sequence that enters a row which none has left, or leaves one where there is none, fails its step.
+    """
 
     def __init__(self, answers: Sequence[tuple[list[int], list[int]]]) -> None:
         self._answers = {tuple(prompt): ids for prompt, ids in answers}
@@ -41,6 +45,7 @@ class Oracle:
         self.num_guessed = 0
 
     def add(self, new: NewSequence) -> None:
+        assert new.seq not in self._rows, new.seq
         prompt = tuple(new.token_ids[: new.num_prompt_tokens].tolist())
         self._rows[new.seq] = prompt, len(new.token_ids) - new.num_prompt_tokens
 
@@ -54,8 +59,8 @@ class Oracle:
     def end(self, plan: ModelWorkerBatch, kept: Int32Array) -> None:
         pass
 
-    def rest(self) -> None:
-        pass
+    def leave(self, seq: int) -> None:
+        del self._rows[seq]
 
     def propose(self, seqs: Sequence[int]) -> list[list[int]]:
         return [self._guess(*self._rows[seq]) for seq in seqs]
@@ -129,6 +134,22 @@ def test_steps_that_a_device_queues_give_the_same_answers(tiny_model: str, monke
     assert device.num_waits > 20
 
 
+def test_no_index_is_kept_of_a_request_that_has_ended(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafters: list[NgramDrafter] = []
+    init = NgramDrafter.__init__
+
+    def noted(self: NgramDrafter, *arguments: Any) -> None:
+        init(self, *arguments)
+        drafters.append(self)
+
+    monkeypatch.setattr(NgramDrafter, "__init__", noted)
+    with running_engine(tiny_model, speculative_algorithm="ngram") as engine:
+        engine.generate(input_ids=[[9, index] for index in range(5)], sampling_params=GREEDY)
+        engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
+        [drafter] = drafters
+        assert len(drafter._rows) <= 1
+
+
 REPEATING = "One two three four five six seven eight nine ten. " * 4
 
 
@@ -193,7 +214,7 @@ def test_hidden_states_are_those_of_the_tokens() -> None:
 def test_a_step_has_logits_for_drafts_and_for_all_prompts_that_end_in_it(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = SimpleNamespace(**{name: lambda *arguments: None for name in ("add", "extend", "begin", "end", "rest")})
+    wrong = SimpleNamespace(**{name: lambda *arguments: None for name in ("add", "extend", "begin", "end", "leave")})
     wrong.propose = lambda seqs: [[7] * min(16, 64 // len(seqs) - 1) for _ in seqs]
     monkeypatch.setattr(build, "make_drafts", lambda *options, **named: wrong)
     with running_engine(tiny_model, speculative_algorithm="ngram") as engine:

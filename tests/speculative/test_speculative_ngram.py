@@ -151,10 +151,11 @@ def test_what_others_of_the_namespace_have_said_is_guessed():
     assert drafter.guess(2).tokens == []
 
 
-def test_the_rest_is_told_when_the_row_is_taken_by_another_sequence():
+def test_the_rest_is_told_when_a_sequence_leaves():
     drafter = NgramDrafter(3, SharedOutputs(1000))
     drafter.add(sequence([1, 2, 3, 4], 0))
     drafter.extend(0, [7, 8, 9])
+    drafter.leave(0)
     drafter.add(sequence([0, 1, 2, 3, 4], 0))
     drafter.extend(0, [7])
 
@@ -193,12 +194,13 @@ def test_a_long_sequence_is_indexed_from_its_last_tokens_on():
     assert drafter.guess(SEQ).tokens == []
 
 
-def test_nothing_is_known_after_a_rest():
+def test_nothing_is_known_of_a_sequence_that_has_left():
     drafter = NgramDrafter(3, SharedOutputs(1000))
     drafter.add(sequence([1, 2, 3, 4]))
     drafter.extend(SEQ, [5, 1, 2])
     assert drafter.guess(SEQ).tokens
-    drafter.rest()
+    drafter.leave(SEQ)
+    drafter.leave(SEQ + 1)
     assert drafter.guess(SEQ).tokens == []
     drafter.extend(SEQ, [3])
 

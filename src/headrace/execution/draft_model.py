@@ -47,6 +47,10 @@ class DraftModel(Drafter):
         """See `Drafter.add`."""
         self._rows[new.seq] = _Row(num_kv=len(new.prefix_slots))
 
+    def leave(self, seq: int) -> None:
+        """See `Drafter.leave`."""
+        self._rows.pop(seq, None)
+
     def extend(self, seq: int, ids: Sequence[int]) -> None:
         """See `Drafter.extend`."""
         row = self._rows[seq]

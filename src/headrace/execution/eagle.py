@@ -51,6 +51,10 @@ class EagleDrafter(Drafter):
         """See `Drafter.add`."""
         self._rows[new.seq] = _Row()
 
+    def leave(self, seq: int) -> None:
+        """See `Drafter.leave`."""
+        self._rows.pop(seq, None)
+
     def extend(self, seq: int, ids: Sequence[int]) -> None:
         """See `Drafter.extend`."""
         self._rows[seq].learn(ids)

@@ -99,6 +99,7 @@ class ModelRunner:
         self.stage = stage
         self.drafts = drafts
         self._finished_s = 0.0
+        self._has_freed = False
         # Kept from step to step: malloc would map and unmap a block of more than 32 MiB every time, and each new page costs a fault.
         # Pages that no step has used take no memory.
         on_host = table.host is not None
@@ -119,8 +120,8 @@ class ModelRunner:
         return self.compute(plan, on_layers)
 
     def add(self, plan: ModelWorkerBatch) -> None:
-        """Enter the plan's new sequences in the tables, and forget the grammars of those that have left."""
-        self._forget_grammars(plan.left)
+        """Enter the plan's new sequences in the tables, and forget those that have left."""
+        self._leave(plan.left)
         for new in plan.new:
             self.table.add(new, self._input_embeds(new))
             self.sampler.add(new.seq, new)
@@ -128,15 +129,18 @@ class ModelRunner:
                 self.drafts.add(new)
 
     def rest(self, left: Iterable[int]) -> None:
-        """Forget the grammars of the rows that have been left, while no step follows, and return their memory to the system."""
-        self._forget_grammars(left)
-        if self.drafts is not None:
-            self.drafts.rest()
-        give_back_free_memory()
+        """Forget the sequences that have left, while no step follows. Memory of their grammars and guesses goes to the system."""
+        self._leave(left)
+        if self._has_freed:
+            self._has_freed = False
+            give_back_free_memory()
 
-    def _forget_grammars(self, left: Iterable[int]) -> None:
+    def _leave(self, left: Iterable[int]) -> None:
         for seq in left:
+            self._has_freed |= self.drafts is not None or self.sampler.has_grammars
             self.sampler.forget_grammar(seq)
+            if self.drafts is not None:
+                self.drafts.leave(seq)
 
     def needs_host(self, plan: ModelWorkerBatch) -> bool:
         """Whether the host has work in the middle of the step: a row has logprobs, hidden states, input embeddings, an adapter, logit edits

@@ -62,7 +62,7 @@ class ModelWorkerBatch:
     out_slots: int32[sum(counts)], the KV slots to write, row after row; numbered over all parts of the KV cache.
     new: sequences to add before the step runs. A row `seq` may be reused by `new` once its old sequence is in no later step.
     part_starts: with a KV cache in parts, rows part_starts[p] .. part_starts[p+1]-1 have their KV in part p; empty if there is only one.
-    left: rows whose sequences had a grammar and are in no later step, except that `new` may reuse them: what they hold may be large.
+    left: rows whose sequences are in no later step, except that `new` may reuse them: what they hold may be large.
     faults: test hook, see FaultReq.
     """
 

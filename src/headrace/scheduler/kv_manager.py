@@ -24,7 +24,7 @@ from headrace.scheduler.request import Req
 class KVManager:
     """See the module docstring. parts: of equal size. max_seqs: rows of the worker's sequence table.
 
-    num_left: how many rows constrained requests have left so far.
+    num_left: how many rows requests have left so far.
     """
 
     def __init__(self, parts: Sequence[KvPart], max_seqs: int) -> None:
@@ -116,14 +116,13 @@ class KVManager:
         part.give_back(req.duplicate_pages + req.pages[req.num_tree_pages :])
         part.cache.release(req.lease)
         self._free_seqs.append(req.seq)
-        if req.grammar is not None:
-            self._left.append(req.seq)
-            self.num_left += 1
+        self._left.append(req.seq)
+        self.num_left += 1
         req.seq, req.lease, req.pages, req.num_tree_pages, req.duplicate_pages = -1, None, [], 0, []
         req.rewind(0)
 
     def take_left(self) -> tuple[int, ...]:
-        """Rows of the worker's tables that constrained requests have left since the last call."""
+        """Rows of the worker's tables that requests have left since the last call."""
         left, self._left = tuple(self._left), []
         return left
 

@@ -339,7 +339,7 @@ class Scheduler:
         self._to_tokenizer.send(SchedulerStats(self.internal_state()))
 
     def _rest(self) -> None:
-        """Nothing has come for a while: what constrained requests have left goes now, not with the next step, and its memory to the system."""
+        """Nothing has come for a while: what the worker holds of requests that have ended goes now, not with the next step."""
         kv = self.state.kv
         if kv.num_left != self._num_left_at_rest:
             self._num_left_at_rest = kv.num_left

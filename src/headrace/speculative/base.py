@@ -27,7 +27,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences, each of which has a row in the worker's tables."""
 
     def add(self, new: NewSequence) -> None:
-        """A sequence enters row `new.seq`, in place of the one that was there."""
+        """A sequence enters row `new.seq`, which is free."""
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
         """The next tokens of the sequence: all that a step has sampled for it."""
@@ -46,9 +46,8 @@ class Drafter(Protocol):
         """
         return
 
-    def rest(self) -> None:
-        """No sequence is left, and a constrained one was among the last."""
-        return
+    def leave(self, seq: int) -> None:
+        """The sequence in row `seq` is in no later step."""
 
 
 class Drafts:
@@ -83,10 +82,10 @@ class Drafts:
         for drafter in self._drafters:
             drafter.end(plan, kept)
 
-    def rest(self) -> None:
-        """See `Drafter.rest`."""
+    def leave(self, seq: int) -> None:
+        """See `Drafter.leave`."""
         for drafter in self._drafters:
-            drafter.rest()
+            drafter.leave(seq)
 
     def propose(self, seqs: Sequence[int]) -> list[list[int]]:
         """What the next step should compute after the last token of each sequence; empty where no guess is worth its cost.

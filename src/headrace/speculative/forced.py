@@ -27,8 +27,12 @@ class ForcedDrafter(Drafter):
 
     def add(self, new: NewSequence) -> None:
         """See `Drafter.add`."""
-        self._guesses.pop(new.seq, None)
         self._chances[new.seq] = _FIRST_CHANCE
+
+    def leave(self, seq: int) -> None:
+        """See `Drafter.leave`."""
+        self._guesses.pop(seq, None)
+        self._chances.pop(seq, None)
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
         """See `Drafter.extend`."""

@@ -52,10 +52,7 @@ class NgramDrafter(Drafter):
 
     def add(self, new: NewSequence) -> None:
         """See `Drafter.add`. Embeddings have no tokens to look up, and hidden states are asked for token by token."""
-        if self._outputs is not None and (left := self._rows.get(new.seq)) is not None:
-            self._share(self._outputs, left)
         if not can_guess(new):
-            self._rows.pop(new.seq, None)
             return
         tokens = array("i", new.token_ids.astype(np.int32).tobytes())
         predicted = array("i", new.task.predicted_ids)[:MOST_INDEXED]
@@ -86,12 +83,11 @@ class NgramDrafter(Drafter):
         row = self._rows.get(seq)
         return NOTHING if row is None else Guess(row.guess, row.chance)
 
-    def rest(self) -> None:
-        """See `Drafter.rest`: what is known of sequences is forgotten. Otherwise it goes when their rows are taken by others."""
-        if self._outputs is not None:
-            for row in self._rows.values():
-                self._share(self._outputs, row)
-        self._rows.clear()
+    def leave(self, seq: int) -> None:
+        """See `Drafter.leave`. Its last tokens are told to the others."""
+        row = self._rows.pop(seq, None)
+        if row is not None and self._outputs is not None:
+            self._share(self._outputs, row)
 
     def _shortened(self, row: _Row) -> _Row:
         """The same with the last `MOST_INDEXED` tokens."""
