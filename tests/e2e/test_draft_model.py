@@ -7,6 +7,7 @@ from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, make_cases, one
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
+from headrace.execution import pool_plan
 from headrace.speculative import base
 
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
@@ -89,3 +90,25 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], me
 def test_a_draft_model_for_fewer_positions_is_refused(tiny_model: str) -> None:
     with pytest.raises(ConfigError, match=r"fewer than the model's 8192.*--context-length 1024"):
         running_engine("smollm2", **drafting(tiny_model)).__enter__()
+
+
+def test_the_kv_cache_leaves_room_for_what_the_draft_model_computes(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its largest step: activations of the prompts' tokens, and logits."""
+    reserved: list[int] = []
+    budget = pool_plan.kv_token_budget
+
+    def note(**facts: Any) -> Any:
+        reserved.append(facts["reserved_bytes"])
+        return budget(**facts)
+
+    monkeypatch.setattr(pool_plan, "kv_token_budget", note)
+    options: dict[str, Any] = {"max_total_tokens": None, "max_running_requests": 2, "chunked_prefill_size": 64}
+    for own in ({}, drafting(tiny_model), drafting(tiny_model, chunked_prefill_size=128)):
+        with running_engine(tiny_model, **(options | own)) as engine:
+            hidden_size, vocab_size = (engine.get_model_info()[name] for name in ("hidden_size", "vocab_size"))
+    without, small, large = reserved
+
+    assert small - without > 4 * (64 * 4 * hidden_size + 2 * vocab_size)
+    assert large - small > 4 * 64 * 4 * hidden_size

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from headrace.errors import ConfigError, ModelError
+from headrace.execution import pool_plan
 from headrace.execution.draft_steps import DraftSteps
 from headrace.execution.eagle import EagleDrafter
 from headrace.speculative import base
@@ -243,6 +244,27 @@ def test_answers_are_those_without_a_head(tiny_deep_model: str, trained: Trained
         with running_engine(tiny_deep_model, **guessing(trained, **options)) as engine:
             assert one_by_one(engine, cases) == plain
             assert together(engine, cases) == plain
+
+
+def test_the_kv_cache_leaves_room_for_the_streams_that_the_head_reads(
+    tiny_deep_model: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[int] = []
+    budget = pool_plan.kv_token_budget
+
+    def note(**facts: Any) -> Any:
+        reserved.append(facts["reserved_bytes"])
+        return budget(**facts)
+
+    monkeypatch.setattr(pool_plan, "kv_token_budget", note)
+    for size in (64, 128):
+        options = guessing(trained, max_total_tokens=None, max_running_requests=2, chunked_prefill_size=size)
+        with running_engine(tiny_deep_model, **options):
+            pass
+
+    small, large = reserved
+    own = 4 * SIZE + 2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * 96
+    assert large - small > 64 * 4 * (own + 3 * SIZE)
 
 
 def test_a_head_that_does_not_fit_is_refused(

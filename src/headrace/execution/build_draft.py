@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace.attention.base import AttentionBackend, KvShape
-from headrace.checkpoint.model_config import ModelConfig
+from headrace.checkpoint.model_config import ModelConfig, MoeConfig
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import ALONE
 from headrace.distributed.stages import ALL_LAYERS
@@ -27,6 +27,7 @@ from headrace.execution.setup import (
     open_model,
     set_up,
 )
+from headrace.messages.step import MOST_VERIFIED
 from headrace.models import eagle3
 from headrace.models.decoder import DecoderLM
 from headrace.models.eagle3 import NUM_STREAMS, EagleHead
@@ -84,7 +85,11 @@ def _load_model(target: Setup, model: CausalLM, resources: ExitStack, decisions:
         f"draft model: {args.served_name}, {setup.config.quantization} weights, {setup.config.kv_cache_dtype} KV"
     )
     return LoadedDraft(
-        needs=RankNeeds(model_bytes(draft), shape.bytes_per_token),
+        needs=RankNeeds(
+            model_bytes(draft),
+            shape.bytes_per_token,
+            _step_bytes(setup.model_config, target, num_rows=MOST_VERIFIED // 2),
+        ),
         make=lambda steps: DraftModel(draft, setup.model_config.vocab_size, steps, most),
         shape=shape,
         backend=setup.make_attention(),
@@ -149,13 +154,38 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
     shape = kv_shape(config, getattr(torch, target.config.kv_cache_dtype))
     decisions.append(f"EAGLE-3 head: {own_args.served_name}, reads before layers {model.taps}")
     return LoadedDraft(
-        needs=RankNeeds(round(sum(weight.num_bytes for weight in head.weights())), shape.bytes_per_token),
+        needs=RankNeeds(
+            round(sum(weight.num_bytes for weight in head.weights())),
+            shape.bytes_per_token,
+            _step_bytes(config, target, num_rows=target.config.max_running_requests, num_streams=NUM_STREAMS),
+        ),
         make=lambda steps: EagleDrafter(head, model, steps, args.speculative_num_draft_tokens),
         shape=shape,
         backend=target.make_attention(),
         bind=lambda attention: None,
         page_size=target.config.page_size,
     )
+
+
+def _step_bytes(draft: ModelConfig, target: Setup, num_rows: int, num_streams: int = 0) -> int:
+    """Bytes that the draft's largest step needs, about: the activations of a layer, in float32, and logits of both vocabularies.
+
+    num_rows: most rows that guess at once. num_streams: of the target, which are kept for the head, and copied into its input.
+    """
+    config = target.config
+    rows = max(config.max_running_requests, MOST_VERIFIED)
+    num_tokens = min(config.chunked_prefill_size + rows, max(config.max_prefill_tokens, rows))
+    heads = 2 * draft.num_q_heads + 2 * draft.num_kv_heads  # q, k, v and what attention gives
+    mlp = draft.intermediate_size if draft.moe is None else _expert_outputs(draft.moe)
+    own = 4 * draft.hidden_size + heads * draft.head_dim + 3 * mlp
+    read = 3 * num_streams * draft.hidden_size  # kept, chosen, and side by side
+    logits = draft.vocab_size + target.model_config.vocab_size
+    return 4 * (num_tokens * (own + read) + min(num_rows, rows) * logits)
+
+
+def _expert_outputs(moe: MoeConfig) -> int:
+    """Elements of the feed-forward layers that a token goes through at once."""
+    return moe.num_experts_per_tok * moe.intermediate_size + moe.shared_expert_intermediate_size
 
 
 def _layers(head: ModelConfig, target: ModelConfig) -> tuple[int, ...]:

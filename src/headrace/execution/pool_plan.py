@@ -31,14 +31,19 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankNeeds:
-    """Bytes of a rank's weights, and of its KV of a token."""
+    """Bytes of a rank's weights, of its KV of a token, and of what its steps need beside those of a model alone."""
 
     weight_bytes: int
     bytes_per_token: int
+    step_bytes: int = 0
 
     def beside(self, other: "RankNeeds") -> "RankNeeds":
         """Those of both in one process."""
-        return RankNeeds(self.weight_bytes + other.weight_bytes, self.bytes_per_token + other.bytes_per_token)
+        return RankNeeds(
+            self.weight_bytes + other.weight_bytes,
+            self.bytes_per_token + other.bytes_per_token,
+            self.step_bytes + other.step_bytes,
+        )
 
 
 def agreed_plan(
@@ -143,7 +148,7 @@ def _plan(
             available=available_bytes(device),
             weight_bytes=needs.weight_bytes,
             mem_fraction_static=config.mem_fraction_static,
-            reserved_bytes=reserved_bytes,
+            reserved_bytes=reserved_bytes + needs.step_bytes,
             bytes_per_token=needs.bytes_per_token,
             page_size=page_size,
             max_tokens_useful=config.max_running_requests * context_length,
