@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, make_cases, one_by_one, running_engine, together
 
+from headrace.api.engine import Engine
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution import pool_plan
@@ -112,3 +113,30 @@ def test_the_kv_cache_leaves_room_for_what_the_draft_model_computes(
 
     assert small - without > 4 * (64 * 4 * hidden_size + 2 * vocab_size)
     assert large - small > 4 * 64 * 4 * hidden_size
+
+
+def test_a_draft_model_lets_its_memory_go_with_the_models_and_guesses_on(tiny_model: str, tiny_mixture: str) -> None:
+    def answer(engine: Engine) -> dict[str, Any]:
+        return engine.generate(input_ids=[40, 41, 42], sampling_params={**GREEDY, "max_new_tokens": 40})
+
+    def released_bytes(engine: Engine) -> list[int]:
+        found = [int(engine.release_memory_occupation([tag])[1].split()[0]) for tag in ("kv_cache", "weights")]
+        engine.resume_memory_occupation()
+        return found
+
+    with running_engine(tiny_model, quantization="int8") as engine:
+        alone = released_bytes(engine)
+    for draft in (tiny_model, tiny_mixture):
+        with running_engine(tiny_model, **drafting(draft, quantization="int8")) as engine:
+            before = answer(engine)
+            released = released_bytes(engine)
+            after = answer(engine)
+        assert released[0] >= 1.5 * alone[0]
+        assert released[1] >= 1.5 * alone[1]
+        assert after["output_ids"] == before["output_ids"]
+        counts = [
+            [output["meta_info"][f"spec_{name}"] for name in ("verify_ct", "draft_token_num", "accept_token_num")]
+            for output in (before, after)
+        ]
+        assert counts[0] == counts[1]
+        assert counts[0][1] > 0

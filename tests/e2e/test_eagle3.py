@@ -267,6 +267,22 @@ def test_the_kv_cache_leaves_room_for_the_streams_that_the_head_reads(
     assert large - small > 64 * 4 * (own + 3 * SIZE)
 
 
+def test_a_head_lets_its_memory_go_with_the_models_and_guesses_on(tiny_deep_model: str, trained: Trained) -> None:
+    with running_engine(tiny_deep_model, **guessing(trained, dtype="float32")) as engine:
+        before = engine.generate(input_ids=PROMPTS[0], sampling_params=OUTPUT)
+        text = engine.release_memory_occupation(["weights"])[1]
+        weight_bytes = engine.get_server_info()["weight_bytes"]
+        engine.resume_memory_occupation()
+        engine.release_memory_occupation(["kv_cache"])
+        engine.resume_memory_occupation()
+        after = engine.generate(input_ids=PROMPTS[0], sampling_params=OUTPUT)
+
+    assert int(text.split()[0]) > weight_bytes + 4 * SIZE * 96
+    assert after["output_ids"] == before["output_ids"]
+    names = ("spec_verify_ct", "spec_draft_token_num", "spec_accept_token_num")
+    assert [after["meta_info"][name] for name in names] == [before["meta_info"][name] for name in names]
+
+
 def test_a_head_that_does_not_fit_is_refused(
     tiny_model: str, tiny_deep_model: str, trained: Trained, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ from headrace.execution.pool_plan import PoolPlan, RankNeeds, agreed_plan, reser
 from headrace.execution.profiler import StepProfiler
 from headrace.execution.rank_jobs import LeaderExperts, LeaderProfiler, LeaderWeights, rank_suffix
 from headrace.execution.ranks import NO_OTHER_RANKS, FollowerRunner, LeaderRunner, OtherRanks, group_of
+from headrace.execution.released import DraftMemory
 from headrace.execution.save_weights import WeightSaver
 from headrace.execution.sequence_table import SequenceTable
 from headrace.execution.setup import (
@@ -81,14 +82,14 @@ _NOT_OF_STAGES = "with --pp-size the experts of other stages are not seen: start
 class _Memory:
     """What takes memory beside the weights: the KV pool, allocated, with its backend, and CUDA graphs of these sizes, which are still to capture.
 
-    draft_attention: of a draft model, with a pool of its own.
+    draft: what a draft model or head holds, with a pool of its own.
     """
 
     plan: PoolPlan
     graph_sizes: tuple[int, ...]
     attention: AttentionBackend
     pool: KvPool
-    draft_attention: AttentionBackend | None = None
+    draft: DraftMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +200,8 @@ def _drafts(
     """What guesses the tokens of `model`; None = nothing."""
     if draft is None:
         return make_drafts(setup.args, sampler, on_host=setup.is_cpu)
-    assert memory.draft_attention is not None
-    steps = DraftSteps(memory.draft_attention, table, sampler)
+    assert memory.draft is not None
+    steps = DraftSteps(memory.draft.attention, table, sampler)
     return Drafts([draft.make(steps)], draft.needs.weight_bytes / model_bytes(model))
 
 
@@ -321,7 +322,7 @@ def _updatable_weights(setup: Setup, model: CausalLM, memory: _Memory, rename: C
         check_unchanged(other, before)
         return model, before
 
-    weights = ModelWeights(model, memory.attention, memory.pool, rename, spec.ignored, load)
+    weights = ModelWeights(model, memory.attention, memory.pool, rename, spec.ignored, load, draft=memory.draft)
     # transformers changes the default dtype of the whole process while it builds a model. On a CPU that is the usual one.
     weights.holds_steps = spec.name == "transformers" and not setup.is_cpu
     weights.saver = WeightSaver(args.save_dir, model_config.raw, setup.config.quantization)

@@ -18,6 +18,7 @@ from headrace.execution.eagle import EagleDrafter
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory
 from headrace.execution.pool_plan import RankNeeds
+from headrace.execution.released import DraftMemory, keepers_of
 from headrace.execution.setup import (
     Setup,
     check_unchanged,
@@ -27,6 +28,7 @@ from headrace.execution.setup import (
     open_model,
     set_up,
 )
+from headrace.layers.weight import Keeper
 from headrace.messages.step import MOST_VERIFIED
 from headrace.models import eagle3
 from headrace.models.decoder import DecoderLM
@@ -42,7 +44,7 @@ class LoadedDraft:
     """What guesses, with its weights and still without a KV cache.
 
     needs: what it takes beside the target. make: the drafter, from its steps. backend: a fresh attention backend; bind: lets the model fuse its
-    layers with it, once it has a pool. page_size: of the target.
+    layers with it, once it has a pool. keepers: of its weights. page_size: of the target.
     """
 
     needs: RankNeeds
@@ -50,14 +52,15 @@ class LoadedDraft:
     shape: KvShape
     backend: AttentionBackend
     bind: Callable[[AttentionBackend], object]
+    keepers: list[Keeper]
     page_size: int
 
-    def with_cache(self, num_slots: int) -> AttentionBackend:
-        """Its attention, with a KV cache of as many slots as the target's, in pages as large. Raises ConfigError."""
+    def with_cache(self, num_slots: int) -> DraftMemory:
+        """All that it holds, with a KV cache of as many slots as the target's, in pages as large. Raises ConfigError."""
         with naming_memory("the draft model's KV cache", "lower --max-total-tokens or --mem-fraction-static"):
-            self.backend.make_kv_pool(self.shape, num_slots, self.page_size, torch.device("cpu"))
+            pool = self.backend.make_kv_pool(self.shape, num_slots, self.page_size, torch.device("cpu"))
         self.bind(self.backend)
-        return self.backend
+        return DraftMemory(self.keepers, self.backend, pool, self.bind)
 
 
 def load_draft(target: Setup, model: CausalLM, resources: ExitStack, decisions: list[str]) -> LoadedDraft | None:
@@ -94,6 +97,7 @@ def _load_model(target: Setup, model: CausalLM, resources: ExitStack, decisions:
         shape=shape,
         backend=setup.make_attention(),
         bind=draft.fuse,
+        keepers=keepers_of(draft.weights()),
         page_size=target.config.page_size,
     )
 
@@ -163,6 +167,7 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
         shape=shape,
         backend=target.make_attention(),
         bind=lambda attention: None,
+        keepers=keepers_of(head.weights()),
         page_size=target.config.page_size,
     )
 

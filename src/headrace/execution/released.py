@@ -9,14 +9,14 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from headrace.attention.base import KvPool
+from headrace.attention.base import AttentionBackend, KvPool
 from headrace.errors import ExecutionError
-from headrace.layers.weight import Keeper
+from headrace.layers.weight import Keeper, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,27 @@ class Released:
     read: Callable[[], Callable[[], None]]
 
 
-def release_kv(pool: KvPool) -> Released:
-    """The pages of the KV cache, which keeps its address range. Raises ExecutionError on a GPU."""
-    tensors = [*pool.k, *pool.v]
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What a draft model or head holds beside the model.
+
+    keepers: its layers' weights. attention, pool: its KV cache. bind: lets it fuse its layers with a backend, when its weights have moved.
+    """
+
+    keepers: Sequence[Keeper]
+    attention: AttentionBackend
+    pool: KvPool
+    bind: Callable[[AttentionBackend], object]
+
+
+def keepers_of(weights: Iterable[Weight]) -> list[Keeper]:
+    """Every layer that keeps some of these weights, once, in their order."""
+    return list({id(keeper): keeper for weight in weights for keeper in weight.keepers}.values())
+
+
+def release_kv(pools: Sequence[KvPool]) -> Released:
+    """The pages of the KV caches, which keep their address ranges. Raises ExecutionError on a GPU."""
+    tensors = [tensor for pool in pools for tensor in (*pool.k, *pool.v)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
         raise ExecutionError("the KV cache of a GPU cannot be released")
 
@@ -42,7 +60,7 @@ def release_kv(pool: KvPool) -> Released:
         for tensor in tensors:
             _drop_pages(tensor)
 
-    return Released(pool.num_bytes, let_go, lambda: lambda: None)
+    return Released(sum(pool.num_bytes for pool in pools), let_go, lambda: lambda: None)
 
 
 def release_weights(keepers: Sequence[Keeper]) -> Released:

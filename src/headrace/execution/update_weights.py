@@ -25,7 +25,7 @@ from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
 from headrace.errors import ExecutionError, ModelError, RequestError
-from headrace.execution.released import Released, release_kv, release_weights
+from headrace.execution.released import DraftMemory, Released, keepers_of, release_kv, release_weights
 from headrace.execution.save_weights import WeightSaver
 from headrace.garbage import give_back_free_memory
 from headrace.layers.weight import Keeper, Kept, Weight
@@ -181,7 +181,7 @@ class ModelWeights:
     pool: the KV cache. rename: maps names of tensors to the model's. ignored: name parts of tensors that may be sent but are not needed.
     load: loads a checkpoint as a second model and returns it with the fingerprint of its files. Raises ModelError.
     moved: called when the addresses of the weights have changed. holds_steps: see `WeightExecutor`.
-    saver: writes the weights to the operator's folder.
+    saver: writes the weights to the operator's folder. draft: what guesses, if it has weights; its memory is released with the model's.
     """
 
     model: CausalLM
@@ -193,6 +193,7 @@ class ModelWeights:
     moved: Callable[[], None] = lambda: None
     holds_steps: bool = False
     saver: WeightSaver = field(default_factory=lambda: WeightSaver(None, {}, "none"))
+    draft: DraftMemory | None = None
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
     _released: dict[MemoryTag, Released] = field(default_factory=dict)
 
@@ -334,7 +335,7 @@ class ModelWeights:
         new: dict[MemoryTag, Released] = {}
         for tag in tags:
             if tag not in self._released:
-                new[tag] = release_weights(_keepers(self.model)) if tag == "weights" else release_kv(self.pool)
+                new[tag] = self._released_of(tag)
 
         def install() -> None:
             for tag, released in new.items():
@@ -343,10 +344,18 @@ class ModelWeights:
             if "weights" in new:
                 # The native call refers to the weights too; without pages there is none.
                 self.model.fuse(TorchNativeAttention())
+                if self.draft is not None:
+                    self.draft.bind(TorchNativeAttention())
             give_back_free_memory()
 
         num_bytes = sum(one.num_bytes for one in new.values())
         return Prepared(bytes_message("released", num_bytes), install, num_bytes=num_bytes)
+
+    def _released_of(self, tag: MemoryTag) -> Released:
+        draft = self.draft
+        if tag == "weights":
+            return release_weights([*_keepers(self.model), *(() if draft is None else draft.keepers)])
+        return release_kv([self.pool] if draft is None else [self.pool, draft.pool])
 
     def _resume(self, tags: Sequence[MemoryTag]) -> Prepared:
         again = {tag: self._released[tag].read() for tag in tags if tag in self._released}
@@ -358,6 +367,8 @@ class ModelWeights:
                 del self._released[tag]
             if "weights" in again:
                 self.model.fuse(self.attention)
+                if self.draft is not None:
+                    self.draft.bind(self.draft.attention)
                 self.moved()
 
         return Prepared(bytes_message("resumed", taken), install, num_bytes=taken)
@@ -370,11 +381,10 @@ def bytes_message(done: Literal["released", "resumed"], num_bytes: int) -> str:
 
 def _keepers(model: CausalLM) -> list[Keeper]:
     """Every layer that keeps weights, once, in the model's order. Raises ModelError for a weight that cannot be replaced."""
-    found: list[Keeper] = []
-    for weight in model.weights():
+    weights = list(model.weights())
+    for weight in weights:
         _check_replaceable(weight)
-        found += weight.keepers
-    return list({id(keeper): keeper for keeper in found}.values())
+    return keepers_of(weights)
 
 
 def _check_replaceable(weight: Weight) -> None:
