@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -148,6 +149,39 @@ def test_states_add_up():
     other = msgspec.structs.replace(STATE, paused="retract", released=("weights",), weight_version="2")
     mixed = sum_of_states([STATE, other])
     assert (mixed.paused, mixed.released, mixed.weight_version) == ("", (), "default")
+
+
+def numbered(part: msgspec.Struct, numbers: Iterator[int]) -> msgspec.Struct:
+    """The same with other numbers, each of them another one, in its parts, too."""
+    changed = {}
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, msgspec.Struct):
+            changed[name] = numbered(value, numbers)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            changed[name] = type(value)(next(numbers))
+    return msgspec.structs.replace(part, **changed)
+
+
+def numbers_of(part: msgspec.Struct, path: str = "") -> dict[str, float]:
+    """By path, those of its parts included."""
+    found = {}
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, msgspec.Struct):
+            found |= numbers_of(value, f"{path}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{path}{name}"] = value
+    return found
+
+
+def test_every_number_of_a_state_adds_up_also_those_of_its_parts():
+    states = [numbered(STATE, itertools.count(begin)) for begin in (100, 1000, 10000)]
+    total = numbers_of(sum_of_states(states))
+    parts = [numbers_of(state) for state in states]
+    assert {"speculation.num_right", "grammars.cached_bytes", "pool.free_tokens"} <= total.keys()
+    for name in total.keys() - {"new_token_ratio", "replica"}:
+        assert total[name] == sum(part[name] for part in parts), name
 
 
 def test_threads_do_not_go_with_replicas():

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.messages.control import InternalState, PoolState
 from headrace.messages.grammar import GrammarStats
+from headrace.messages.outputs import SpeculationCounts
 from headrace.metrics.catalog import MAX_KEY_NAMES, OTHER_KEYS, Metrics
 from headrace.metrics.export import render
 from headrace.version import VERSION
@@ -137,6 +138,19 @@ def test_what_becomes_of_grammars_is_counted_over_restarts():
     assert got[("grammar_refusals_total",)] == 3 + 2
     assert got[("grammar_kills_total",)] == 2 + 1
     assert [value for key, value in got.items() if key[0] == "grammar_cache_bytes"] == [100]
+
+
+def test_guesses_of_all_replicas_are_counted_over_restarts():
+    metrics = Metrics("tiny")
+    for replica, rows, drafted, right in ((0, 4, 20, 8), (1, 2, 6, 1), (0, 5, 22, 10), (1, 1, 3, 0)):
+        metrics.set_scheduler_state(state(replica=replica, speculation=SpeculationCounts(rows, drafted, right)))
+
+    got = values(metrics)
+
+    assert got[("spec_verify_rows_total",)] == 5 + 2 + 1
+    assert got[("spec_draft_tokens_total",)] == 22 + 6 + 3
+    assert got[("spec_accepted_tokens_total",)] == 10 + 1 + 0
+    assert [value for key, value in got.items() if key[0] == "spec_accept_length"] == [3.0, 1.0]
 
 
 def test_the_time_of_steps_with_prompts_is_counted_beside_what_was_expected():
