@@ -279,7 +279,16 @@ def test_an_abort_by_the_client_is_no_error(client: httpx.Client, server: Runnin
         ({"functions": [{}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),
-        ({"prediction": {"type": "content", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}}, "prediction"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}}, "prediction.content[0].type"),
+        ({"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}}, "prediction.content[1].text"),
+        ({"prediction": {"type": "content", "content": [{"type": "refusal", "refusal": "no"}]}}, "prediction.content[0].type"),
+        ({"prediction": {"type": "content", "content": [{"type": "text", "text": "a", "file": {"file_id": "x"}}]}}, "prediction.content[0].file"),
+        ({"prediction": {"type": "content", "content": ["a"]}}, "prediction.content[0]"),
+        ({"prediction": {"type": "content", "content": []}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": None}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+        ({"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
+        ({"prediction": "a"}, "prediction"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"verbosity": "low"}, "verbosity"),
@@ -315,6 +324,25 @@ def test_what_chat_does_not_do_is_refused_by_name(client: httpx.Client, extra: d
     reply = client.post("/v1/chat/completions", json=CHAT | extra)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "given, want",
+    [
+        ({"type": "content", "content": "a b"}, "a b"),
+        ({"content": "a"}, "a"),
+        ({"type": "content", "content": ""}, ""),
+        ({"type": "content", "content": [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b"}]}, "a\nb"),
+        ({"type": "content", "content": "é" * 1_000_000}, "é" * 1_000_000),
+        (None, None),
+    ],
+    ids=["a text", "no type", "empty", "parts", "2 MB", "null"],
+)
+def test_a_prediction_is_all_of_its_text(
+    client: httpx.Client, server: Running, given: dict[str, Any] | None, want: str | None
+):
+    assert client.post("/v1/chat/completions", json=CHAT | {"prediction": given}).status_code == 200
+    assert server.frontend.calls[0].prediction == want
 
 
 @pytest.mark.parametrize(

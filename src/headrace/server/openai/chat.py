@@ -28,7 +28,7 @@ from headrace.server.openai.base import (
     OpenAIServingBase,
     Usage,
 )
-from headrace.server.openai.chat_request import conversation_of
+from headrace.server.openai.chat_request import conversation_of, predicted_text
 from headrace.server.openai.protocol import MAX_LOGPROBS, ChatCompletionRequest, refuse_unsupported
 from headrace.server.openai.token_details import logprob_options, prompt_logprobs, truncated
 from headrace.text.tokenizers import Tokenizer
@@ -99,7 +99,7 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
             priority=request.priority,
             cache_salt=request.cache_salt,
             lora_path=request.lora_path,
-            prediction=None if request.prediction is None else request.prediction.text,
+            prediction=predicted_text(request.prediction),
             session_params=request.session_params,
             routed_dp_rank=request.routed_dp_rank,
             data_parallel_rank=request.data_parallel_rank,

@@ -20,7 +20,7 @@ from headrace.server.chat.conversation import (
     function_tool,
 )
 from headrace.server.chat.custom_tools import check_definitions, custom_call, custom_tool
-from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart
+from headrace.server.openai.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, Prediction
 
 _MESSAGE_FIELDS_NOT_YET = ("audio", "function_call", "annotations", "prefix", "partial")
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
@@ -94,6 +94,16 @@ def _template_message(where: str, message: ChatMessage) -> Message:
     return shown
 
 
+def predicted_text(prediction: Prediction | None) -> str | None:
+    """All of a prediction. Raises RequestError for a part that is not text, and if there is none."""
+    content = None if prediction is None else prediction.content
+    if content is None or isinstance(content, str):
+        return content
+    if not content:
+        raise RequestError("prediction.content is empty", "prediction.content")
+    return "".join(_text(f"prediction.content[{place}]", part) for place, part in enumerate(content))
+
+
 def _check_message(where: str, message: ChatMessage) -> None:
     if message.role == "function":
         raise RequestError(f"{where}.role: function messages are not supported; use the role tool", f"{where}.role")
@@ -124,6 +134,11 @@ def _content(where: str, message: ChatMessage) -> str | list[Message]:
 def _part(where: str, part: ContentPart) -> Message:
     if part.type == "refusal" and isinstance(part.refusal, str):
         return {"type": "text", "text": part.refusal}
+    return {"type": "text", "text": _text(where, part)}
+
+
+def _text(where: str, part: ContentPart) -> str:
+    """Of a part of text. Raises RequestError for any other."""
     if part.type != "text":
         raise RequestError(
             f"{where}: parts of type {part.type[:50]!r} are not supported yet, only text",
@@ -135,7 +150,7 @@ def _part(where: str, part: ContentPart) -> Message:
     for name in (*_PART_FIELDS_NOT_YET, "refusal"):
         if not is_empty(getattr(part, name)):
             raise RequestError(f"{where}.{name} does not belong to a part of type text", f"{where}.{name}")
-    return {"type": "text", "text": part.text}
+    return part.text
 
 
 def _tool_call(where: str, call: dict[str, object]) -> Message:

@@ -232,18 +232,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     type: Literal["content"] = "content"
     content: str | list[ContentPart]
 
-    @property
-    def text(self) -> str:
-        """All of it. Raises RequestError for a part that is not text."""
-        if isinstance(self.content, str):
-            return self.content
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise RequestError(
-                    f"prediction takes parts of text, got a part of type {part.type!r:.40}", "prediction"
-                )
-        return "".join(part.text or "" for part in self.content)
-
 
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions.
