@@ -285,6 +285,20 @@ def bench_fleet(
     run_fleet(options, Console())
 
 
+@bench.command("ratios")
+def bench_ratios(
+    results: Annotated[Path, typer.Argument(help="What `bench serving` with two servers has written (--output).")],
+    names: Annotated[
+        str, typer.Option(help="What to call the two servers, comma-separated; default: their addresses.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Plot the ratios to this .svg or .png file.")] = None,
+) -> None:
+    """Compare the two servers of a result, preset by preset: the second over the first. Measures nothing."""
+    from headrace.benchmark.ratios import run_ratios
+
+    run_ratios(results, _words(names), plot, Console())
+
+
 # --- what commands share
 
 
