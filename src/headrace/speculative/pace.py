@@ -51,7 +51,7 @@ def _time(num_tokens: int) -> float:
 
 
 def _filled(chances: Sequence[float], guessed: Sequence[int], more_time: float) -> tuple[list[int], float]:
-    """The number of each row's guesses with which a step gives the most tokens in its time, and how many that are. more_time: than its tokens take."""
+    """The number of each row's guesses with which a step gives the most tokens in its time, and how many that are. more_time: beside its tokens."""
     computed, tokens = len(chances), float(len(chances))
     lengths = [0] * len(chances)
     time = _time(computed) + more_time
