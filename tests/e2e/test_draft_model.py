@@ -1,15 +1,26 @@
 """A second model guesses: it changes no answer, and where it is the model itself, every guess is right."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, make_cases, one_by_one, running_engine, together
+from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, Case, make_cases, one_by_one, running_engine, together
 
 from headrace.api.engine import Engine
+from headrace.attention import select
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.execution import pool_plan
+from headrace.execution import build, pool_plan
+from headrace.execution.device_worker import DeviceWorker
+from headrace.execution.draft_steps import DeviceDraftSteps
+from headrace.execution.forward_batch import ForwardBatch
+from headrace.messages.step import ModelWorkerBatch
 from headrace.speculative import base
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
+
+from device_harness import FakeDevice, TensorAttention
 
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
 CASES = make_cases([1, 17, 130, 200], SAMPLINGS)
@@ -51,6 +62,65 @@ def test_answers_are_those_without_a_draft_model(
         with running_engine(tiny_model, **drafting(draft, **options)) as engine:
             assert one_by_one(engine, CASES) == plain
             assert together(engine, CASES) == plain
+
+
+def test_a_draft_model_on_a_device_is_queued_with_the_steps(
+    tiny_model: str, tiny_mixture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of the tests: the same answers, guesses that are right as on the CPU, and no step waits when it is submitted."""
+    own: dict[str, Any] = {"attention_backend": "torch_native", "dtype": "float32"}
+    samplings = {"greedy": GREEDY, "seeded": SEEDED}
+    cases = [Case(f"{name} {n}", [*range(50, 50 + n)], samplings[name]) for name in samplings for n in (3, 90)]
+    penalised = [Case("penalised", [*range(50, 70)], PENALISED)]
+    with running_engine(tiny_model, **own) as engine:
+        plain = one_by_one(engine, cases)
+        plain_penalised = one_by_one(engine, penalised)
+    device = FakeDevice()
+    monkeypatch.setattr(build, "CudaDevice", lambda where: device)
+    monkeypatch.setattr(build.Setup, "is_cpu", False)
+    monkeypatch.setattr(build, "_graph_sizes", lambda *arguments: (1, 4))
+    monkeypatch.setattr(select, "make_backend", lambda *arguments, **named: TensorAttention())
+    waits: list[int] = []
+    submit = DeviceWorker.submit
+
+    def noting(worker: DeviceWorker, batch: ModelWorkerBatch) -> None:
+        before = device.num_waits
+        submit(worker, batch)
+        waits.append(device.num_waits - before)
+
+    num_tokens: list[int] = []
+    batch_of = DeviceDraftSteps.batch
+
+    def counting(steps: DeviceDraftSteps, *arguments: Any) -> ForwardBatch:
+        batch = batch_of(steps, *arguments)
+        num_tokens.append(len(batch.token_ids))
+        return batch
+
+    monkeypatch.setattr(DeviceWorker, "submit", noting)
+    monkeypatch.setattr(DeviceDraftSteps, "batch", counting)
+    for draft in (tiny_model, tiny_mixture):
+        waits.clear()
+        options = drafting(
+            draft,
+            speculative_num_draft_tokens=3,
+            context_length=128,
+            max_total_tokens=256,
+            chunked_prefill_size=16,
+            **own,
+        )
+        with running_engine(tiny_model, **options) as engine:
+            assert one_by_one(engine, cases) == plain
+            alone = len(waits)
+            assert together(engine, cases) == plain
+            assert sum(waits) == 0
+            assert one_by_one(engine, penalised) == plain_penalised
+        assert device.num_replays > 0
+        if draft == tiny_model:
+            num_chunks = 2 * (1 + 6)
+            assert alone - num_chunks < 0.5 * sum(len(answer.ids) for answer in plain.values()), (
+                "most guesses are right"
+            )
+    assert 16 <= max(num_tokens) < 24, "the draft model computes a prompt in the chunks of the steps"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FILTERED], ids=["greedy", "seeded", "filtered"])

@@ -16,7 +16,7 @@ from torch import nn
 
 from headrace.errors import ConfigError, ModelError
 from headrace.execution import pool_plan
-from headrace.execution.draft_steps import DraftSteps
+from headrace.execution.draft_steps import DraftSteps, Guessed
 from headrace.execution.eagle import EagleDrafter
 from headrace.speculative import base
 
@@ -210,10 +210,11 @@ def test_guesses_are_those_of_the_published_head(
         rounds.append([])
         end(self, plan, kept)
 
-    def note(self: DraftSteps, logits: torch.Tensor, seqs: Any, positions: Any) -> list[int]:
-        [token_id] = guess(self, logits, seqs, positions)
+    def note(self: DraftSteps, logits: torch.Tensor, seqs: Any, positions: Any) -> Guessed:
+        guessed = guess(self, logits, seqs, positions)
+        [token_id] = guessed()
         rounds[-1].append((int(positions[0]), token_id))
-        return [token_id]
+        return guessed
 
     monkeypatch.setattr(EagleDrafter, "end", end_and_begin)
     monkeypatch.setattr(DraftSteps, "guess", note)

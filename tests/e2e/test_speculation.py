@@ -1,6 +1,8 @@
 """Guessed tokens change no answer, to the last bit: greedy, drawn, penalised or with logprobs, alone or together, whatever is guessed."""
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,14 @@ from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, Case, make_case
 from oracle import Answers, guessing
 
 from headrace.api.engine import Engine
+from headrace.attention import select
 from headrace.execution import build
+from headrace.execution.graphs import GraphPool, VerifiedStep
 from headrace.speculative.ngram import NgramDrafter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 
-from device_harness import FakeDevice
+from device_harness import FakeDevice, TensorAttention
 
 SAMPLINGS = {
     "greedy": GREEDY,
@@ -71,7 +75,7 @@ def test_answers_are_those_without_guesses(
 
 
 def test_steps_that_a_device_queues_give_the_same_answers(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device of the tests: steps without guesses are queued, and those that have some wait for the device."""
+    """On a device of the tests, without graphs: steps without guesses are queued, and those that have some wait for the device."""
     with running_engine(tiny_model, attention_backend="torch_native") as engine:
         plain = one_by_one(engine, CASES)
     device = FakeDevice()
@@ -100,6 +104,51 @@ def test_no_index_is_kept_of_a_request_that_has_ended(tiny_model: str, monkeypat
         engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
         [drafter] = drafters
         assert len(drafter._rows) <= 1
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Those in lists of lists."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from numbers(part)
+    elif isinstance(value, float | int):
+        yield value
+
+
+def assert_same(found: dict[str, Answer], plain: dict[str, Answer]) -> None:
+    """Logprobs but for rounding: attention sums in another order in a graph."""
+    for name, answer in found.items():
+        assert replace(answer, logprobs={}) == replace(plain[name], logprobs={})
+        got, want = ([*numbers([*each.logprobs.values()])] for each in (answer, plain[name]))
+        assert got == pytest.approx(want, abs=1e-4), name
+
+
+def test_graphs_that_verify_guesses_give_the_same_answers(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own: dict[str, Any] = {"attention_backend": "torch_native", "dtype": "float32"}
+    with running_engine(tiny_model, **own) as engine:
+        plain = one_by_one(engine, CASES)
+    monkeypatch.setattr(build, "CudaDevice", lambda where: FakeDevice())
+    monkeypatch.setattr(build.Setup, "is_cpu", False)
+    monkeypatch.setattr(build, "_graph_sizes", lambda *arguments: (1, 4, 8))
+    monkeypatch.setattr(select, "make_backend", lambda *arguments, **named: TensorAttention())
+    num_tokens: list[int] = []
+    verify = GraphPool.verify
+
+    def noting(graphs: GraphPool, *step: Any) -> VerifiedStep:
+        num_tokens.append(len(step[-1]))
+        return verify(graphs, *step)
+
+    monkeypatch.setattr(GraphPool, "verify", noting)
+    own["context_length"] = 256  # the attention of the tests reads all of it
+    for options in ({}, {"max_total_tokens": 448, "disable_overlap_schedule": True}):
+        answers = known(plain)
+        with guessing(monkeypatch, tiny_model, answers, **own, **options) as engine:
+            assert_same(together(engine, CASES), plain)
+            assert_same(one_by_one(engine, CASES[::5]), plain)
+        assert answers.num_guessed > 100
+        assert len(num_tokens) > 15
+        assert max(num_tokens) > 16, "several sequences"
+        num_tokens.clear()
 
 
 REPEATING = "One two three four five six seven eight nine ten. " * 4

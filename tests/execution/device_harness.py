@@ -1,11 +1,13 @@
 """A tiny model behind a `DeviceWorker`, on the CPU: a device whose queue runs at once."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from captured_work import CapturedWork
 from runner_harness import CONTEXT, VOCAB_SIZE, Driver
 
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool
@@ -26,6 +28,7 @@ from headrace.models.registry import model_class_for
 from headrace.models.spec import kv_shape
 from headrace.sampling.device_penalties import DevicePenalties
 from headrace.sampling.sampler import Sampler
+from headrace.speculative.base import Drafts
 
 NUM_SEQS = 4
 
@@ -53,34 +56,51 @@ class FakeEvent:
 
 class FakeGraph:
     def __init__(self, run: Callable[[], None], device: "FakeDevice") -> None:
-        self._run = run
         self._device = device
+        with device.capturing():
+            run()  # to warm up
+            self._work = CapturedWork(run)
 
     def replay(self) -> None:
         self._device.num_replays += 1
-        self._run()
+        with self._device.capturing():
+            self._work.run()
 
 
 class FakeDevice:
-    """`Device` on the CPU; a graph runs again what was captured. is_computing: what events are told."""
+    """`Device` on the CPU. A graph does what was captured: it raises if that depends on the host, or on memory that is another now. is_computing:
+    what events are told."""
 
     def __init__(self, is_computing: Callable[[], bool] = lambda: False) -> None:
         self.is_computing = is_computing
-        self.num_waits = self.num_replays = self.num_captures = 0
+        self.num_waits = self.num_replays = self.num_captures = self.num_uploads = 0
+        self._is_capturing = False
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        assert not self._is_capturing
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
 
     def upload(self, values: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert not self._is_capturing, "a graph would upload what it was captured with"
+        self.num_uploads += 1
         copy = torch.from_numpy(values.copy())
         return copy if out is None else out.copy_(copy)
 
     def download(self, values: torch.Tensor) -> FakeDownload:
+        assert not self._is_capturing
         return FakeDownload(values, self)
 
     def record(self) -> FakeEvent:
+        assert not self._is_capturing
         return FakeEvent(self)
 
     def capture(self, run: Callable[[], None]) -> FakeGraph:
         self.num_captures += 1
-        run()
         return FakeGraph(run, self)
 
 
@@ -110,6 +130,7 @@ class TensorAttention(TorchNativeAttention):
         scores = torch.einsum("bhd,blhd->bhl", q, keys) * layer.scale
         unseen = torch.arange(rows.slots.shape[1], device=q.device) >= rows.seq_lens[:, None]
         weights = torch.softmax(scores.masked_fill(unseen[:, None], -torch.inf), dim=-1)
+        values = values.masked_fill(unseen[:, :, None, None], 0.0)  # what stands there may be NaN
         return torch.einsum("bhl,blhd->bhd", weights, values).reshape(q.shape[0], -1)
 
 
@@ -120,8 +141,11 @@ def device_driver(
     device: Device | None = None,
     on: str = "cpu",
     attention: AttentionBackend | None = None,
+    verifying: tuple[int, ...] = (),
+    drafts: Drafts | None = None,
 ) -> tuple[Driver, DeviceRunner, KvPool]:
-    """A driver over the checkpoint in `folder`, float32; sizes: batches that have a graph."""
+    """A driver over the checkpoint in `folder`, float32; sizes: batches that have a graph; verifying: numbers of tokens of
+    steps with drafts that have one."""
     device = device or FakeDevice()
     where = torch.device(on)
     checkpoint = open_checkpoint(folder)
@@ -134,10 +158,10 @@ def device_driver(
     loras = LoraPool(model, placement, max_loras=2, max_rank=8)
     penalties = DevicePenalties(table.tokens, VOCAB_SIZE, device.upload)
     sampler = Sampler(VOCAB_SIZE, NUM_SEQS, where, {}, penalties)
-    runner = ModelRunner(model, attention, table, sampler, loras)
+    runner = ModelRunner(model, attention, table, sampler, loras, drafts=drafts)
     graphs = None
     if sizes:
-        graphs = GraphPool(model, attention, table, device, sizes, VOCAB_SIZE, num_slots)
+        graphs = GraphPool(model, attention, table, device, sizes, VOCAB_SIZE, num_slots, verifying_sizes=verifying)
         graphs.capture()
     device_runner = DeviceRunner(runner, device, graphs)
     worker = DeviceWorker(device_runner, cast(WeightExecutor, None))

@@ -1,10 +1,12 @@
 """The runner on a GPU, with and without graphs: the tokens that the same checkpoint gives on the CPU."""
 
 import contextlib
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
-from runner_harness import ids_by_row, make_driver, prompt, save_llama
+from runner_harness import DRAWN, ids_by_row, make_driver, prompt, save_llama
 from turns_grammar import Turns, under
 
 from headrace.sampling import grammar_rows
@@ -49,6 +51,16 @@ def test_graphs_change_no_token(tmp_path, options):
     assert got == generate(tmp_path, device="cpu", disable_native_kernels=True)
 
 
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within, what waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def constrained(folder, *, detect_waiting: bool = False, **options) -> list[list[int]]:
     """Tokens of a plain row, a greedy one under a grammar and one with penalties under another, two steps in flight."""
     driver = make_driver(folder, page_size=1, max_running_requests=3, **options)
@@ -59,11 +71,8 @@ def constrained(folder, *, detect_waiting: bool = False, **options) -> list[list
         got = []
         for step in range(16):
             # The first steps compile kernels.
-            torch.cuda.set_sync_debug_mode("error" if detect_waiting and step > 3 else "default")
-            try:
+            with no_waiting() if detect_waiting and step > 3 else contextlib.nullcontext():
                 driver.submit([(seq, 1, True) for seq in range(3)])
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             got.append(ids_by_row(driver.worker.collect()))
         return [list(tokens) for tokens in zip(*got, strict=True)]
 
@@ -87,3 +96,48 @@ def test_grammars_give_the_tokens_of_the_cpu(tmp_path, options, monkeypatch):
 
     want = constrained(tmp_path, device="cpu", disable_native_kernels=True, attention_backend="torch_native")
     assert got == want
+
+
+def guessed(folder, *, detect_waiting: bool = False, **options) -> tuple[list[list[int]], int]:
+    """Tokens of a greedy row that repeats itself and of a drawn one, as the worker guesses them, and the number of steps."""
+    driver = make_driver(folder, page_size=1, max_running_requests=2, **options)
+    prompts, kinds = [prompt(17, 3), prompt(9, 2) * 2], [{}, {"sampling": DRAWN}]
+    with contextlib.closing(driver.worker):
+        new = tuple(driver.new(seq, prompts[seq], **kinds[seq]) for seq in range(2))
+        result = driver.step([(seq, len(prompts[seq]), True) for seq in range(2)], new)
+        got = [[token_id] for token_id in ids_by_row(result)]
+        while len(got[0]) < 40:
+            counts = [1 + result.drafts.get(seq, 0) for seq in range(2)]
+            # The first steps compile kernels.
+            with no_waiting() if detect_waiting and driver.num_steps > 12 else contextlib.nullcontext():
+                driver.submit([(seq, counts[seq], counts[seq]) for seq in range(2)])
+            result = driver.worker.collect()
+            for seq, (begin, end) in enumerate(pairwise(result.id_starts.tolist())):
+                got[seq] += result.ids[begin:end].tolist()
+                driver.computed[seq] += end - begin - counts[seq]
+        return [got[0][:40], got[1][:10]], driver.num_steps
+
+
+def test_guesses_take_fewer_steps(tmp_path):
+    """On the CPU, so that the test of a GPU below is known to guess."""
+    save_llama(tmp_path)
+    options = {"device": "cpu", "disable_native_kernels": True, "attention_backend": "torch_native"}
+
+    got, num_steps = guessed(tmp_path, speculative_algorithm="ngram", **options)
+    want, num_plain = guessed(tmp_path, **options)
+
+    assert got == want
+    assert 10 < num_steps < num_plain == 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"cuda_graph_bs": "1,2"}, {"disable_cuda_graph": True}], ids=["graphs", "eager"])
+def test_guesses_change_no_token(tmp_path, options):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    save_llama(tmp_path)
+    options |= {"device": "cuda", "attention_backend": "triton", "speculative_algorithm": "ngram"}
+
+    got, _ = guessed(tmp_path, detect_waiting="cuda_graph_bs" in options, **options)
+
+    assert got == guessed(tmp_path, device="cpu", disable_native_kernels=True, attention_backend="torch_native")[0]

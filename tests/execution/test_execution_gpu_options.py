@@ -227,3 +227,16 @@ def test_an_fp8_checkpoint_is_dequantised_on_a_cpu(tmp_path):
 
     assert got[0] == want[0]
     assert any("fp8 weights are dequantised" in decision for decision in got[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"speculative_algorithm": "eagle3", "speculative_draft_model_path": "smollm2"}, "eagle3"),
+        ({"speculative_algorithm": "ngram", "tp_size": 2}, "ngram with several ranks"),
+    ],
+)
+def test_guesses_that_gpus_do_not_make_are_refused_by_name(options, what):
+    with pytest.raises(ConfigError, match=f"--speculative-algorithm {what} works on CPUs only so far"):
+        config(**options)
+    config(speculative_algorithm="draft", speculative_draft_model_path="smollm2")

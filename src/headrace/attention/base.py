@@ -179,7 +179,8 @@ class AttentionBackend(StepAttention):
     name: its name for --attention-backend. page_size: the preferred one, in tokens.
     verified: types of devices on which its results have been compared with the reference; it has never been run on others.
     captures: `prepare` and `forward` of a decode step can be captured in a CUDA graph: they never wait for the device, take lengths
-    from tensors, and use the host integers of `StepRows` only as bounds.
+    from tensors, and use the host integers of `StepRows` only as bounds. Rows may be several positions of one sequence: K and V of all rows are
+    written before any are read, and a row reads no key after its own position.
     """
 
     page_size: ClassVar[int] = 1

@@ -43,8 +43,8 @@ def check_guesses_on(device: str, args: "ServerArgs", batch_invariant: bool) -> 
     algorithm = args.speculative_algorithm
     if algorithm == "off":
         return
-    if device != "cpu" and (not guesses_by_text(args) or args.num_ranks > 1):
-        what = f"{algorithm} with several ranks" if guesses_by_text(args) else algorithm
+    if device != "cpu" and (algorithm == "eagle3" or args.num_ranks > 1):
+        what = algorithm if algorithm == "eagle3" else f"{algorithm} with several ranks"
         raise ConfigError(f"{_OPTION} {what} works on CPUs only so far, and the device is {device}")
     if not batch_invariant:
         raise ConfigError(

@@ -7,8 +7,9 @@ Read first: build.py (start-up; setup.py is what it decides before weights are l
   ranks.py (steps of several ranks), pipeline_worker.py (several steps in flight, where the layers are in stages), rank_jobs.py
   (what they do beside the steps)
 - On a GPU: device_worker.py, device_runner.py (how a step runs), step_queue.py (queues it on the device), queued_step.py
-  (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), device.py (the seam),
-  device_ranks.py (queued steps of several ranks), watched_device.py (waits that end when a rank has stopped)
+  (such a step, and when its constrained rows are sampled), graphs.py (CUDA graphs of decode), verify_queue.py (steps that
+  verify guesses in graphs), device.py (the seam), device_ranks.py (queued steps of several ranks), watched_device.py (waits
+  that end when a rank has stopped)
 - Guesses by a model: build_draft.py, draft_model.py, eagle.py, draft_steps.py (what both share)
 - Weights: load_weights.py, load_threads.py (several tensors at a time), weight_cache.py (packed, from a file),
   update_weights.py, save_weights.py, gather_weights.py (whole weights from the parts of ranks)

@@ -28,9 +28,9 @@ from headrace.execution.device import CudaDevice, Device
 from headrace.execution.device_ranks import NO_FOLLOWERS, FollowerQueue, LeaderFollowers, received_ids
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
-from headrace.execution.draft_steps import DraftSteps
+from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.expert_recorder import ExpertRecorder
-from headrace.execution.graphs import GraphPool
+from headrace.execution.graphs import GraphPool, verifying_sizes
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.memory import available_bytes, check_pool_fits, naming_memory
@@ -82,11 +82,12 @@ _NOT_OF_STAGES = "with --pp-size the experts of other stages are not seen: start
 class _Memory:
     """What takes memory beside the weights: the KV pool, allocated, with its backend, and CUDA graphs of these sizes, which are still to capture.
 
-    draft: what a draft model or head holds, with a pool of its own.
+    verifying_sizes: as graph_sizes, of steps that verify drafts. draft: what a draft model or head holds, with a pool of its own.
     """
 
     plan: PoolPlan
     graph_sizes: tuple[int, ...]
+    verifying_sizes: tuple[int, ...]
     attention: AttentionBackend
     pool: KvPool
     draft: DraftMemory | None = None
@@ -201,7 +202,8 @@ def _drafts(
     if draft is None:
         return make_drafts(setup.args, sampler, on_host=setup.is_cpu)
     assert memory.draft is not None
-    steps = DraftSteps(memory.draft.attention, table, sampler)
+    attention, link = memory.draft.attention, table.link
+    steps = DraftSteps(attention, table, sampler) if link is None else DeviceDraftSteps(attention, table, sampler, link)
     return Drafts([draft.make(steps)], draft.needs.weight_bytes / model_bytes(model))
 
 
@@ -255,7 +257,8 @@ def _allocate(
     config, model_config, device = setup.config, setup.model_config, setup.placement.device
     shape = setup.kv_shape(rank.stage)
     graph_sizes = _graph_sizes(config, setup.spec.name, model_config, decisions)
-    reserved = reserved_bytes(config, model_config, graph_sizes, gathers=rank.devices is not None)
+    verifying = _verifying_sizes(setup.args, config, graph_sizes)
+    reserved = reserved_bytes(config, model_config, graph_sizes, verifying, gathers=rank.devices is not None)
     if setup.is_cpu and guesses_by_text(setup.args):
         reserved += index_bytes(config.max_running_requests, config.context_length)
     needs = _needs(setup, model, rank)
@@ -274,7 +277,8 @@ def _allocate(
     decisions.append(
         f"fused decoder: no, because {reason}" if reason else "fused decoder: yes, one call for all layers"
     )
-    return _Memory(plan, graph_sizes, attention, pool, None if draft is None else draft.with_cache(num_slots))
+    draft_attention = None if draft is None else draft.with_cache(num_slots)
+    return _Memory(plan, graph_sizes, verifying, attention, pool, draft_attention)
 
 
 def _needs(setup: Setup, model: CausalLM, rank: Rank) -> list[RankNeeds]:
@@ -351,7 +355,7 @@ def _device_worker(built: _Built, link: Device, resources: ExitStack) -> Worker:
     graphs = _graph_pool(built, link, built.setup.model_config.vocab_size, greedy)
     device_runner = DeviceRunner(runner, link, graphs, followers)
     if graphs is not None:
-        _capture(device_runner.capture, len(graphs.sizes))
+        _capture(device_runner.capture, len(graphs.sizes) + len(graphs.verifying_sizes))
         built.weights.moved = graphs.capture if devices is None else device_runner.capture_later
     beside = _beside_steps(built, "" if graphs is None else _NOT_IN_GRAPHS)
     return DeviceWorker(device_runner, beside.weights, resources.pop_all(), beside.profiler, beside.experts)
@@ -373,6 +377,7 @@ def _graph_pool(
         vocab_size,
         memory.plan.num_tokens,
         greedy,
+        memory.verifying_sizes,
     )
 
 
@@ -470,6 +475,13 @@ def _graph_sizes(config: Config, model_class: str, model_config: ModelConfig, de
         return config.cuda_graph_sizes
     decisions.append(f"cuda graphs: none, {reason}")
     return ()
+
+
+def _verifying_sizes(args: ServerArgs, config: Config, graph_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the graphs that verify drafts; none without graphs or without guesses."""
+    if not graph_sizes or args.speculative_algorithm == "off":
+        return ()
+    return verifying_sizes(config.max_running_requests, args.speculative_num_draft_tokens)
 
 
 def _compile(model: CausalLM, model_class: str) -> None:

@@ -44,7 +44,7 @@ class LoadedDraft:
     """What guesses, with its weights and still without a KV cache.
 
     needs: what it takes beside the target. make: the drafter, from its steps. backend: a fresh attention backend; bind: lets the model fuse its
-    layers with it, once it has a pool. keepers: of its weights. page_size: of the target.
+    layers with it, once it has a pool. keepers: of its weights. page_size: of the target. device: of both.
     """
 
     needs: RankNeeds
@@ -54,11 +54,12 @@ class LoadedDraft:
     bind: Callable[[AttentionBackend], object]
     keepers: list[Keeper]
     page_size: int
+    device: torch.device
 
     def with_cache(self, num_slots: int) -> DraftMemory:
         """All that it holds, with a KV cache of as many slots as the target's, in pages as large. Raises ConfigError."""
         with naming_memory("the draft model's KV cache", "lower --max-total-tokens or --mem-fraction-static"):
-            pool = self.backend.make_kv_pool(self.shape, num_slots, self.page_size, torch.device("cpu"))
+            pool = self.backend.make_kv_pool(self.shape, num_slots, self.page_size, self.device)
         self.bind(self.backend)
         return DraftMemory(self.keepers, self.backend, pool, self.bind)
 
@@ -96,9 +97,10 @@ def _load_model(target: Setup, model: CausalLM, resources: ExitStack, decisions:
         make=lambda steps: DraftModel(draft, setup.model_config.vocab_size, steps, most),
         shape=shape,
         backend=setup.make_attention(),
-        bind=draft.fuse,
+        bind=draft.fuse if target.is_cpu else lambda attention: None,
         keepers=keepers_of(draft.weights()),
         page_size=target.config.page_size,
+        device=target.placement.device,
     )
 
 
@@ -169,6 +171,7 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
         bind=lambda attention: None,
         keepers=keepers_of(head.weights()),
         page_size=target.config.page_size,
+        device=target.placement.device,
     )
 
 

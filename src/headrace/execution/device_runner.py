@@ -1,8 +1,8 @@
 """Steps on a GPU, queued without waiting for one another.
 
-Owns the choice of how a step runs: as a captured graph (decode of few enough rows), eagerly (prefill and mixed steps), or in the
-`ModelRunner`, which waits for every value (steps that need the host). Does not own the layers, the sampler or the graphs. Runs in the
-scheduler's thread.
+Owns the choice of how a step runs: as a captured graph (decode of few enough rows, also with drafts: `verify_queue`), eagerly (prefill and mixed
+steps), or in the `ModelRunner`, which waits for every value (other steps that need the host). Does not own the layers, the sampler or the graphs.
+Runs in the scheduler's thread.
 
 A step's tokens stay on the device, in the token buffer, from which the next step reads its input; that step may be queued before this one
 has run. The host reads a copy of the tokens when it collects the step. Rows that a grammar constrains are sampled later than the others
@@ -22,6 +22,7 @@ from headrace.execution.graphs import GraphPool
 from headrace.execution.model_runner import ModelRunner
 from headrace.execution.queued_step import Busy, ConstrainedStep, Done, GuessingStep, Pending, QueuedStep, Unmasked
 from headrace.execution.step_queue import StepQueue
+from headrace.execution.verify_queue import VerifyQueue
 from headrace.messages.rank_step import QueuedKind
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 
@@ -38,6 +39,9 @@ class DeviceRunner:
         self._followers = followers
         self._steps = StepQueue(runner, device, graphs, self._pick)
         self._busy = Busy()
+        self._verify = None
+        if graphs is not None and graphs.verifying_sizes:
+            self._verify = VerifyQueue(runner, device, graphs, self._busy)
         self._graphs_are_stale = False
         self._last = -1  # number of the step that was queued last
         # The last step with constrained rows.
@@ -71,13 +75,13 @@ class DeviceRunner:
             self._capture()
         runner.add(plan)
         if runner.needs_host(plan):
-            if self._constrained is not None:
-                self._constrained.read()
-            return Done(runner.compute(plan))
+            return self._launch_waiting(plan, begin)
         rows = np.flatnonzero(plan.num_logits).astype(np.int32)
         constrained = runner.sampler.constrained_rows(plan.seqs[rows])
         kind = self._kind(plan, rows, constrained)
         self._followers.begin(plan, kind)
+        if runner.drafts is not None:
+            runner.drafts.begin(plan)
         sampled = self._steps.run(plan, kind, constrained)
         step = QueuedStep(plan.step, len(plan.seqs), rows, begin, self._busy)
         if not constrained:
@@ -93,6 +97,15 @@ class DeviceRunner:
             self._followers,
         )
         return self._constrained
+
+    def _launch_waiting(self, plan: ModelWorkerBatch, begin: float) -> Pending:
+        """A step that waits for the device, unless it only verifies drafts that the device can verify."""
+        verify = self._verify if self._verify is not None and self._verify.takes(plan) else None
+        if verify is not None and not verify.needs_host(plan):
+            return verify.queue(plan, begin)
+        if self._constrained is not None:
+            self._constrained.read()
+        return Done(self.runner.compute(plan) if verify is None else verify.compute(plan, begin))
 
     def _capture(self) -> None:
         self._graphs_are_stale = False

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from headrace.execution.draft_steps import DraftRow, DraftSteps
-from headrace.execution.forward_batch import last_tokens
+from headrace.execution.draft_steps import DraftRow, DraftSteps, Guessed
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
 from headrace.models.spec import CausalLM
 from headrace.speculative.base import Drafter, Guess
@@ -42,6 +42,8 @@ class DraftModel(Drafter):
         self._steps = steps
         self._most = most
         self._rows: dict[int, _Row] = {}
+        # Those of the last step, not read yet, and whose they are.
+        self._guessed: list[tuple[list[_Row], Guessed]] = []
 
     def add(self, new: NewSequence) -> None:
         """See `Drafter.add`."""
@@ -53,6 +55,7 @@ class DraftModel(Drafter):
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
         """See `Drafter.extend`."""
+        self._read()
         row = self._rows[seq]
         row.learn(ids)
         row.num_kv = min(row.num_kv, row.known + len(ids) - 1)
@@ -63,6 +66,7 @@ class DraftModel(Drafter):
 
     def begin(self, plan: ModelWorkerBatch) -> None:
         """See `Drafter.begin`."""
+        self._read()
         self._steps.enter_slots(plan)
         promised = np.maximum(plan.num_logits - 1, 0)
         known = plan.starts + plan.counts - promised
@@ -71,6 +75,8 @@ class DraftModel(Drafter):
         for row, count in zip(rows, known.tolist(), strict=True):
             row.num_kv = row.known = count
             row.tokens = []
+        for row, count in zip(rows, promised.tolist(), strict=True):
+            row.num_kv += max(0, count - 1)
         wanted = np.flatnonzero(promised)
         hidden = self._forward(plan, plan.seqs, begins, known, promised > 0)
         for number in range(int(promised.max(initial=0))):
@@ -78,17 +84,26 @@ class DraftModel(Drafter):
                 wanted = np.flatnonzero(promised > number)
                 ends = known[wanted] + number
                 hidden = self._forward(plan, plan.seqs[wanted], ends - 1, ends, np.ones(len(wanted), np.bool_))
-            ids = self._steps.guess(self._model.logits(hidden), plan.seqs[wanted], known[wanted] + number)
-            for index, token_id in zip(wanted.tolist(), ids, strict=True):
-                rows[index].tokens.append(token_id)
-        for row in rows:
-            row.num_kv += max(0, len(row.tokens) - 1)
+            guessed = self._steps.guess(self._model.logits(hidden), plan.seqs[wanted], known[wanted] + number)
+            self._guessed.append(([rows[index] for index in wanted], guessed))
+
+    def _read(self) -> None:
+        """Give rows the tokens that were guessed last. On a device it waits for them, unless a result has come since."""
+        for rows, guessed in self._guessed:
+            for row, token_id in zip(rows, guessed(), strict=True):
+                row.tokens.append(token_id)
+        self._guessed.clear()
 
     def _forward(
-        self, plan: ModelWorkerBatch, seqs: Int32Array, begins: Int32Array, ends: Int32Array, reads: np.ndarray
+        self,
+        plan: ModelWorkerBatch,
+        seqs: Int32Array,
+        begins: Int32Array,
+        ends: Int32Array,
+        is_read: npt.NDArray[np.bool_],
     ) -> torch.Tensor:
-        """Compute positions begins[i] .. ends[i] - 1 of sequence seqs[i]. Returns the hidden states after the last one, of rows with reads[i]."""
+        """Compute positions begins[i] .. ends[i] - 1 of sequence seqs[i]. Returns the hidden states after the last one, of rows with is_read[i]."""
         batch = self._steps.batch(plan, seqs, begins, ends)
-        of_reads = last_tokens(ends - begins, reads.astype(np.int32), torch.device("cpu"))
+        of_reads = self._steps.reads(ends - begins, is_read)
         inputs = self._model.embed(batch.token_ids.clamp(max=self._last_id))
         return self._model.forward(inputs, batch.rows.positions, self._steps.attention, of_reads)

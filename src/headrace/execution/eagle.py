@@ -102,7 +102,7 @@ class EagleDrafter(Drafter):
 
     def _guess(self, features: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> None:
         """Guess the tokens at these positions, after the features of the tokens before."""
-        ids = self._steps.guess(self._head.logits(features), seqs, positions)
+        ids = self._steps.guess(self._head.logits(features), seqs, positions)()
         for seq, feature, token_id in zip(seqs.tolist(), features, ids, strict=True):
             row = self._rows[seq]
             row.feature = feature

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headrace.attention.base import OwnRows, ReadTokens, StepRows
-from headrace.execution.device import upload_parts
+from headrace.execution.device import Device, upload_parts
 from headrace.execution.sequence_table import HostTables, SequenceTable
 from headrace.messages.step import Int32Array, ModelWorkerBatch
 
@@ -82,6 +82,28 @@ class ForwardBatch:
             pages=pages,
         )
         return cls(token_ids, starts, counts, row_starts_on_host, rows)
+
+    @classmethod
+    def of_entered(
+        cls, seqs: Int32Array, starts: Int32Array, counts: Int32Array, table: SequenceTable, link: Device
+    ) -> "ForwardBatch":
+        """Positions starts[i] .. starts[i] + counts[i] - 1 of sequence seqs[i], whose slots are in the tables, which are on a device."""
+        starts_of_rows, seq_lens = cumulative(counts), starts + counts
+        token_rows, positions = token_places(seqs, starts, counts, starts_of_rows)
+        at_rows, at_positions, at_seqs = upload_parts(
+            link, [part.astype(np.int64) for part in (token_rows, positions, seqs)]
+        )
+        of_tokens, of_rows, row_starts = upload_parts(link, [positions, seq_lens, starts_of_rows])
+        rows = StepRows(
+            starts=starts.tolist(),
+            counts=counts.tolist(),
+            positions=of_tokens,
+            seq_lens=of_rows,
+            row_starts=row_starts,
+            out_slots=table.slots[at_rows, at_positions],
+            slots=table.slots[:, : int(seq_lens.max(initial=0))].index_select(0, at_seqs),
+        )
+        return cls(table.tokens[at_rows, at_positions], rows.starts, rows.counts, starts_of_rows.tolist(), rows)
 
     @classmethod
     def _of_parts(cls, plan: ModelWorkerBatch, table: SequenceTable) -> "ForwardBatch":

@@ -16,6 +16,7 @@ import torch
 from headrace.attention.base import AttentionBackend, ReadTokens
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.errors import ExecutionError
+from headrace.execution.device import upload_parts
 from headrace.execution.forward_batch import ForwardBatch, last_tokens
 from headrace.execution.lora import LoraPool
 from headrace.execution.sequence_table import SequenceTable
@@ -151,6 +152,14 @@ class ModelRunner:
         seqs = plan.seqs.tolist()
         return not all(rows.isdisjoint(seqs) for rows in by_host)
 
+    def needs_only_logits(self, plan: ModelWorkerBatch) -> bool:
+        """Whether the rows of a step have no adapter, take tokens alone, and want no hidden states. The plan's new sequences have been added."""
+        seqs = plan.seqs.tolist()
+        special = (self.table.specs[seq] for seq in self.table.special.intersection(seqs))
+        return self.table.adapted.isdisjoint(seqs) and not any(
+            spec.input_embeds is not None or spec.new.task.return_hidden_states for spec in special
+        )
+
     def _input_embeds(self, new: NewSequence) -> torch.Tensor | None:
         """What the prompt gives the first layer itself, float32[num_prompt_tokens, hidden_size], or None."""
         if not new.content.embeds:
@@ -192,7 +201,7 @@ class ModelRunner:
         """What comes after the layers. Steps are finished in the order in which they were started."""
         plan, seqs, batch, starts, hidden = begun.plan, begun.seqs, begun.batch, begun.starts, begun.hidden
         if self.stage.before is not None:
-            self._begin_masks(plan)
+            self.begin_masks(plan)
             hidden = self.stage.before.receive(begun.num_hidden)
         outcome = Outcome([[] for _ in seqs])
         for row in begun.special:
@@ -210,10 +219,32 @@ class ModelRunner:
         sampled = np.flatnonzero(plan.num_logits).tolist()
         if sampled:
             self._sample(plan, seqs, batch, hidden, starts, sampled, outcome)
+        return self._result(plan, outcome, begun.begun_s)
+
+    @torch.inference_mode()
+    def verify(self, plan: ModelWorkerBatch, logits: torch.Tensor, drafts: Sequence[int], begun_s: float) -> StepResult:
+        """`finish` of a step all of whose tokens are sampled, of a whole model, when its layers have run elsewhere.
+
+        logits: float32[num_tokens, V]. drafts: the token that was guessed to follow each of its tokens; those after the last of a row are ignored.
+        """
+        outcome = Outcome([[] for _ in plan.seqs])
+        ends = np.cumsum(plan.counts)
+        places = zip(
+            plan.seqs.tolist(), (plan.starts + 1).tolist(), (ends - plan.counts).tolist(), ends.tolist(), strict=True
+        )
+        rows = [
+            SampledRow(row, seq, place, first, drafts[place : end - 1])
+            for row, (seq, first, place, end) in enumerate(places)
+        ]
+        self._sample_places(rows, self._pick_from(plan, logits), outcome)
+        return self._result(plan, outcome, begun_s)
+
+    def _result(self, plan: ModelWorkerBatch, outcome: Outcome, begun_s: float) -> StepResult:
+        """Of a step that has been sampled, with guesses of what follows."""
         outcome.drafts = self.draft(plan, outcome.token_ids)
         ids, id_starts = ragged(outcome.token_ids)
         # Time that the step before was still running is that step's.
-        since_s, self._finished_s = max(begun.begun_s, self._finished_s), time.perf_counter()
+        since_s, self._finished_s = max(begun_s, self._finished_s), time.perf_counter()
         return StepResult(
             step=plan.step,
             ids=ids,
@@ -260,7 +291,7 @@ class ModelRunner:
             loras = self.loras.rows([self.table.specs[seq].new.lora_id for seq in seqs], batch.row_starts)
         self.loras.step.rows = loras
         if self.stage.is_whole:
-            self._begin_masks(plan)
+            self.begin_masks(plan)
         on_layers()
         if not self.stage.is_last:
             reads = None
@@ -290,7 +321,7 @@ class ModelRunner:
                 inputs[begin : begin + len(given)] = given.to(inputs.dtype)
         return inputs
 
-    def _begin_masks(self, plan: ModelWorkerBatch) -> None:
+    def begin_masks(self, plan: ModelWorkerBatch) -> None:
         """Let the sampler fill the masks of grammars while the layers run."""
         if self.sampler.has_grammars:
             sampled = np.flatnonzero(plan.num_logits)
@@ -342,8 +373,10 @@ class ModelRunner:
         outcome: Outcome,
     ) -> None:
         """Sample after the hidden states [sum of their num_logits, hidden_size] of the rows `sampled`."""
-        pick = self._picker(plan, hidden)
-        rows = self._rows_to_sample(plan, all_seqs, sampled)
+        self._sample_places(self._rows_to_sample(plan, all_seqs, sampled), self._picker(plan, hidden), outcome)
+
+    def _sample_places(self, rows: Sequence[SampledRow], pick: Picker, outcome: Outcome) -> None:
+        """Sample the positions of these rows, in order."""
         for number, places in enumerate(waves(rows, self.sampler.depends_on_ids)):
             if number:  # the masks of the first positions have been begun before the layers
                 self.sampler.begin([place.row.seq for place in places], [place.position for place in places])
@@ -365,7 +398,10 @@ class ModelRunner:
 
     def _picker(self, plan: ModelWorkerBatch, hidden: torch.Tensor) -> Picker:
         """What samples after hidden states [sum of num_logits, hidden_size] of a step."""
-        logits = self._logits_of(hidden)
+        return self._pick_from(plan, self._logits_of(hidden))
+
+    def _pick_from(self, plan: ModelWorkerBatch, logits: torch.Tensor) -> Picker:
+        """What samples from the logits float32[sum of num_logits, V] of a step."""
 
         def pick(places: Sequence[Place]) -> SamplerOutput:
             own = logits
@@ -385,14 +421,11 @@ class ModelRunner:
         """Write what was sampled at these places to the token buffer, and give rows the ids that count."""
         token_ids, errors = output.token_ids, output.errors
         without = {*errors, *output.late}
-        if without:
-            # A step planned before this is known may still read these tokens, so they must be valid ids.
-            token_ids = token_ids.clone()
-            token_ids[torch.tensor([*without], device=token_ids.device)] = 0
         host_ids = token_ids.tolist()
-        self.write_tokens(
-            [place.row.seq for place in places], [place.position for place in places], token_ids, host_ids
-        )
+        for index in without:
+            # A step planned before this is known may still read these tokens, so they must be valid ids.
+            host_ids[index] = 0
+        self.write_tokens([place.row.seq for place in places], [place.position for place in places], host_ids)
         for index, place in enumerate(places):
             row = place.row
             if row.is_done:  # the draft before this position was wrong
@@ -423,24 +456,30 @@ class ModelRunner:
             self.drafts.extend(seq, token_ids[row])
         self.drafts.end(plan, kept)
         found: dict[int, int] = {}
+        at_seqs: list[int] = []
+        positions: list[int] = []
+        guessed: list[int] = []
         for row, seq, end, tokens in zip(rows, seqs, ends, self.drafts.propose(seqs), strict=True):
             guess = tokens[: max(0, self.table.context_length - end)]
             if guess:
                 found[row] = len(guess)
-                if writes:
-                    self.write_tokens([seq] * len(guess), [*range(end, end + len(guess))], torch.tensor(guess), guess)
+                at_seqs += [seq] * len(guess)
+                positions += range(end, end + len(guess))
+                guessed += guess
+        if guessed and writes:
+            self.write_tokens(at_seqs, positions, guessed)
         return found
 
-    def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
-        """Write the next token of each sequence to the token buffer. host_ids: token_ids on the host."""
+    def write_tokens(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
+        """Write tokens to the buffer: ids[i] at positions[i] of sequence seqs[i]."""
         if self.table.host is not None:
             tokens = self.table.host.tokens
-            for seq, position, token_id in zip(seqs, positions, host_ids, strict=True):
+            for seq, position, token_id in zip(seqs, positions, ids, strict=True):
                 tokens[seq, position] = token_id
-        else:
-            device = self.table.tokens.device
-            at_rows, at_positions = (torch.tensor(part, device=device) for part in (seqs, positions))
-            self.table.tokens[at_rows, at_positions] = token_ids.to(device)
+            return
+        assert self.table.link is not None, "tables of a device without a link to it"
+        parts = upload_parts(self.table.link, [np.array(part, np.int64) for part in (seqs, positions, ids)])
+        self.table.tokens.index_put_((parts[0], parts[1]), parts[2])
 
     def _forward_faults(self, plan: ModelWorkerBatch) -> None:
         """Test hook: inject faults of stage forward when their sample is about to generate output `at_token`."""

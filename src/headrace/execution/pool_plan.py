@@ -96,9 +96,14 @@ def _of_least_room(plan: PoolPlan, of_others: Sequence[int], args: ServerArgs, d
 
 
 def reserved_bytes(
-    config: Config, model_config: ModelConfig, graph_sizes: tuple[int, ...], gathers: bool = False
+    config: Config,
+    model_config: ModelConfig,
+    graph_sizes: tuple[int, ...],
+    verifying_sizes: tuple[int, ...] = (),
+    gathers: bool = False,
 ) -> int:
-    """Bytes that steps need: logits on the CPU, penalties and graphs of these sizes on a GPU. gathers: logits come from several ranks."""
+    """Bytes that steps need: logits on the CPU, penalties and graphs of these sizes on a GPU. verifying_sizes: of graphs that verify drafts. gathers:
+    logits come from several ranks."""
     if config.device == "cpu":
         return 4 * math.prod(logits_shape(config.max_running_requests, model_config.vocab_size))
     penalties = penalty_bytes(config.max_running_requests, model_config.vocab_size, config.context_length)
@@ -114,7 +119,12 @@ def reserved_bytes(
         # A rank's own logits, padded, and those of all ranks, in 16 bits.
         row_bytes += 2 * 2 * model_config.vocab_size
     return penalties + graph_bytes(
-        graph_sizes[-1], model_config.vocab_size, model_config.hidden_size, config.context_length, row_bytes
+        graph_sizes[-1],
+        model_config.vocab_size,
+        model_config.hidden_size,
+        config.context_length,
+        row_bytes,
+        verifying_sizes,
     )
 
 

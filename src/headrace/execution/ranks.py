@@ -217,11 +217,11 @@ class LeaderRunner(ModelRunner):
         output = self.sampler.take_largest(torch.from_numpy(peaks.ids), peaks.values.tolist())
         return lambda places: output  # none of these rows depends on its ids, so all are sampled at once
 
-    def write_tokens(self, seqs: list[int], positions: list[int], token_ids: torch.Tensor, host_ids: list[int]) -> None:
+    def write_tokens(self, seqs: list[int], positions: list[int], ids: list[int]) -> None:
         """Write what was sampled to the token buffer, and note it for the followers."""
-        super().write_tokens(seqs, positions, token_ids, host_ids)
+        super().write_tokens(seqs, positions, ids)
         before = self._sampled
-        self._sampled = SampledTokens(before.seqs + seqs, before.positions + positions, before.ids + host_ids)
+        self._sampled = SampledTokens(before.seqs + seqs, before.positions + positions, before.ids + ids)
 
 
 class QueuedPart(Protocol):
@@ -300,9 +300,7 @@ class FollowerRunner(ModelRunner):
         plan = plan_of(step)
         sampled = step.sampled
         if sampled.seqs:
-            super().write_tokens(
-                sampled.seqs, sampled.positions, torch.tensor(sampled.ids, device=self.table.tokens.device), sampled.ids
-            )
+            super().write_tokens(sampled.seqs, sampled.positions, sampled.ids)
         self.add(plan)
         if step.kind == "none":
             return
