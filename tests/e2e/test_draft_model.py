@@ -1,10 +1,12 @@
 """A second model guesses: it changes no answer, and where it is the model itself, every guess is right."""
 
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, Case, make_cases, one_by_one, running_engine, together
 
 from headrace.api.engine import Engine
@@ -12,9 +14,11 @@ from headrace.attention import select
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.execution import build, pool_plan
+from headrace.execution.build_draft import LoadedDraft
 from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.draft_steps import DeviceDraftSteps
 from headrace.execution.forward_batch import ForwardBatch
+from headrace.execution.released import DraftMemory
 from headrace.messages.step import ModelWorkerBatch
 from headrace.speculative import base
 
@@ -183,6 +187,29 @@ def test_the_kv_cache_leaves_room_for_what_the_draft_model_computes(
 
     assert small - without > 4 * (64 * 4 * hidden_size + 2 * vocab_size)
     assert large - small > 4 * 64 * 4 * hidden_size
+
+
+def test_nothing_holds_the_weights_of_a_draft_model_that_were_released(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[DraftMemory] = []
+    with_cache = LoadedDraft.with_cache
+    monkeypatch.setattr(
+        LoadedDraft, "with_cache", lambda self, num_slots: held.append(with_cache(self, num_slots)) or held[0]
+    )
+    with running_engine(tiny_model, **drafting(tiny_model)) as engine:
+        tensors = [value for keeper in held[0].keepers for value in keeper.kept().values()]
+        weights = [weakref.ref(value) for value in tensors if isinstance(value, torch.Tensor)]
+        del tensors
+        assert all(weight() is not None for weight in weights)
+        assert engine.release_memory_occupation(["weights"])[0]
+        for _ in range(200):  # the thread that has answered lets go a moment later; each look asks it
+            engine.internal_state()
+            left = [weight for weight in weights if weight() is not None]
+            if not left:
+                break
+        engine.resume_memory_occupation()
+    assert not left
 
 
 def test_a_draft_model_lets_its_memory_go_with_the_models_and_guesses_on(tiny_model: str, tiny_mixture: str) -> None:
