@@ -1,5 +1,6 @@
 """Drafts that know the answers of an engine without guesses: what is seen of guessing does not depend on what a model says."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +19,15 @@ Key = tuple[tuple[int, ...], int, int]
 
 @dataclass(slots=True)
 class Answers:
-    """The outputs of each request so far. num_guessed, num_rows: tokens guessed from them, and sequences that were added while they were."""
+    """The outputs of each request so far. num_guessed, num_rows: tokens guessed from them, and sequences that were added while they were.
+
+    permits: a step takes one before it guesses; None = it need not.
+    """
 
     ids: dict[Key, list[int]] = field(default_factory=dict)
     num_guessed: int = 0
     num_rows: int = 0
+    permits: threading.Semaphore | None = None
 
 
 class Noted:
@@ -76,6 +81,8 @@ class Oracle(Noted):
         self.rows[seq] = key, count + len(ids)
 
     def propose(self, seqs: Sequence[int]) -> list[list[int]]:
+        if self.answers.permits is not None:
+            assert self.answers.permits.acquire(timeout=60)
         return [self._guess(*self.rows[seq]) for seq in seqs]
 
     def _guess(self, key: Key, count: int) -> list[int]:

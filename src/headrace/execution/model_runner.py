@@ -387,11 +387,12 @@ class ModelRunner:
     def _rows_to_sample(self, plan: ModelWorkerBatch, seqs: list[int], sampled: list[int]) -> list[SampledRow]:
         rows = []
         place = 0
+        tokens = self.table.tokens if self.table.host is None else self.table.host.tokens
         counts, ends = plan.num_logits.tolist(), (plan.starts + plan.counts).tolist()
         for row in sampled:
             count, seq = counts[row], seqs[row]
             first = ends[row] - count + 1
-            drafts = self.table.tokens[seq, first : ends[row]].tolist() if count > 1 else ()
+            drafts = tokens[seq, first : ends[row]].tolist() if count > 1 else ()
             rows.append(SampledRow(row, seq, place, first, drafts))
             place += count
         return rows
