@@ -18,6 +18,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[str, Any]] = []
         self._makers: dict[int, int] = {}
+        self._made: list[torch.UntypedStorage] = []
         self._alive: list[Any] = []  # or what is made next may have the same address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,15 +29,23 @@ class Trace(TorchDispatchMode):
         if name == "lift_fresh":  # a tensor of numbers of the host, which are captured
             given, what = [], args[0].tolist()
         else:
-            given = [_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            leaves = tree_leaves((args, kwargs))
+            given = [_place(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor | torch.UntypedStorage)]
             what = tree_map(self._described, (args, kwargs or {}))
         self.calls.append((name, what))
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and _place(leaf) not in given:
                 self._makers[_place(leaf)] = len(self.calls)
+                self._made.append(leaf.untyped_storage())
         self._alive.append(out)
         return out
+
+    def overwrite(self) -> None:
+        """Spoil the memory that the operations made for themselves: floats become NaN."""
+        for storage in self._made:
+            if storage.device.type == "cpu":
+                storage.fill_(255)
 
     def _described(self, value: Any) -> Any:
         if isinstance(value, torch.UntypedStorage):  # of Triton's interpreter, which copies what a kernel takes
@@ -49,7 +58,8 @@ class Trace(TorchDispatchMode):
 
 
 class CapturedWork:
-    """Work that is run again as it was captured: it may not depend on anything of the host that has changed since, nor use other memory."""
+    """Work that is run again as it was captured: it may not depend on anything of the host that has changed since, nor use other memory. What it made
+    on the way is gone when it has run: the host of a graph never sees it."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
@@ -63,6 +73,7 @@ class CapturedWork:
     def _traced(self) -> list[tuple[str, Any]]:
         with Trace() as trace:
             self._run()
+        trace.overwrite()
         return trace.calls
 
 
@@ -70,5 +81,5 @@ def _is_mask(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _place(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    return (memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory).data_ptr()

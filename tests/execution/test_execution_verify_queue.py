@@ -382,3 +382,16 @@ def test_the_device_of_the_tests_does_what_a_graph_would():
     for wait in (lambda: values.max().item(), lambda: values[values > 1], lambda: values.nonzero()):
         with pytest.raises(AssertionError, match="needs a value"):
             CapturedWork(wait)
+
+
+def test_the_device_of_the_tests_keeps_nothing_that_a_graph_makes_on_the_way():
+    values, out, seen = torch.ones(4), torch.zeros(4), []
+
+    def run() -> None:
+        seen[:] = [values + 1]
+        torch.add(seen[0], 1, out=out)
+
+    work = CapturedWork(run)
+    work.run()
+    assert out.tolist() == [3, 3, 3, 3]
+    assert seen[0].isnan().all()
