@@ -10,21 +10,18 @@ import torch
 from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, Case, make_cases, one_by_one, running_engine, together
 
 from headrace.api.engine import Engine
-from headrace.attention import select
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.execution import build, pool_plan
+from headrace.execution import pool_plan
 from headrace.execution.build_draft import LoadedDraft
-from headrace.execution.device_worker import DeviceWorker
 from headrace.execution.draft_steps import DeviceDraftSteps
 from headrace.execution.forward_batch import ForwardBatch
 from headrace.execution.released import DraftMemory
-from headrace.messages.step import ModelWorkerBatch
 from headrace.speculative import base
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 
-from device_harness import FakeDevice, TensorAttention
+from device_harness import FakeDevice, queue_on
 
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED, "filtered": FILTERED, "penalised": PENALISED}
 CASES = make_cases([1, 17, 130, 200], SAMPLINGS)
@@ -80,18 +77,7 @@ def test_a_draft_model_on_a_device_is_queued_with_the_steps(
         plain = one_by_one(engine, cases)
         plain_penalised = one_by_one(engine, penalised)
     device = FakeDevice()
-    monkeypatch.setattr(build, "CudaDevice", lambda where: device)
-    monkeypatch.setattr(build.Setup, "is_cpu", False)
-    monkeypatch.setattr(build, "_graph_sizes", lambda *arguments: (1, 4))
-    monkeypatch.setattr(select, "make_backend", lambda *arguments, **named: TensorAttention())
-    waits: list[int] = []
-    submit = DeviceWorker.submit
-
-    def noting(worker: DeviceWorker, batch: ModelWorkerBatch) -> None:
-        before = device.num_waits
-        submit(worker, batch)
-        waits.append(device.num_waits - before)
-
+    waits = queue_on(device, monkeypatch)
     num_tokens: list[int] = []
     batch_of = DeviceDraftSteps.batch
 
@@ -100,7 +86,6 @@ def test_a_draft_model_on_a_device_is_queued_with_the_steps(
         num_tokens.append(len(batch.token_ids))
         return batch
 
-    monkeypatch.setattr(DeviceWorker, "submit", noting)
     monkeypatch.setattr(DeviceDraftSteps, "batch", counting)
     for draft in (tiny_model, tiny_mixture):
         waits.clear()

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 from captured_work import CapturedWork
 from runner_harness import CONTEXT, VOCAB_SIZE, Driver
 
+from headrace.attention import select
 from headrace.attention.base import AttentionBackend, AttentionLayerSpec, KvPool
 from headrace.attention.torch_native import TorchNativeAttention
 from headrace.checkpoint.source import open_checkpoint
+from headrace.execution import build
 from headrace.execution.device import Device
 from headrace.execution.device_runner import DeviceRunner
 from headrace.execution.device_worker import DeviceWorker
@@ -20,9 +23,11 @@ from headrace.execution.graphs import GraphPool
 from headrace.execution.load_weights import load_model
 from headrace.execution.lora import LoraPool
 from headrace.execution.model_runner import ModelRunner
+from headrace.execution.queued_step import Done
 from headrace.execution.sequence_table import SequenceTable
 from headrace.layers.weight import Placement
 from headrace.messages.control import ReadyInfo
+from headrace.messages.step import ModelWorkerBatch
 from headrace.messages.weights import WeightExecutor
 from headrace.models.registry import model_class_for
 from headrace.models.spec import kv_shape
@@ -132,6 +137,25 @@ class TensorAttention(TorchNativeAttention):
         weights = torch.softmax(scores.masked_fill(unseen[:, None], -torch.inf), dim=-1)
         values = values.masked_fill(unseen[:, :, None, None], 0.0)  # what stands there may be NaN
         return torch.einsum("bhl,blhd->bhd", weights, values).reshape(q.shape[0], -1)
+
+
+def queue_on(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 4)) -> list[int]:
+    """Engines have this device from now on, with graphs of these sizes. Returns how often it is waited for within each submitted step,
+    but for steps that wait for it as a whole."""
+    monkeypatch.setattr(build, "CudaDevice", lambda where: device)
+    monkeypatch.setattr(build.Setup, "is_cpu", False)
+    monkeypatch.setattr(build, "_graph_sizes", lambda *arguments: sizes)
+    monkeypatch.setattr(select, "make_backend", lambda *arguments, **named: TensorAttention())
+    waits: list[int] = []
+    submit = DeviceWorker.submit
+
+    def noting(worker: DeviceWorker, batch: ModelWorkerBatch) -> None:
+        before = device.num_waits
+        submit(worker, batch)
+        waits.append(0 if isinstance(worker._in_flight[-1][1], Done) else device.num_waits - before)
+
+    monkeypatch.setattr(DeviceWorker, "submit", noting)
+    return waits
 
 
 def device_driver(

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from headrace.execution.draft_steps import DraftRow, DraftSteps, Guessed
+from headrace.execution.draft_steps import DraftRow, DraftSteps, Unread
 from headrace.messages.step import Int32Array, ModelWorkerBatch, NewSequence
 from headrace.models.spec import CausalLM
 from headrace.speculative.base import Drafter, Guess
@@ -42,8 +41,7 @@ class DraftModel(Drafter):
         self._steps = steps
         self._most = most
         self._rows: dict[int, _Row] = {}
-        # Those of the last step, not read yet, and whose they are.
-        self._guessed: list[tuple[list[_Row], Guessed]] = []
+        self._unread = Unread()
 
     def add(self, new: NewSequence) -> None:
         """See `Drafter.add`."""
@@ -55,7 +53,7 @@ class DraftModel(Drafter):
 
     def extend(self, seq: int, ids: Sequence[int]) -> None:
         """See `Drafter.extend`."""
-        self._read()
+        self._unread.read()
         row = self._rows[seq]
         row.learn(ids)
         row.num_kv = min(row.num_kv, row.known + len(ids) - 1)
@@ -66,7 +64,7 @@ class DraftModel(Drafter):
 
     def begin(self, plan: ModelWorkerBatch) -> None:
         """See `Drafter.begin`."""
-        self._read()
+        self._unread.read()
         self._steps.enter_slots(plan)
         promised = np.maximum(plan.num_logits - 1, 0)
         known = plan.starts + plan.counts - promised
@@ -78,21 +76,14 @@ class DraftModel(Drafter):
         for row, count in zip(rows, promised.tolist(), strict=True):
             row.num_kv += max(0, count - 1)
         wanted = np.flatnonzero(promised)
-        hidden = self._forward(plan, plan.seqs, begins, known, promised > 0)
+        hidden = self._forward(plan, plan.seqs, begins, known, np.minimum(promised, 1))
         for number in range(int(promised.max(initial=0))):
             if number:
                 wanted = np.flatnonzero(promised > number)
                 ends = known[wanted] + number
-                hidden = self._forward(plan, plan.seqs[wanted], ends - 1, ends, np.ones(len(wanted), np.bool_))
+                hidden = self._forward(plan, plan.seqs[wanted], ends - 1, ends, np.ones_like(ends))
             guessed = self._steps.guess(self._model.logits(hidden), plan.seqs[wanted], known[wanted] + number)
-            self._guessed.append(([rows[index] for index in wanted], guessed))
-
-    def _read(self) -> None:
-        """Give rows the tokens that were guessed last. On a device it waits for them, unless a result has come since."""
-        for rows, guessed in self._guessed:
-            for row, token_id in zip(rows, guessed(), strict=True):
-                row.tokens.append(token_id)
-        self._guessed.clear()
+            self._unread.add([rows[index] for index in wanted], guessed)
 
     def _forward(
         self,
@@ -100,10 +91,10 @@ class DraftModel(Drafter):
         seqs: Int32Array,
         begins: Int32Array,
         ends: Int32Array,
-        is_read: npt.NDArray[np.bool_],
+        num_read: Int32Array,
     ) -> torch.Tensor:
-        """Compute positions begins[i] .. ends[i] - 1 of sequence seqs[i]. Returns the hidden states after the last one, of rows with is_read[i]."""
+        """Compute positions begins[i] .. ends[i] - 1 of sequence seqs[i]. Returns the hidden states after the last num_read[i] of them."""
         batch = self._steps.batch(plan, seqs, begins, ends)
-        of_reads = self._steps.reads(ends - begins, is_read)
+        of_reads = self._steps.reads(ends - begins, num_read)
         inputs = self._model.embed(batch.token_ids.clamp(max=self._last_id))
         return self._model.forward(inputs, batch.rows.positions, self._steps.attention, of_reads)

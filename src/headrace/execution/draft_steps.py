@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headrace.attention.base import AttentionBackend, ReadTokens
@@ -38,6 +37,24 @@ class DraftRow:
             if token_id != guessed:
                 break
         self.tokens = []
+
+
+class Unread:
+    """Tokens of the last step that have been guessed, and that the host may not have yet."""
+
+    def __init__(self) -> None:
+        self._guessed: list[tuple[Sequence[DraftRow], Guessed]] = []
+
+    def add(self, rows: Sequence[DraftRow], guessed: Guessed) -> None:
+        """One more for each of these rows."""
+        self._guessed.append((rows, guessed))
+
+    def read(self) -> None:
+        """Give the rows theirs. On a device it waits for them, unless a result has come since."""
+        for rows, guessed in self._guessed:
+            for row, token_id in zip(rows, guessed(), strict=True):
+                row.tokens.append(token_id)
+        self._guessed.clear()
 
 
 class DraftSteps:
@@ -74,9 +91,9 @@ class DraftSteps:
         rows, positions = _places(seqs, begins, ends - begins)
         return torch.from_numpy(self._host.tokens[rows, positions + 1])
 
-    def reads(self, counts: Int32Array, is_read: npt.NDArray[np.bool_]) -> ReadTokens | None:
-        """The last of the counts[i] tokens of each row with is_read[i]; None if that is every token."""
-        return last_tokens(counts, is_read.astype(np.int32), torch.device("cpu"))
+    def reads(self, counts: Int32Array, num_read: Int32Array) -> ReadTokens | None:
+        """The last num_read[i] of the counts[i] tokens of each row; None if that is every token."""
+        return last_tokens(counts, num_read, torch.device("cpu"))
 
     def guess(self, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> Guessed:
         """Draw the token of each sequence at its position, and write it to the token buffer.
@@ -105,7 +122,7 @@ class DeviceDraftSteps(DraftSteps):
 
     def enter_slots(self, plan: ModelWorkerBatch) -> None:
         """See `DraftSteps`."""
-        rows, positions, slots = self._uploaded(*_places(plan.seqs, plan.starts, plan.counts), plan.out_slots)
+        rows, positions, slots = self.uploaded(*_places(plan.seqs, plan.starts, plan.counts), plan.out_slots)
         self._table.slots.index_put_((rows, positions), slots.int())
 
     def batch(self, plan: ModelWorkerBatch, seqs: Int32Array, begins: Int32Array, ends: Int32Array) -> ForwardBatch:
@@ -116,12 +133,12 @@ class DeviceDraftSteps(DraftSteps):
 
     def next_ids(self, seqs: Int32Array, begins: Int32Array, ends: Int32Array) -> torch.Tensor:
         """See `DraftSteps`."""
-        rows, positions = self._uploaded(*_places(seqs, begins, ends - begins))
+        rows, positions = self.uploaded(*_places(seqs, begins, ends - begins))
         return self._table.tokens[rows, positions + 1]
 
-    def reads(self, counts: Int32Array, is_read: npt.NDArray[np.bool_]) -> ReadTokens | None:
+    def reads(self, counts: Int32Array, num_read: Int32Array) -> ReadTokens | None:
         """See `DraftSteps`."""
-        found = super().reads(counts, is_read)
+        found = super().reads(counts, num_read)
         return None if found is None else ReadTokens(self._link.upload(found.index.numpy()), found.starts)
 
     def guess(self, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> Guessed:
@@ -129,13 +146,13 @@ class DeviceDraftSteps(DraftSteps):
         ids = self._drawn(logits, seqs, positions)
         # What has no place in the buffer goes to a row of no sequence.
         inside = positions <= self._table.context_length
-        rows, places = self._uploaded(np.where(inside, seqs, self._table.spare), np.where(inside, positions, 0))
+        rows, places = self.uploaded(np.where(inside, seqs, self._table.spare), np.where(inside, positions, 0))
         self._table.tokens.index_put_((rows, places), ids)
         download = self._link.download(ids)
         return lambda: download.wait().tolist()
 
-    def _uploaded(self, *parts: Int32Array) -> list[torch.Tensor]:
-        """int64, in one copy."""
+    def uploaded(self, *parts: Int32Array) -> list[torch.Tensor]:
+        """On the device, int64, in one copy."""
         return upload_parts(self._link, [part.astype(np.int64) for part in parts])
 
 
