@@ -55,6 +55,9 @@ class Noted:
     def begin(self, plan: ModelWorkerBatch) -> None:
         pass
 
+    def follow(self, plan: ModelWorkerBatch) -> None:
+        pass
+
     def end(self, plan: ModelWorkerBatch, kept: Int32Array) -> None:
         pass
 

@@ -2,23 +2,45 @@
 
 import json
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from engines import FILTERED, GREEDY, PENALISED, SEEDED, make_cases, one_by_one, running_engine, together
+from engines import (
+    FILTERED,
+    GREEDY,
+    PENALISED,
+    SEEDED,
+    Case,
+    ids_after_retraction,
+    make_cases,
+    one_by_one,
+    running_engine,
+    together,
+)
 from safetensors.torch import save_file
 from torch import nn
 
 from headrace.errors import ConfigError, ModelError
-from headrace.execution import pool_plan
-from headrace.execution.draft_steps import DraftSteps, Guessed
+from headrace.execution import build_draft, pool_plan
+from headrace.execution.device_eagle import DeviceEagleDrafter
+from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps, Guessed
 from headrace.execution.eagle import EagleDrafter
+from headrace.execution.setup import Setup
+from headrace.messages.step import MOST_VERIFIED, ModelWorkerBatch
+from headrace.sampling import grammar_rows
 from headrace.speculative import base
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
+
+from device_harness import FakeDevice, queue_on
 
 SIZE, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 NUM_LAYERS, READS = 5, (1, 3, 4)
@@ -187,14 +209,23 @@ def guessing(trained: Trained, **options: Any) -> dict[str, Any]:
     }
 
 
+def most_likely(logits: torch.Tensor, position: int) -> int:
+    return int(logits.argmax())
+
+
 @torch.no_grad()
-def guessed(trained: Trained, known: list[int], count: int) -> list[int]:
-    """What follows the known tokens, by the reference, which computes everything anew for each guess."""
+def guessed(
+    trained: Trained, known: list[int], count: int, choose: Callable[[torch.Tensor, int], int] = most_likely
+) -> list[int]:
+    """What follows the known tokens, by the reference, which computes everything anew for each guess. choose: an id from logits [1, vocabulary], at
+    its position."""
     head, ids = trained.head, list(known)
     features = head.fc(trained.target.streams(known[:-1]))
     for _ in range(count):
         out = head.features(features, trained.target.embeddings(ids[1:]))
-        ids.append(int(head.ids[head.logits(out[-1:]).argmax()]))
+        logits = torch.full((1, trained.target.vocab_size), -torch.inf)
+        logits[:, head.ids] = head.logits(out[-1:])
+        ids.append(choose(logits, len(ids)))
         features = torch.cat((features, out[-1:]))
     return ids[len(known) :]
 
@@ -247,6 +278,119 @@ def test_answers_are_those_without_a_head(tiny_deep_model: str, trained: Trained
             assert together(engine, cases) == plain
 
 
+# Few ids, so that a draw does not depend on how the attention of the tests rounds.
+DRAWN = {**SEEDED, "top_k": 4}
+WEARY = {**PENALISED, "top_k": 4}
+ON_DEVICE: dict[str, Any] = {
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "context_length": 256,  # the attention of the tests reads all of it
+    "chunked_prefill_size": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 4), {}),
+        ((1, 4), {"max_total_tokens": 288, "schedule_conservativeness": 0.1}),
+        ((), {"disable_overlap_schedule": True}),
+    ],
+    ids=["graphs", "graphs, retracting", "without graphs"],
+)
+def test_answers_on_a_device_are_those_without_a_head(
+    tiny_deep_model: str,
+    trained: Trained,
+    sizes: tuple[int, ...],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in chunks, with prompts beside, and where the host samples."""
+    monkeypatch.setattr(grammar_rows, "PATIENCE_S", 60.0)
+    cases = [
+        Case(f"{name} {n}", [*range(first, first + n)], sampling)
+        for name, first, sampling in (("greedy", 50, GREEDY), ("drawn", 500, DRAWN))
+        for n in (1, 23, 120)
+    ]
+    by_host = [
+        Case("penalised", [*range(50, 70)], WEARY),
+        Case("constrained", [*range(50, 60)], {**DRAWN, "regex": "[a-z ]{6,20}"}),
+    ]
+    with running_engine(tiny_deep_model, **ON_DEVICE) as engine:
+        plain = one_by_one(engine, cases + by_host)
+    device = FakeDevice()
+    waits = queue_on(device, monkeypatch, sizes)
+    with running_engine(tiny_deep_model, **guessing(trained, **(ON_DEVICE | options))) as engine:
+        found = together(engine, cases)
+        assert sum(waits) == 0
+        found |= one_by_one(engine, by_host)
+        assert found == plain
+        assert together(engine, cases + by_host) == plain
+        state = engine.internal_state()
+    assert ("max_total_tokens" in options) == (state.num_retracted > 0)
+    assert (device.num_replays > 0) == bool(sizes)
+
+
+@pytest.mark.parametrize("chunk", [5, 512], ids=["chunks", "whole prompts"])
+def test_guesses_on_a_device_are_those_of_the_published_head(
+    tiny_deep_model: str, trained: Trained, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn, alone and beside others, with a cached prompt, after an abort and after being set back."""
+    monkeypatch.setattr(grammar_rows, "PATIENCE_S", 60.0)
+    num_guesses = 0
+    begin, guess = DeviceEagleDrafter.begin, DeviceDraftSteps.guess
+    of_step: dict[int, dict[int, int]] = {}
+
+    def note(self: DeviceDraftSteps, logits: torch.Tensor, seqs: Any, positions: Any) -> Guessed:
+        found = guess(self, logits, seqs, positions)
+        for seq, position, token_id in zip(seqs.tolist(), positions.tolist(), found(), strict=True):
+            of_step.setdefault(seq, {})[position] = token_id
+        return found
+
+    def compare(self: DeviceEagleDrafter, plan: ModelWorkerBatch) -> None:
+        nonlocal num_guesses
+        of_step.clear()
+        begin(self, plan)
+        steps, promised = self._steps, plan.num_logits - 1
+        assert {seq: len(ids) for seq, ids in of_step.items()} == {
+            seq: count for seq, count in zip(plan.seqs.tolist(), promised.tolist(), strict=True) if count > 0
+        }
+        for seq, ids in of_step.items():
+            known = steps._table.tokens[seq, : min(ids)].tolist()
+            want = guessed(
+                trained,
+                known,
+                len(ids),
+                lambda logits, position, seq=seq: int(steps._drawn(logits, np.array([seq]), np.array([position]))[0]),  # type: ignore[misc]
+            )
+            assert list(ids) == list(range(len(known), len(known) + len(ids)))
+            assert list(ids.values()) == want, (seq, known)
+            num_guesses += len(ids)
+
+    monkeypatch.setattr(DeviceDraftSteps, "guess", note)
+    monkeypatch.setattr(DeviceEagleDrafter, "begin", compare)
+    queue_on(FakeDevice(), monkeypatch)
+    sampling = [
+        *({**OUTPUT, "max_new_tokens": count} for count in (25, 20, 9)),
+        *(DRAWN, {**DRAWN, "regex": "[a-z ]{10,40}"}, WEARY),
+    ]
+    options = guessing(trained, **(ON_DEVICE | {"chunked_prefill_size": chunk}))
+    with running_engine(tiny_deep_model, **options) as engine:
+        for _ in range(2):
+            output = engine.generate(input_ids=PROMPTS[0], sampling_params={**OUTPUT, "max_new_tokens": 30})
+            assert PROMPTS[0] + output["output_ids"] == trained.sequences[0][: len(PROMPTS[0]) + 30]
+            assert output["meta_info"]["spec_accept_length"] > 1.8
+        assert num_guesses > 30
+        stream = engine.generate(input_ids=[*range(300, 320)], sampling_params=OUTPUT, stream=True)
+        next(stream)
+        stream.close()
+        beside = engine.generate(input_ids=PROMPTS, sampling_params=sampling)
+        again = ids_after_retraction(engine, PROMPTS, sampling)
+
+    assert [output["output_ids"] for output in beside] == again
+    assert num_guesses > 150
+
+
 def test_the_kv_cache_leaves_room_for_the_streams_that_the_head_reads(
     tiny_deep_model: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +410,44 @@ def test_the_kv_cache_leaves_room_for_the_streams_that_the_head_reads(
     small, large = reserved
     own = 4 * SIZE + 2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * 96
     assert large - small > 64 * 4 * (own + 3 * SIZE)
+
+
+def test_the_kv_cache_leaves_room_for_what_a_head_on_a_device_keeps(
+    tiny_deep_model: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    planned: list[int] = []
+    reserved: list[int] = []
+    budget, init, kept_bytes = pool_plan.kv_token_budget, DeviceEagleDrafter.__init__, build_draft._kept_bytes
+
+    def note_budget(**facts: Any) -> Any:
+        reserved.append(facts["reserved_bytes"])
+        return budget(**facts)
+
+    def note_drafter(self: DeviceEagleDrafter, *arguments: Any) -> None:
+        init(self, *arguments)
+        kept.append(self._features.nbytes + self._target._kept.nbytes)
+
+    def note_plan(target: Setup) -> int:
+        planned.append(kept_bytes(target))
+        return planned[-1]
+
+    monkeypatch.setattr(pool_plan, "kv_token_budget", note_budget)
+    monkeypatch.setattr(DeviceEagleDrafter, "__init__", note_drafter)
+    monkeypatch.setattr(build_draft, "_kept_bytes", note_plan)
+    queue_on(FakeDevice(), monkeypatch)
+    for most in (1, 5):
+        options = ON_DEVICE | {
+            "max_total_tokens": None,
+            "max_running_requests": 3,
+            "speculative_num_draft_tokens": most,
+        }
+        with running_engine(tiny_deep_model, **guessing(trained, **options)):
+            pass
+
+    assert planned == kept
+    assert reserved[1] - reserved[0] == kept[1] - kept[0] == 3 * 4 * SIZE * 4
+    assert kept[0] == (3 * MOST_VERIFIED + 3 * 2) * SIZE * 4
 
 
 def test_a_head_lets_its_memory_go_with_the_models_and_guesses_on(tiny_deep_model: str, trained: Trained) -> None:

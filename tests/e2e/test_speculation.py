@@ -215,7 +215,8 @@ def test_hidden_states_are_those_of_the_tokens() -> None:
 def test_a_step_has_logits_for_drafts_and_for_all_prompts_that_end_in_it(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = SimpleNamespace(**{name: lambda *arguments: None for name in ("add", "extend", "begin", "end", "leave")})
+    names = ("add", "extend", "begin", "follow", "end", "leave")
+    wrong = SimpleNamespace(**{name: lambda *arguments: None for name in names})
     wrong.propose = lambda seqs: [[7] * min(16, 64 // len(seqs) - 1) for _ in seqs]
     monkeypatch.setattr(build, "make_drafts", lambda *options, **named: wrong)
     with running_engine(tiny_model, speculative_algorithm="ngram") as engine:

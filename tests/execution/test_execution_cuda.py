@@ -1,16 +1,22 @@
 """The runner on a GPU, with and without graphs: the tokens that the same checkpoint gives on the CPU."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from eagle_head import NUM_LAYERS, save_head
 from runner_harness import DRAWN, ids_by_row, make_driver, prompt, save_llama
 from turns_grammar import Turns, under
 
+from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps, Guessed
+from headrace.messages.step import Int32Array
 from headrace.sampling import grammar_rows
 from headrace.sampling.params import ResolvedSamplingParams
+from headrace.speculative import base
 
 PROMPTS = [prompt(40, 1), prompt(9, 2)]
 PENALISED = ResolvedSamplingParams(
@@ -141,3 +147,65 @@ def test_guesses_change_no_token(tmp_path, options):
     got, _ = guessed(tmp_path, detect_waiting="cuda_graph_bs" in options, **options)
 
     assert got == guessed(tmp_path, device="cpu", disable_native_kernels=True, attention_backend="torch_native")[0]
+
+
+def guessed_by_head(
+    folder: Path, patch: pytest.MonkeyPatch, **options: Any
+) -> tuple[list[list[int]], set[tuple[int, int, int]]]:
+    """Tokens as those of `guessed`, of a model with a head in the folder, and each guess: sequence, position, id."""
+    found: set[tuple[int, int, int]] = set()
+
+    def noting(guess: Callable[..., Guessed]) -> Callable[..., Guessed]:
+        def note(steps: DraftSteps, logits: torch.Tensor, seqs: Int32Array, positions: Int32Array) -> Guessed:
+            ids = guess(steps, logits, seqs, positions)
+
+            def read() -> list[int]:
+                read_ids = ids()
+                found.update(zip(seqs.tolist(), positions.tolist(), read_ids, strict=True))
+                return read_ids
+
+            return read
+
+        return note
+
+    patch.setattr(base, "worthwhile", lambda chances, counts, pass_time: counts)
+    for steps in (DraftSteps, DeviceDraftSteps):
+        patch.setattr(steps, "guess", noting(steps.guess))
+    options |= {
+        "speculative_algorithm": "eagle3",
+        "speculative_draft_model_path": str(folder / "head"),
+        "speculative_num_draft_tokens": 3,
+    }
+    return guessed(folder, **options)[0], found
+
+
+def test_a_head_changes_no_token(tmp_path, monkeypatch):
+    """On the CPU, so that the test of a GPU below is known to guess."""
+    save_llama(tmp_path, num_hidden_layers=NUM_LAYERS)
+    save_head(tmp_path / "head")
+    options = {"device": "cpu", "attention_backend": "torch_native"}
+
+    got, guesses = guessed_by_head(tmp_path, monkeypatch, **options)
+
+    assert got == guessed(tmp_path, **options)[0]
+    assert len(guesses) > 80
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"cuda_graph_bs": "1,2"}, {"disable_cuda_graph": True}], ids=["graphs", "eager"])
+def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(tmp_path, options):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    save_llama(tmp_path, num_hidden_layers=NUM_LAYERS)
+    save_head(tmp_path / "head")
+
+    with pytest.MonkeyPatch.context() as patch:
+        options |= {"device": "cuda", "attention_backend": "triton"}
+        got, guesses = guessed_by_head(tmp_path, patch, detect_waiting="cuda_graph_bs" in options, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        on_cpu = {"device": "cpu", "disable_native_kernels": True, "attention_backend": "torch_native"}
+        want, guesses_on_cpu = guessed_by_head(tmp_path, patch, **on_cpu)
+
+    assert got == want
+    assert len(guesses) > 80
+    assert guesses <= guesses_on_cpu

@@ -43,9 +43,10 @@ def check_guesses_on(device: str, args: "ServerArgs", batch_invariant: bool) -> 
     algorithm = args.speculative_algorithm
     if algorithm == "off":
         return
-    if device != "cpu" and (algorithm == "eagle3" or args.num_ranks > 1):
-        what = algorithm if algorithm == "eagle3" else f"{algorithm} with several ranks"
-        raise ConfigError(f"{_OPTION} {what} works on CPUs only so far, and the device is {device}")
+    if device != "cpu" and args.num_ranks > 1:
+        raise ConfigError(
+            f"{_OPTION} {algorithm} with several ranks works on CPUs only so far, and the device is {device}"
+        )
     if not batch_invariant:
         raise ConfigError(
             f"{_OPTION} {algorithm}: this model runs through transformers' code, whose bits depend on the batch, so guesses would change tokens"

@@ -1,5 +1,6 @@
 """Loads what --speculative-draft-model-path names, and makes its KV cache. Runs once at start, in the scheduler's process."""
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import ALONE
 from headrace.distributed.stages import ALL_LAYERS
 from headrace.errors import ConfigError, ModelError
+from headrace.execution.device_eagle import DeviceEagleDrafter
 from headrace.execution.draft_model import DraftModel
-from headrace.execution.draft_steps import DraftSteps
+from headrace.execution.draft_steps import DeviceDraftSteps, DraftSteps
 from headrace.execution.eagle import EagleDrafter
 from headrace.execution.load_weights import fill_from_checkpoint, fill_random
 from headrace.execution.memory import naming_memory
@@ -152,20 +154,22 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
     model.tap(_layers(config, target.model_config))
     head = EagleHead(config, target.placement, model.embed, vocab_size)
     if checkpoint.kind == "dummy":
-        fill_random(head.weights(), args.random_seed)
+        fill_random(head.weights(), args.random_seed, target.placement.device)
     else:
         fill_from_checkpoint(head.weights(), checkpoint, eagle3.SPEC, quantization=target.placement.quantization)
     check_unchanged(checkpoint, fingerprint)
     checkpoint.release()
     shape = kv_shape(config, getattr(torch, target.config.kv_cache_dtype))
     decisions.append(f"EAGLE-3 head: {own_args.served_name}, reads before layers {model.taps}")
+    num_rows = target.config.max_running_requests if target.is_cpu else MOST_VERIFIED // 2
+    step_bytes = _step_bytes(config, target, num_rows, num_streams=NUM_STREAMS)
     return LoadedDraft(
         needs=RankNeeds(
             round(sum(weight.num_bytes for weight in head.weights())),
             shape.bytes_per_token,
-            _step_bytes(config, target, num_rows=target.config.max_running_requests, num_streams=NUM_STREAMS),
+            step_bytes if target.is_cpu else step_bytes + _kept_bytes(target),
         ),
-        make=lambda steps: EagleDrafter(head, model, steps, args.speculative_num_draft_tokens),
+        make=lambda steps: _eagle_drafter(target, model, head, steps),
         shape=shape,
         backend=target.make_attention(),
         bind=lambda attention: None,
@@ -173,6 +177,34 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
         page_size=target.config.page_size,
         device=target.placement.device,
     )
+
+
+def _eagle_drafter(target: Setup, model: DecoderLM, head: EagleHead, steps: DraftSteps) -> Drafter:
+    if target.is_cpu:
+        return EagleDrafter(head, model, steps, target.args.speculative_num_draft_tokens)
+    assert isinstance(steps, DeviceDraftSteps), steps
+    model.keep_tapped(_most_kept(target))
+    shape = _features_shape(target)
+    placement = target.placement
+    features = torch.zeros(shape, dtype=placement.compute_dtype, device=placement.device)
+    return DeviceEagleDrafter(head, model, steps, features)
+
+
+def _kept_bytes(target: Setup) -> int:
+    """Bytes that a head on a device keeps from step to step: streams of the target and features."""
+    streams = NUM_STREAMS * _most_kept(target) * target.model_config.hidden_size
+    return target.placement.compute_dtype.itemsize * (streams + math.prod(_features_shape(target)))
+
+
+def _most_kept(target: Setup) -> int:
+    """Tokens of the largest graph."""
+    return max((*target.config.cuda_graph_sizes, MOST_VERIFIED))
+
+
+def _features_shape(target: Setup) -> tuple[int, int, int]:
+    """Of what `DeviceEagleDrafter` keeps."""
+    most = target.args.speculative_num_draft_tokens
+    return target.config.max_running_requests, 1 + most, target.model_config.hidden_size
 
 
 def _step_bytes(draft: ModelConfig, target: Setup, num_rows: int, num_streams: int = 0) -> int:

@@ -86,10 +86,17 @@ class DeviceRunner:
         step = QueuedStep(plan.step, len(plan.seqs), rows, begin, self._busy)
         if not constrained:
             step.ids = self._device.download(sampled.ids)
+            runner.after_sampling(plan)
             return step
         self._constrained = ConstrainedStep(
             step,
-            Unmasked(plan.seqs[rows], (plan.starts + plan.counts)[rows], sampled.logits, sampled.ids),
+            Unmasked(
+                plan.seqs[rows],
+                (plan.starts + plan.counts)[rows],
+                sampled.logits,
+                sampled.ids,
+                lambda: runner.after_sampling(plan),
+            ),
             runner.sampler,
             runner.table,
             self._device,

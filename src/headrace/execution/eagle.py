@@ -7,7 +7,7 @@ from the head's own features; their KV is overwritten when the target's are ther
     target     step n: a b c, samples d        | step n+1: d e' f', samples e f x
     head       after it: a b c (with b c d) -> e' | before: e' -> f' ... after: d e f (with e f x) -> ...
 
-Used by the thread that runs the steps.
+On a CPU; `device_eagle` does the same where steps are queued. Used by the thread that runs the steps.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class EagleDrafter(Drafter):
         batch = self._steps.batch(plan, seqs, begins, ends)
         places = np.arange(counts.sum()) + np.repeat(cumulative(plan.counts)[rows] - cumulative(counts)[:-1], counts)
         index = torch.from_numpy(places)
-        features = self._head.features([stream[index] for stream in self._target.tapped])
+        features = self._head.features([stream[index] for stream in self._target.tapped(plan.num_tokens)])
         next_ids = self._steps.next_ids(seqs, begins, ends)
         features = self._head.forward(features, next_ids, batch.rows.positions, self._steps.attention)
         sampled = [place for place, row in enumerate(rows.tolist()) if plan.num_logits[row]]

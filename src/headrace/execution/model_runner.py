@@ -241,6 +241,7 @@ class ModelRunner:
 
     def _result(self, plan: ModelWorkerBatch, outcome: Outcome, begun_s: float) -> StepResult:
         """Of a step that has been sampled, with guesses of what follows."""
+        self.after_sampling(plan)
         outcome.drafts = self.draft(plan, outcome.token_ids)
         ids, id_starts = ragged(outcome.token_ids)
         # Time that the step before was still running is that step's.
@@ -441,6 +442,11 @@ class ModelRunner:
             # After ids that count, the next step comes to this position again, and to the error.
             if index in errors and not row.ids:
                 outcome.errors[row.row] = errors[index]
+
+    def after_sampling(self, plan: ModelWorkerBatch) -> None:
+        """The ids of a step are in the token buffer, or what writes them is queued: see `Drafter.follow`."""
+        if self.drafts is not None:
+            self.drafts.follow(plan)
 
     def draft(self, plan: ModelWorkerBatch, token_ids: Sequence[Sequence[int]], writes: bool = True) -> dict[int, int]:
         """Guess what follows the ids of a step, by row. Returns how many tokens are guessed, by row.

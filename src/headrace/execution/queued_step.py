@@ -114,12 +114,14 @@ class Unmasked:
     """What the layers of a step and the sampling of its other rows give; constrained rows are still to be sampled from it.
 
     seqs, positions: int32[R], of the rows that sample; where their tokens go. logits: float32[R, V], with penalties applied. ids: int64[R].
+    follow: to be called when all rows have been sampled, see `Drafter.follow`.
     """
 
     seqs: Int32Array
     positions: Int32Array
     logits: torch.Tensor
     ids: torch.Tensor
+    follow: Callable[[], None]
 
 
 class ConstrainedStep:
@@ -208,6 +210,7 @@ class ConstrainedStep:
             self._acceptors = dict(zip(rows.tolist(), self._sampler.acceptors(seqs), strict=True))
         self._step.ids = self._device.download(unmasked.ids)
         self._masks = masks
+        unmasked.follow()
 
     def read(self) -> None:
         """Wait for the step's tokens and give the grammars theirs; the masks of the next step can begin then. Idempotent."""

@@ -72,7 +72,9 @@ class VerifyQueue:
         ids, right = step.greedy, step.num_right
         if not self._runner.sampler.all_greedy(plan.seqs):
             ids, right = self._draw(plan, step)
-        return QueuedVerification(plan, begin, self._busy, self._device.download(torch.stack((ids, right))))
+        queued = QueuedVerification(plan, begin, self._busy, self._device.download(torch.stack((ids, right))))
+        self._runner.after_sampling(plan)
+        return queued
 
     def compute(self, plan: ModelWorkerBatch, begin: float) -> StepResult:
         """Run a step that needs the host, and wait for it. The grammars know all tokens before it."""

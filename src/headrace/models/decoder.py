@@ -261,7 +261,8 @@ class DecoderLM:
         self._config = config
         self._fused: tuple[list[FusedDecoder], PagedKv] | None = None
         self.taps: tuple[int, ...] = ()
-        self.tapped: list[torch.Tensor] = []
+        self._tapped: list[torch.Tensor] = []
+        self._kept = torch.empty(0, 0, config.hidden_size, dtype=placement.compute_dtype, device=placement.device)
         self._pieces: PiecewiseDecoder | None = None
         ropes: dict[str, Rotary] = {}
 
@@ -332,7 +333,7 @@ class DecoderLM:
             return out if reads is None else out[reads.index]
         *blocks, last = self._blocks
         residual, added = hidden, None
-        self.tapped = []
+        self._tapped = []
         for index, block in enumerate(blocks):
             self._tap(index, residual, added)
             added, residual = block(added, residual, positions, attention, own=own)
@@ -347,17 +348,31 @@ class DecoderLM:
         return self._norm(added, residual)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """Keep the residual stream before these layers in `tapped` from now on: of all tokens of the last step, [num_tokens, hidden_size] each.
+        """Keep the residual stream before these layers from now on, of all tokens of the last step, for `tapped`.
 
         layers: ascending, none of them the first. Before `fuse`; for a model in one stage.
         """
         assert all(a < b for a, b in pairwise((0, *layers, len(self._blocks)))), layers
         self.taps = layers
 
+    def keep_tapped(self, num_tokens: int) -> None:
+        """Write the streams of every step of at most `num_tokens` tokens to the same memory from now on: a captured graph has no other way to give
+        them. After `tap`, before the graphs are captured."""
+        self._kept = self._kept.new_zeros(len(self.taps), num_tokens, self._config.hidden_size)
+
+    def tapped(self, num_tokens: int) -> list[torch.Tensor]:
+        """The residual streams before the layers of `tap`, [num_tokens, hidden_size] each, until the next step. num_tokens: of the last step, without
+        the padding of a graph."""
+        return list(self._kept[:, :num_tokens]) if num_tokens <= self._kept.shape[1] else self._tapped
+
     def _tap(self, index: int, residual: torch.Tensor, added: torch.Tensor | None) -> None:
-        if index in self.taps:
-            assert added is not None, index
-            self.tapped.append(residual + added)
+        if index not in self.taps:
+            return
+        assert added is not None, index
+        if len(added) <= self._kept.shape[1]:
+            torch.add(residual, added, out=self._kept[self.taps.index(index), : len(added)])
+        else:
+            self._tapped.append(residual + added)
 
     def _run_fused(
         self,
@@ -371,10 +386,10 @@ class DecoderLM:
         rows = kv.rows
         step = (positions, rows.out_slots, kv.page_table, rows.seq_lens, rows.row_starts)
         *between, last = decoders
-        self.tapped = []
+        self._tapped = []
         for decoder in between:
             hidden = decoder(hidden, *step, None)
-            self.tapped.append(hidden.clone())
+            self._tapped.append(hidden.clone())
         return last(hidden, *step, None if reads is None else torch.tensor(reads.starts, dtype=torch.int32))
 
     def fuse(self, attention: StepAttention) -> str:

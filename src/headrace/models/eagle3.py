@@ -49,7 +49,7 @@ class EagleHead:
         self._attention = Attention(config, 0, options, rotary, placement, in_size=2 * size)
         self._mlp = GatedMlp(size, config.intermediate_size, config.hidden_act, placement, bias=config.mlp_bias)
         self._head = Linear(size, {"lm_head": self._num_ids}, placement.head)
-        self._offsets = torch.zeros(self._num_ids, dtype=torch.int64)
+        self._ids = torch.arange(self._num_ids, device=placement.device)
 
     def weights(self) -> Iterator[Weight]:
         """By their names in published checkpoints."""
@@ -62,7 +62,7 @@ class EagleHead:
         yield from self._norm.weights("norm")
         yield from self._head.weights("")
         if self._num_ids < self._vocab_size:
-            yield Weight("d2t", (self._num_ids,), self._load_offsets, lambda: self._offsets, init="zeros", itemsize=8)
+            yield Weight("d2t", (self._num_ids,), self._load_offsets, self._offsets, init="zeros", itemsize=8)
 
     def features(self, streams: list[torch.Tensor]) -> torch.Tensor:
         """Of what the target computed, [num_tokens, hidden_size] for each of the three layers."""
@@ -81,15 +81,18 @@ class EagleHead:
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """float32[rows, the target's vocabulary] after features that `forward` gave; -inf where the head has no id."""
         own = self._head(self._norm(features)).float()
-        logits = torch.full((len(own), self._vocab_size), -torch.inf)
-        logits[:, self._offsets + torch.arange(self._num_ids)] = own
+        logits = torch.full((len(own), self._vocab_size), -torch.inf, device=own.device)
+        logits[:, self._ids] = own
         return logits
 
+    def _offsets(self) -> torch.Tensor:
+        return self._ids.cpu() - torch.arange(self._num_ids)
+
     def _load_offsets(self, offsets: torch.Tensor) -> None:
-        ids = offsets.long() + torch.arange(self._num_ids)
+        ids = offsets.long().cpu() + torch.arange(self._num_ids)
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             raise ModelError(f"d2t gives ids that the model's {self._vocab_size} tokens do not have")
-        self._offsets = offsets.long().clone()
+        self._ids = ids.to(self._ids.device)
 
 
 def _no_model(config: ModelConfig, placement: Placement) -> CausalLM:

@@ -39,8 +39,12 @@ class Drafter(Protocol):
         """A step begins, with as many of the guesses as it was worth. Promised tokens are written to the token buffer now."""
         return
 
+    def follow(self, plan: ModelWorkerBatch) -> None:
+        """A step has sampled, or on a device all of that is queued; its ids are in the token buffer. Nothing of a later step has begun."""
+        return
+
     def end(self, plan: ModelWorkerBatch, kept: Int32Array) -> None:
-        """A step ends; sequences have been extended, and guesses are asked for next.
+        """A step ends; sequences have been extended, and guesses are asked for next. On a device the next step may have been queued.
 
         kept: how many tokens of each row stay: without wrong drafts, and without the last known token of a row that was to sample and did not.
         """
@@ -76,6 +80,11 @@ class Drafts:
         """See `Drafter.begin`."""
         for drafter in self._drafters:
             drafter.begin(plan)
+
+    def follow(self, plan: ModelWorkerBatch) -> None:
+        """See `Drafter.follow`."""
+        for drafter in self._drafters:
+            drafter.follow(plan)
 
     def end(self, plan: ModelWorkerBatch, kept: Int32Array) -> None:
         """See `Drafter.end`."""
