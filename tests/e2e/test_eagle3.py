@@ -482,5 +482,9 @@ def test_a_head_that_does_not_fit_is_refused(
     )
     with pytest.raises(ModelError, match="d2t gives ids that the model's 49152 tokens do not have"):
         running_engine(tiny_deep_model, **guessing(trained, speculative_draft_model_path=str(broken))).__enter__()
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"head_dim": 8}))
+    with pytest.raises(ConfigError, match=r"cpu cannot serve the head .*multiple of 16, not 8.*--attention-backend"):
+        running_engine(tiny_deep_model, **guessing(trained, speculative_draft_model_path=str(broken))).__enter__()
     with pytest.raises(ConfigError, match="cannot be combined with --enable-torch-compile"):
         running_engine(tiny_model, **guessing(trained, enable_torch_compile=True)).__enter__()

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvShape
 from headrace.checkpoint.model_config import ModelConfig, MoeConfig
+from headrace.config.resolve import AttentionNeeds
 from headrace.config.server_args import ServerArgs
 from headrace.distributed.rank import ALONE
 from headrace.distributed.stages import ALL_LAYERS
@@ -151,6 +153,7 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
     config, vocab_size = checkpoint.config, target.model_config.vocab_size
     if not isinstance(model, DecoderLM):
         raise ConfigError(f"model class {target.spec.name} has no layers of Headrace that a head could read")
+    _check_attention(target, config)
     model.tap(_layers(config, target.model_config))
     head = EagleHead(config, target.placement, model.embed, vocab_size)
     if checkpoint.kind == "dummy":
@@ -177,6 +180,23 @@ def _load_head(target: Setup, model: CausalLM, resources: ExitStack, decisions: 
         page_size=target.config.page_size,
         device=target.placement.device,
     )
+
+
+def _check_attention(target: Setup, head: ModelConfig) -> None:
+    """Raises ConfigError if the target's attention backend cannot serve the head."""
+    config = target.config
+    needs = AttentionNeeds(
+        config.device,
+        config.native_kernels,
+        head.head_dim,
+        config.kv_cache_dtype,
+        config.page_size,
+        config.deterministic,
+    )
+    if reasons := select.backend_named(config.attention_backend).reasons_against(needs):
+        raise ConfigError(
+            f"attention backend {config.attention_backend} cannot serve the head ({'; '.join(reasons)}): see --attention-backend"
+        )
 
 
 def _eagle_drafter(target: Setup, model: DecoderLM, head: EagleHead, steps: DraftSteps) -> Drafter:
