@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--num-prompts", type=int, default=500)
     parser.add_argument("--num-tokens", type=int, default=24)
+    parser.add_argument("--only-killed", action="store_true", help="only greedy, and with a scheduler that is killed")
     add_output(parser)
     args = parser.parse_args()
     texts, num_tokens = prompts(args.num_prompts), args.num_tokens
@@ -120,20 +121,21 @@ def main() -> None:
     guessing = {"speculative_algorithm": args.algorithm}
     found = []
     with Progress() as progress:
-        bar = progress.add_task("ways", total=len(WAYS) + 2)
+        bar = progress.add_task("ways", total=2 if args.only_killed else len(WAYS) + 2)
         with ExitStack() as engines:
             plain_engine, guessing_engine = (
                 engines.enter_context(Engine(max_total_tokens=262144, **options, **more)) for more in ({}, guessing)
             )
             greedy: list[Output] = []
-            for way in WAYS:
+            for way in ["greedy"] if args.only_killed else WAYS:
                 plain = answers(plain_engine, texts, way, num_tokens)
                 greedy = greedy or plain
                 found.append(compare(way, plain, answers(guessing_engine, texts, way, num_tokens)))
                 progress.advance(bar)
-        with Engine(max_total_tokens=1024, **options, **guessing) as engine:
-            found.append(compare("a small KV cache", greedy, answers(engine, texts, "greedy", num_tokens)))
-            progress.advance(bar)
+        if not args.only_killed:
+            with Engine(max_total_tokens=1024, **options, **guessing) as engine:
+                found.append(compare("a small KV cache", greedy, answers(engine, texts, "greedy", num_tokens)))
+                progress.advance(bar)
         with Engine(max_total_tokens=262144, single_process=False, **options, **guessing) as engine:
             outputs, restarts = with_a_killed_scheduler(engine, texts, num_tokens)
             found.append(compare("a scheduler that is killed", greedy, outputs, restarts))
