@@ -1,16 +1,12 @@
 #include "decoder.h"
 
-#include <chrono>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "attention_plan.h"
 #include "dispatch.h"
-#include "quantized_call.h"
+#include "layer_calls.h"
 #include "rank_group.h"
 #include "threads.h"
 
@@ -19,35 +15,6 @@ namespace {
 
 // Tokens whose feed-forward layer is computed at once: its buffers, the widest, need not hold a whole prefill.
 constexpr int64_t kMlpTokens = 384;
-
-void linear(const DecoderLinear& w, const float* x, float* y, int64_t rows) {
-  if (w.scheme >= 0) {
-    run_linear_quantized(x, w.k, static_cast<QuantScheme>(w.scheme), w.weight, w.column_scales, w.bias, y, w.n, rows, w.n, w.k,
-                         false);
-    return;
-  }
-  kernels().linear({x, w.k, w.weight, w.weight_is_bf16, w.bias, y, w.n, rows, w.n, w.k, false});
-}
-
-// Tells the pool that `w` is what the linear after the next reads.
-void expect(const DecoderLinear& w) {
-  int64_t bytes = w.n * w.k * (w.weight_is_bf16 ? 2 : 4);
-  if (w.scheme >= 0) {
-    const int64_t k_padded = (w.k + kQuantGroup - 1) / kQuantGroup * kQuantGroup;
-    bytes = w.n * packed_block_bytes(static_cast<QuantScheme>(w.scheme), k_padded) / kPackedColumns;
-  }
-  expect_reads(w.weight, bytes);
-}
-
-void check_range(const char* what, const int32_t* values, int64_t count, int64_t lowest, int64_t limit) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (values[i] < lowest || values[i] >= limit) {
-      throw std::invalid_argument(std::string("decoder: ") + what + " " + std::to_string(values[i]) + " at index " +
-                                  std::to_string(i) + " is not in [" + std::to_string(lowest) + ", " + std::to_string(limit) +
-                                  ")");
-    }
-  }
-}
 
 // The tiles of a step by window: layers that attend alike share them. q_starts: of the rows that attend, the last ones of each sequence.
 class Plans {
@@ -87,30 +54,12 @@ void keep_read(const DecoderStep& step, float* rows, int64_t stride, int64_t wid
   }
 }
 
-// Gives the time since the last lap to a phase. Some 25 ns a lap, eight or so laps a layer: too little to switch off.
-class LapClock {
- public:
-  explicit LapClock(std::array<double, kNumPhases>& seconds) : seconds_(seconds), last_(Clock::now()) {}
-  void lap(Phase phase) {
-    const Clock::time_point now = Clock::now();
-    seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - last_).count();
-    last_ = now;
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  std::array<double, kNumPhases>& seconds_;
-  Clock::time_point last_;
-};
-
 }  // namespace
 
 std::array<double, kNumPhases> Decoder::phase_seconds() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(phase_seconds_, {});
 }
-
-void Decoder::Free::operator()(float* memory) const { std::free(memory); }
 
 Decoder::Buffers Decoder::buffers(int64_t tokens) {
   const DecoderShape& s = shape_;
@@ -121,16 +70,8 @@ Decoder::Buffers Decoder::buffers(int64_t tokens) {
   auto floats = [&](int i) { return (counts[i] * sizes[i] + 15) / 16 * 16; };
   int64_t total = 0;
   for (int i = 0; i < 6; ++i) total += floats(i);
-  if (total > memory_floats_) {
-    memory_.reset();
-    memory_floats_ = 0;
-    const size_t bytes = (static_cast<size_t>(total) * 4 + 4095) / 4096 * 4096;
-    memory_.reset(static_cast<float*>(std::aligned_alloc(4096, bytes)));
-    if (memory_ == nullptr) throw std::bad_alloc();
-    memory_floats_ = total;
-  }
+  float* next = memory_.of(total);
   float* at[6];
-  float* next = memory_.get();
   for (int i = 0; i < 6; ++i) {
     at[i] = next;
     next += floats(i);
@@ -139,12 +80,12 @@ Decoder::Buffers Decoder::buffers(int64_t tokens) {
 }
 
 void Decoder::check(const DecoderStep& step) const {
-  check_range("slot", step.out_slots, step.tokens, -1, shape_.num_pages * kPageSize);
+  check_range("decoder: slot", step.out_slots, step.tokens, -1, shape_.num_pages * kPageSize);
   const DecoderLayer* shortest = layers_.data();
   for (const DecoderLayer& layer : layers_) {
     if (layer.max_positions < shortest->max_positions) shortest = &layer;
   }
-  check_range("position", step.positions, step.tokens, 0, shortest->max_positions);
+  check_range("decoder: position", step.positions, step.tokens, 0, shortest->max_positions);
   if (step.read_starts[0] != 0) throw std::invalid_argument("decoder: read_starts must begin with 0");
   for (int64_t i = 0; i < step.num_seqs; ++i) {
     const int64_t rows = step.q_starts[i + 1] - step.q_starts[i], read = step.read_starts[i + 1] - step.read_starts[i];
@@ -204,7 +145,7 @@ void Decoder::forward(const DecoderStep& step) {
   };
   const int64_t heads_grain = 8192 / qkv_size > 1 ? 8192 / qkv_size : 1;
   const float* added = nullptr;
-  LapClock clock(phase_seconds_);
+  LapClock<Phase, kNumPhases> clock(phase_seconds_);
   auto reduce = [&] {
     if (group_ == nullptr) return;
     group_->all_reduce(b.added, rows * s.hidden_size);
@@ -218,7 +159,7 @@ void Decoder::forward(const DecoderStep& step) {
     }
     clock.lap(Phase::kNorm);
     expect(layer.out);
-    linear(layer.qkv, b.normed, b.qkv, tokens);
+    run_linear(layer.qkv, b.normed, b.qkv, tokens);
     clock.lap(Phase::kQkv);
     parallel_for(tokens, heads_grain, [&](int64_t begin, int64_t end) { finish_heads(layer, begin, end); });
     clock.lap(Phase::kHeads);
@@ -233,7 +174,7 @@ void Decoder::forward(const DecoderStep& step) {
     k.attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
     clock.lap(Phase::kAttention);
     expect(layer.gate_up);
-    linear(layer.out, b.attended, b.added, rows);
+    run_linear(layer.out, b.attended, b.added, rows);
     clock.lap(Phase::kOut);
     reduce();
     if (layer.after_attention != nullptr) norm(b.added, nullptr, layer.after_attention, b.added);
@@ -242,13 +183,13 @@ void Decoder::forward(const DecoderStep& step) {
     for (int64_t begin = 0; begin < rows; begin += kMlpTokens) {
       const int64_t count = rows - begin < kMlpTokens ? rows - begin : kMlpTokens;
       expect(layer.down);
-      linear(layer.gate_up, b.normed + begin * s.hidden_size, b.gate_up, count);
+      run_linear(layer.gate_up, b.normed + begin * s.hidden_size, b.gate_up, count);
       clock.lap(Phase::kGateUp);
       const GatedArgs gated = {b.gate_up, 2 * s.intermediate_size, b.activated, count, s.intermediate_size};
       s.gelu ? k.gelu_tanh_mul(gated) : k.silu_mul(gated);
       clock.lap(Phase::kActivation);
       begin + count < rows ? expect(layer.gate_up) : &layer != &layers_.back() ? expect((&layer + 1)->qkv) : expect_reads(nullptr, 0);
-      linear(layer.down, b.activated, b.added + begin * s.hidden_size, count);
+      run_linear(layer.down, b.activated, b.added + begin * s.hidden_size, count);
       clock.lap(Phase::kDown);
     }
     reduce();

@@ -3,30 +3,19 @@
 #pragma once
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <vector>
 
-#include "ops.h"
+#include "layer_calls.h"
 
 namespace headrace {
 
 class RankGroup;
 
-// A packed weight as in LinearArgs.
-struct DecoderLinear {
-  const void* weight;
-  bool weight_is_bf16;
-  int scheme;                  // a QuantScheme, or -1: float weights
-  const float* column_scales;  // null for float weights
-  const float* bias;
-  int64_t n, k;
-};
-
 // Null where the layer has no such part. cos, sin: [max_positions, rotary_dim / 2].
 struct DecoderLayer {
   const float* attention_norm;
-  DecoderLinear qkv;
+  LinearWeight qkv;
   const float *q_norm, *k_norm;
   const float *cos, *sin;
   int64_t rotary_dim, max_positions;
@@ -34,10 +23,10 @@ struct DecoderLayer {
   int64_t window;
   float softcap;
   void *k_cache, *v_cache;
-  DecoderLinear out;
+  LinearWeight out;
   const float* after_attention;
   const float* mlp_norm;
-  DecoderLinear gate_up, down;
+  LinearWeight gate_up, down;
   const float* after_mlp;
 };
 
@@ -100,11 +89,7 @@ class Decoder {
   std::vector<DecoderLayer> layers_;
   RankGroup* group_ = nullptr;
   std::mutex mutex_;
-  struct Free {
-    void operator()(float* memory) const;
-  };
-  std::unique_ptr<float[], Free> memory_;
-  int64_t memory_floats_ = 0;
+  LayerMemory memory_;
   std::array<double, kNumPhases> phase_seconds_ = {};
 };
 

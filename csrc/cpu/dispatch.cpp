@@ -20,10 +20,15 @@
 #define HEADRACE_NEEDS_AVX512                                                                                       \
   HEADRACE_NEEDS_AVX2 HEADRACE_NEEDS("avx512f") HEADRACE_NEEDS("avx512bw") HEADRACE_NEEDS("avx512dq") HEADRACE_NEEDS("avx512vl")
 #define HEADRACE_NEEDS_VNNI HEADRACE_NEEDS_AVX512 HEADRACE_NEEDS("avx512vnni")
+#if defined(HEADRACE_FEWER_VARIANTS)
+#define HEADRACE_VARIANT_VNNI
+#else
+#define HEADRACE_VARIANT_VNNI HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_VNNI)
+#endif
 #define HEADRACE_VARIANTS                                                     \
   HEADRACE_VARIANT(avx512bf16, HEADRACE_NEEDS_VNNI HEADRACE_NEEDS("avx512bf16")) \
   HEADRACE_VARIANT(amx, HEADRACE_NEEDS_VNNI HEADRACE_NEEDS("avx512bf16") HEADRACE_NEEDS_TILES) \
-  HEADRACE_VARIANT(avx512vnni, HEADRACE_NEEDS_VNNI)                           \
+  HEADRACE_VARIANT_VNNI                                                       \
   HEADRACE_VARIANT(avx512, HEADRACE_NEEDS_AVX512)                             \
   HEADRACE_VARIANT(avx2, HEADRACE_NEEDS_AVX2)                                 \
   HEADRACE_VARIANT(baseline, HEADRACE_NEEDS("sse4.2"))

@@ -7,6 +7,7 @@ namespace HEADRACE_ISA {
 
 void linear(const LinearArgs&);
 void attention(const AttentionArgs&, const AttentionTile* tiles, int64_t num_tiles);
+void packed_attention(const PackedAttentionArgs&, const PackedChunk* chunks, int64_t num_chunks);
 void write_kv(const WriteKvArgs&);
 void gather_kv(const GatherKvArgs&);
 void rms_norm(const NormArgs&);
@@ -14,6 +15,10 @@ void head_norm(const HeadNormArgs&);
 void rotary(const RotaryArgs&);
 void silu_mul(const GatedArgs&);
 void gelu_tanh_mul(const GatedArgs&);
+void gelu_mul(const GatedArgs&);
+void gelu(const ActivationArgs&);
+void gelu_tanh(const ActivationArgs&);
+void relu(const ActivationArgs&);
 void embedding(const EmbeddingArgs&);
 void argmax(const ArgmaxArgs&);
 void layer_norm(const LayerNormArgs&);

@@ -58,18 +58,6 @@ void write_floats(const WriteKvArgs& w) {
   });
 }
 
-// 16 floats as bfloat16.
-HEADRACE_INLINE void round16(const float* x, bf16* to) {
-  const f32x16 from = load16(x);
-  if constexpr (kParts == 1) {
-    bf16 both[2 * kLanes];
-    store_rounded(both, from.part[0], from.part[0]);
-    memcpy(to, both, 32);
-  } else {
-    HEADRACE_UNROLL for (int p = 0; p + 1 < kParts; p += 2) store_rounded(to + p * kLanes, from.part[p], from.part[p + 1]);
-  }
-}
-
 void write_bf16(const WriteKvArgs& w) {
   const int64_t head_dim = w.cache.head_dim;
   for_slots<bf16>(w.cache, w.slots, w.tokens, [&](bf16* k_page, bf16* v_page, int64_t token, int64_t head, int64_t offset) {
@@ -77,8 +65,8 @@ void write_bf16(const WriteKvArgs& w) {
     const float* const v = w.v + token * w.v_stride + head * head_dim;
     for (int64_t d = 0; d < head_dim; d += 16) {
       bf16 keys[16], values[16];
-      round16(k + d, keys);
-      round16(v + d, values);
+      round16(load16(k + d), keys);
+      round16(load16(v + d), values);
       HEADRACE_UNROLL for (int i = 0; i < 16; i += 2) memcpy(k_page + key_index(k_page, d + i, offset), keys + i, 4);
       HEADRACE_UNROLL for (int i = 0; i < 16; ++i) v_page[value_index(v_page, d + i, offset, head_dim)] = values[i];
     }

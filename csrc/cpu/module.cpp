@@ -14,8 +14,10 @@
 #include "attention_plan.h"
 #include "decoder.h"
 #include "dispatch.h"
+#include "encoder.h"
 #include "ops.h"
-#include "quantized_call.h"
+#include "layer_calls.h"
+#include "packed_plan.h"
 #include "rank_group.h"
 #include "threads.h"
 
@@ -29,16 +31,6 @@ using Address = uintptr_t;
 template <class T>
 T* at(Address address) {
   return reinterpret_cast<T*>(address);
-}
-
-template <class T>
-void check_indices(const char* what, const T* indices, int64_t count, int64_t lowest, int64_t limit) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (indices[i] < lowest || indices[i] >= limit) {
-      throw std::invalid_argument(std::string(what) + " " + std::to_string(indices[i]) + " at index " + std::to_string(i) +
-                                  " is not in [" + std::to_string(lowest) + ", " + std::to_string(limit) + ")");
-    }
-  }
 }
 
 void linear(Address x, int64_t x_stride, Address weight, bool weight_is_bf16, Address bias, Address y, int64_t y_stride,
@@ -74,16 +66,25 @@ void paged_attention(Address q, int64_t q_stride, Address out, Address k_cache, 
   kernels().attention(args, plan.tiles.data(), static_cast<int64_t>(plan.tiles.size()));
 }
 
+void packed_attention(Address q, int64_t q_stride, Address k, int64_t k_stride, Address v, int64_t v_stride, Address out, Address row_starts,
+                      int64_t num_seqs, int64_t tokens, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window,
+                      bool rounded) {
+  const std::vector<PackedChunk> chunks = plan_packed(at<int32_t>(row_starts), num_seqs, tokens);
+  kernels().packed_attention({at<float>(q), q_stride, at<float>(k), k_stride, at<float>(v), v_stride, at<float>(out), num_q_heads, num_kv_heads,
+                              head_dim, scale, window, rounded},
+                             chunks.data(), static_cast<int64_t>(chunks.size()));
+}
+
 void write_kv(Address k, int64_t k_stride, Address v, int64_t v_stride, Address k_cache, Address v_cache, int kv_type,
               int64_t num_pages, int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
-  check_indices("write_kv: slot", at<int32_t>(slots), tokens, -1, num_pages * kPageSize);
+  check_range("write_kv: slot", at<int32_t>(slots), tokens, -1, num_pages * kPageSize);
   kernels().write_kv({at<float>(k), k_stride, at<float>(v), v_stride,
                       {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
 
 void gather_kv(Address k, Address v, Address k_cache, Address v_cache, int kv_type, int64_t num_pages,
                int64_t num_kv_heads, int64_t head_dim, Address slots, int64_t tokens) {
-  check_indices("gather_kv: slot", at<int32_t>(slots), tokens, 0, num_pages * kPageSize);
+  check_range("gather_kv: slot", at<int32_t>(slots), tokens, 0, num_pages * kPageSize);
   kernels().gather_kv({at<float>(k), at<float>(v),
                        {at<void>(k_cache), at<void>(v_cache), static_cast<KvType>(kv_type), num_kv_heads, head_dim}, at<int32_t>(slots), tokens});
 }
@@ -95,7 +96,7 @@ void rms_norm(Address x, int64_t x_stride, Address residual, Address weight, Add
 void rotary(Address q, int64_t q_stride, int64_t num_q_heads, Address k, int64_t k_stride, int64_t num_kv_heads,
             Address positions, Address cos, Address sin, int64_t tokens, int64_t head_dim, int64_t rotary_dim,
             int64_t max_positions) {
-  check_indices("rotary: position", at<int32_t>(positions), tokens, 0, max_positions);
+  check_range("rotary: position", at<int32_t>(positions), tokens, 0, max_positions);
   kernels().rotary({at<float>(q), q_stride, at<int32_t>(positions), at<float>(cos), at<float>(sin), tokens, num_q_heads,
                     head_dim, rotary_dim});
   kernels().rotary({at<float>(k), k_stride, at<int32_t>(positions), at<float>(cos), at<float>(sin), tokens, num_kv_heads,
@@ -110,12 +111,24 @@ void gelu_tanh_mul(Address x, int64_t x_stride, Address out, int64_t rows, int64
   kernels().gelu_tanh_mul({at<float>(x), x_stride, at<float>(out), rows, size});
 }
 
+void gelu_mul(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
+  kernels().gelu_mul({at<float>(x), x_stride, at<float>(out), rows, size});
+}
+
+void gelu(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
+  kernels().gelu({at<float>(x), x_stride, at<float>(out), rows, size});
+}
+
+void gelu_tanh(Address x, int64_t x_stride, Address out, int64_t rows, int64_t size) {
+  kernels().gelu_tanh({at<float>(x), x_stride, at<float>(out), rows, size});
+}
+
 void embedding(Address table, bool table_is_bf16, int order, Address ids, bool ids_are_int64, Address out, int64_t tokens,
                int64_t vocab_size, int64_t hidden_size, float scale) {
   if (ids_are_int64) {
-    check_indices("embedding: id", at<int64_t>(ids), tokens, 0, vocab_size);
+    check_range("embedding: id", at<int64_t>(ids), tokens, 0, vocab_size);
   } else {
-    check_indices("embedding: id", at<int32_t>(ids), tokens, 0, vocab_size);
+    check_range("embedding: id", at<int32_t>(ids), tokens, 0, vocab_size);
   }
   kernels().embedding(
       {at<void>(table), table_is_bf16, static_cast<TableOrder>(order), at<void>(ids), ids_are_int64, at<float>(out), tokens, hidden_size, scale});
@@ -133,7 +146,7 @@ void layer_norm(Address x, int64_t x_stride, Address residual, Address weight, A
 
 void draw(Address x, int64_t x_stride, Address temperature, Address top_k, Address top_p, Address min_weight, Address u,
           Address masks, Address mask_rows, int64_t num_masks, Address out, int64_t rows, int64_t size) {
-  if (masks != 0) check_indices("draw: mask", at<int64_t>(mask_rows), rows, -1, num_masks);
+  if (masks != 0) check_range("draw: mask", at<int64_t>(mask_rows), rows, -1, num_masks);
   kernels().draw({at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k), at<double>(top_p),
                   at<int64_t>(min_weight), at<double>(u), at<uint32_t>(masks), at<int64_t>(mask_rows), at<int64_t>(out), rows, size});
 }
@@ -144,7 +157,7 @@ void exp_sums(Address x, int64_t x_stride, Address peaks, Address sums, int64_t 
 
 void moe(Address x, int64_t x_stride, Address ids, Address shares, Address experts, Address out, int64_t rows, int64_t top_k,
          int64_t num_experts, int64_t hidden_size, int64_t intermediate_size, bool gelu) {
-  check_indices("moe: expert", at<int64_t>(ids), rows * top_k, -1, num_experts);
+  check_range("moe: expert", at<int64_t>(ids), rows * top_k, -1, num_experts);
   kernels().moe({at<float>(x), x_stride, at<int64_t>(ids), at<float>(shares), at<ExpertWeight>(experts), at<float>(out), rows,
                  top_k, num_experts, hidden_size, intermediate_size, gelu});
 }
@@ -159,7 +172,7 @@ void make_decoder(Decoder* self, int64_t hidden_size, int64_t intermediate_size,
 // (address, is bfloat16, QuantScheme or -1, address of the column scales, address of the bias, n, k)
 using Weight = std::tuple<Address, bool, int, Address, Address, int64_t, int64_t>;
 
-DecoderLinear as_linear(const Weight& w) {
+LinearWeight as_linear(const Weight& w) {
   return {at<void>(std::get<0>(w)),  std::get<1>(w), std::get<2>(w), at<float>(std::get<3>(w)),
           at<float>(std::get<4>(w)), std::get<5>(w), std::get<6>(w)};
 }
@@ -178,6 +191,29 @@ void decoder_forward(Decoder& decoder, Address hidden, Address out, int64_t toke
                      Address page_table, int64_t max_pages, Address seq_lens, Address q_starts, Address read_starts, int64_t num_seqs) {
   decoder.forward({at<float>(hidden), at<float>(out), tokens, at<int32_t>(positions), at<int32_t>(out_slots),
                    at<int32_t>(page_table), max_pages, at<int32_t>(seq_lens), at<int32_t>(q_starts), at<int32_t>(read_starts), num_seqs});
+}
+
+// An encoder without layers; they are added in order.
+void make_encoder(Encoder* self, int64_t hidden_size, int64_t num_heads, int64_t head_dim, float scale, float eps, bool pre_norm, int activation,
+                  bool gated, bool rounded, Address final_norm, Address final_bias) {
+  new (self) Encoder({hidden_size, num_heads, head_dim, scale, eps, pre_norm, static_cast<EncoderActivation>(activation), gated, rounded},
+                     {at<float>(final_norm), at<float>(final_bias)});
+}
+
+void encoder_add_layer(Encoder& encoder, Address attention_norm, Address attention_bias, const Weight& qkv, const Weight& out, Address mlp_norm,
+                       Address mlp_bias, const Weight& up, const Weight& down, int64_t window, Address cos, Address sin, int64_t rotary_dim,
+                       int64_t max_positions) {
+  encoder.add_layer({{at<float>(attention_norm), at<float>(attention_bias)}, as_linear(qkv), as_linear(out), {at<float>(mlp_norm), at<float>(mlp_bias)},
+                     as_linear(up), as_linear(down), window, at<float>(cos), at<float>(sin), rotary_dim, max_positions});
+}
+
+void encoder_forward(Encoder& encoder, Address hidden, int64_t tokens, Address positions, Address row_starts, int64_t num_seqs) {
+  encoder.forward({at<float>(hidden), tokens, at<int32_t>(positions), at<int32_t>(row_starts), num_seqs});
+}
+
+std::vector<double> encoder_phase_seconds(Encoder& encoder) {
+  const auto seconds = encoder.phase_seconds();
+  return {seconds.begin(), seconds.end()};
 }
 
 // In the order of Phase.
@@ -222,12 +258,16 @@ NB_MODULE(_native, m) {
   m.def("linear_quantized", &linear_quantized, unlocked);
   m.def("quantize_rows", &quantize_rows, unlocked);
   m.def("paged_attention", &paged_attention, unlocked);
+  m.def("packed_attention", &packed_attention, unlocked);
   m.def("write_kv", &write_kv, unlocked);
   m.def("gather_kv", &gather_kv, unlocked);
   m.def("rms_norm", &rms_norm, unlocked);
   m.def("rotary", &rotary, unlocked);
   m.def("silu_mul", &silu_mul, unlocked);
   m.def("gelu_tanh_mul", &gelu_tanh_mul, unlocked);
+  m.def("gelu_mul", &gelu_mul, unlocked);
+  m.def("gelu", &gelu, unlocked);
+  m.def("gelu_tanh", &gelu_tanh, unlocked);
   m.def("embedding", &embedding, unlocked);
   m.def("argmax", &argmax, unlocked);
   m.def("layer_norm", &layer_norm, unlocked);
@@ -240,6 +280,11 @@ NB_MODULE(_native, m) {
       .def("set_group", [](Decoder& decoder, Address group) { decoder.set_group(at<RankGroup>(group)); })
       .def("forward", &decoder_forward, unlocked)
       .def("phase_seconds", &decoder_phase_seconds);
+  nb::class_<Encoder>(m, "Encoder")
+      .def("__init__", &make_encoder)
+      .def("add_layer", &encoder_add_layer)
+      .def("forward", &encoder_forward, unlocked)
+      .def("phase_seconds", &encoder_phase_seconds);
   nb::class_<RankGroup>(m, "RankGroup")
       .def_static("bytes", &RankGroup::bytes)
       .def(nb::init<int, int, int, double>())

@@ -153,6 +153,28 @@ struct AttentionArgs {
   float softcap;   // 0: none
 };
 
+// Attention in both directions within each of the sequences whose tokens lie one after the other. q [tokens, num_q_heads, head_dim];
+// k, v [tokens, num_kv_heads, head_dim]. Token i sees j of its sequence where |i - j| <= window, and all for window 0. rounded: q, k, v and
+// weights are rounded to bfloat16, and their products are those of simd_bf16.h.
+struct PackedAttentionArgs {
+  const float* q;
+  int64_t q_stride;
+  const float* k;
+  int64_t k_stride;
+  const float* v;
+  int64_t v_stride;
+  float* out;  // [tokens, num_q_heads, head_dim], contiguous
+  int64_t num_q_heads, num_kv_heads, head_dim;
+  float scale;
+  int64_t window;
+  bool rounded;
+};
+
+// Queries [begin, end) of the sequence whose tokens are [first, first + length); both count within it.
+struct PackedChunk {
+  int32_t first, length, begin, end;
+};
+
 // One position that attends.
 struct AttentionQuery {
   int32_t sequence;
@@ -241,6 +263,14 @@ struct GatedArgs {
   int64_t rows, size;
 };
 
+// What is not gated: x [rows, size] -> out [rows, size], which may be x.
+struct ActivationArgs {
+  const float* x;
+  int64_t x_stride;
+  float* out;
+  int64_t rows, size;
+};
+
 // kRows: the table is [ids][hidden_size]. The others: a packed weight, of LinearArgs or of QuantScheme::kBf16.
 enum class TableOrder : int { kRows = 0, kColumns = 1, kPairs = 2 };
 
@@ -315,6 +345,7 @@ struct KernelTable {
   const char* isa;
   void (*linear)(const LinearArgs&);
   void (*attention)(const AttentionArgs&, const AttentionTile* tiles, int64_t num_tiles);
+  void (*packed_attention)(const PackedAttentionArgs&, const PackedChunk* chunks, int64_t num_chunks);
   void (*write_kv)(const WriteKvArgs&);
   void (*gather_kv)(const GatherKvArgs&);
   void (*rms_norm)(const NormArgs&);
@@ -322,6 +353,10 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*silu_mul)(const GatedArgs&);
   void (*gelu_tanh_mul)(const GatedArgs&);
+  void (*gelu_mul)(const GatedArgs&);
+  void (*gelu)(const ActivationArgs&);
+  void (*gelu_tanh)(const ActivationArgs&);
+  void (*relu)(const ActivationArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*argmax)(const ArgmaxArgs&);
   void (*layer_norm)(const LayerNormArgs&);

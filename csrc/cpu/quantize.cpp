@@ -13,6 +13,7 @@ namespace HEADRACE_ISA {
 namespace {
 
 constexpr int64_t kGroup = kQuantGroup;
+constexpr int64_t kPiece = 1024;  // elements of a row at once; a multiple of kWideGroup
 constexpr float kSmallest = 1e-30f;  // below this limit / magnitude would overflow: the values are 0
 
 // Magnitudes compare as integers, where a NaN is more than anything.
@@ -76,13 +77,18 @@ HEADRACE_INLINE const float* rotated_part(const float* x, int64_t size, int64_t 
   }
 }
 
-// One group: `place` is that of its scale.
-template <class T>
-HEADRACE_INLINE void quantize_group(const QuantizeArgs& q, const float* x, int64_t size, T* values, int64_t place) {
-  constexpr float kLimit = limit_of(T{});
-  vi most = splat_int(0), sum = splat_int(0);
+HEADRACE_INLINE float magnitude_of(const float* x, int64_t size) {
+  vi most = splat_int(0);
   for_each_32(x, size, [&](int64_t, const float* some) { most = max_int(most, largest(some)); });
-  const float magnitude = as_float(reduce_max_int(most)), inverse = magnitude > kSmallest ? kLimit / magnitude : 0.0f;
+  return as_float(reduce_max_int(most));
+}
+
+// One group, whose largest element has this magnitude: `place` is that of its scale.
+template <class T>
+HEADRACE_INLINE void quantize_group(const QuantizeArgs& q, const float* x, int64_t size, float magnitude, T* values, int64_t place) {
+  constexpr float kLimit = limit_of(T{});
+  vi sum = splat_int(0);
+  const float inverse = magnitude > kSmallest ? kLimit / magnitude : 0.0f;
   for_each_32(x, size, [&](int64_t i, const float* some) { sum = add_int(sum, quantize_some(some, inverse, values + i)); });
   q.scales[place] = magnitude / kLimit;
   if (sizeof(T) == 2) return;
@@ -91,18 +97,22 @@ HEADRACE_INLINE void quantize_group(const QuantizeArgs& q, const float* x, int64
   q.scaled_sums[place] = q.scales[place] * static_cast<float>(negative_sum);
 }
 
+// A row in pieces: the magnitudes of all groups of a piece first, so that none waits for another's.
 template <class T>
 void quantize_row(const QuantizeArgs& q, int64_t row) {
   const int64_t group = q.format.group, places = row * ceil_div(q.k, group);
   const float* const x = q.x + row * q.x_stride;
   T* const values = static_cast<T*>(q.values) + row * ceil_div(q.k, kGroup) * kGroup;
-  const int64_t block = q.format.rotated ? rotation_block(q.k) : 1, part = block == 1 ? q.k : kWideGroup;
-  float rotated[kWideGroup];
-  for (int64_t first = 0; first < q.k; first += part) {
-    const int64_t end = min_of(first + part, q.k);
+  const int64_t block = q.format.rotated ? rotation_block(q.k) : 1;
+  float rotated[kPiece], magnitudes[kPiece / kGroup];
+  // A group that is a whole row may be longer than a piece; it is not rotated then.
+  const int64_t piece = max_of(kPiece / group * group, group);
+  for (int64_t first = 0; first < q.k; first += piece) {
+    const int64_t end = min_of(first + piece, q.k);
     const float* const from = rotated_part(x + first, end - first, block, rotated);
-    for (int64_t begin = first; begin < end; begin += group) {
-      quantize_group(q, from + begin - first, min_of(group, end - begin), values + begin, places + begin / group);
+    for (int64_t begin = first, i = 0; begin < end; begin += group, ++i) magnitudes[i] = magnitude_of(from + begin - first, min_of(group, end - begin));
+    for (int64_t begin = first, i = 0; begin < end; begin += group, ++i) {
+      quantize_group(q, from + begin - first, min_of(group, end - begin), magnitudes[i], values + begin, places + begin / group);
     }
   }
 }

@@ -85,5 +85,16 @@ HEADRACE_INLINE void store_rounded(bf16* p, vf first, vf second) {
 
 #endif
 
+// 16 floats as bfloat16.
+HEADRACE_INLINE void round16(f32x16 from, bf16* to) {
+  if constexpr (kParts == 1) {
+    bf16 both[2 * kLanes];
+    store_rounded(both, from.part[0], from.part[0]);
+    memcpy(to, both, 32);
+  } else {
+    HEADRACE_UNROLL for (int p = 0; p + 1 < kParts; p += 2) store_rounded(to + p * kLanes, from.part[p], from.part[p + 1]);
+  }
+}
+
 }  // namespace HEADRACE_ISA
 }  // namespace headrace

@@ -95,12 +95,21 @@ def test_native_rotary_refuses_positions_beyond_the_table(native):
         kernels.rotary(q, k, torch.tensor([3, 4], dtype=torch.int32), torch.randn(9, 33), torch.randn(9, 33))
 
 
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def gelu(x):
+    return torch.nn.functional.gelu(x)
+
+
+def gelu_tanh(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+GATES = {"silu_mul": torch.nn.functional.silu, "gelu_tanh_mul": gelu_tanh, "gelu_mul": gelu}
+
+
+@pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("size", [1, 15, 16, 100, 1024, 1536, 2049])
 def test_gated_activations_match_float64(implementation, name, size):
-    activation = torch.nn.functional.silu
-    if name == "gelu_tanh_mul":
-        activation = lambda x: torch.nn.functional.gelu(x, approximate="tanh")  # noqa: E731
+    activation = GATES[name]
     for rows in ROWS:
         x = torch.randn(rows, 2 * size) * 3
 
@@ -112,7 +121,49 @@ def test_gated_activations_match_float64(implementation, name, size):
         assert torch.allclose(got.double(), want, rtol=3e-6, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [1, 15, 16, 100, 1024, 2049])
+def test_activations_match_float64(implementation, name, size):
+    for rows in ROWS:
+        wide = torch.randn(rows, size + 3) * 3
+        x = wide[:, 2 : size + 2]
+
+        got = getattr(kernels, name)(x)
+
+        want = (gelu if name == "gelu" else gelu_tanh)(x.double())
+        # torch forms 1 + erf and 1 + tanh, which cancel for negative x.
+        atol = 1.5e-6 if implementation == "torch" else 1e-7
+        assert got.shape == x.shape
+        assert torch.allclose(got.double(), want, rtol=3e-6, atol=atol)
+
+
+def test_gelu_is_exact_to_some_units_in_the_last_place(native):
+    x = torch.linspace(-6, 12, 200_001).view(1, -1)
+
+    got = kernels.gelu(x)[0].double()
+
+    # By the complement of erf: nothing cancels.
+    want = x[0].double() * torch.special.erfc(-x[0].double() / 2**0.5) / 2
+    error = ((got - want) / want).abs()
+    assert error[x[0] > 0].max() <= 2**-22
+    assert error[(x[0] < 0) & (x[0] > -3)].max() <= 2**-19
+    assert error[(x[0] <= -3) & (x[0] > -6)].max() <= 2**-17
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_activations_hold_at_the_ends_of_the_range(implementation, name):
+    x = torch.tensor([[-1e4, -200.0, -90.0, 0.0, 90.0, 1e4, torch.nan]])
+    got = getattr(kernels, name)(x)[0]
+    assert torch.equal(got[:3].abs() <= 1e-30, torch.ones(3, dtype=torch.bool))
+    assert torch.equal(got[3:6], x[0, 3:6])
+    assert got[6].isnan()
+
+
+def test_gelu_of_infinity_is_a_number(native):
+    assert torch.equal(kernels.gelu(torch.tensor([[-torch.inf, torch.inf]])), torch.tensor([[0.0, torch.inf]]))
+
+
+@pytest.mark.parametrize("name", GATES)
 def test_gated_activations_hold_at_the_ends_of_the_range(implementation, name):
     x = torch.tensor([[-1e4, -200.0, -90.0, 0.0, 90.0, 200.0, 1e4, torch.nan] + [1.0] * 8])
     got = getattr(kernels, name)(x)[0]
@@ -180,7 +231,9 @@ def test_thread_counts_and_wide_instruction_sets_give_equal_bits(native):
         for threads in (1, 2, 5):
             kernels.set_num_threads(threads)
             norm = kernels.rms_norm(x, weight, 1e-5, residual.clone())
-            results.append((norm, kernels.silu_mul(gate), kernels.gelu_tanh_mul(gate), kernels.argmax(x)))
+            results.append(
+                (norm, *(getattr(kernels, name)(gate) for name in (*GATES, "gelu", "gelu_tanh")), kernels.argmax(x))
+            )
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from headrace import kernels
 from headrace.config.resolve import AttentionNeeds
 
 
@@ -167,6 +168,23 @@ class StepAttention(ABC):
     ) -> torch.Tensor:
         """The rows of `forward` that are read, [num_read, num_q_heads * head_dim]. A backend may compute only these."""
         return self.forward(q, k, v, layer)[reads.index]
+
+    def attend_encoder(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        row_starts: torch.Tensor,
+        scale: float,
+        *,
+        window: int = 0,
+        rounded: bool = False,
+    ) -> torch.Tensor:
+        """Attention in both directions within each of the texts that lie one after the other, without a KV cache or a prepared step.
+
+        Arguments and result are those of `kernels.packed_attention`, which computes it unless a backend has a way of its own.
+        """
+        return kernels.packed_attention(q, k, v, row_starts, scale, window=window, rounded=rounded)
 
 
 class AttentionBackend(StepAttention):

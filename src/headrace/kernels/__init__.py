@@ -5,11 +5,13 @@ Read first: ops.py (what an op is), registry.py (op -> implementations).
 - Everywhere: torch_fallback.py (the ops in plain torch), torch_quantized.py (fp8 and int4 on GPUs), drawing.py (the
   draw, defined)
 - Layouts: packing.py, quantized_packing.py, unpacking.py (there and back)
-- Larger than a layer's op: decoder.py (all layers of the common block), experts.py (a mixture's), lora.py (adapters)
+- Larger than a layer's op: decoder.py and encoder.py (all layers of the common blocks), experts.py (a mixture's), lora.py (adapters);
+  packed_checks.py (what their native calls take for granted)
 - Measuring: probe.py (what this machine can do at best)
 """
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder
+from headrace.kernels.encoder import EncoderLayerSpec, EncoderSpec, FusedEncoder, rounds_attention
 from headrace.kernels.experts import PackedExperts, pack_experts
 from headrace.kernels.lora import LoraFactors, LoraPart, LoraRows
 from headrace.kernels.ops import (
@@ -18,12 +20,16 @@ from headrace.kernels.ops import (
     embedding,
     exp_sums,
     gather_kv,
+    gelu,
+    gelu_mul,
+    gelu_tanh,
     gelu_tanh_mul,
     layer_norm,
     linear,
     lora_delta,
     moe,
     pack_linear,
+    packed_attention,
     paged_attention,
     quantize_rows,
     rms_norm,
@@ -47,7 +53,10 @@ __all__ = [
     "PAGE_SIZE",
     "DecoderLayerSpec",
     "DecoderSpec",
+    "EncoderLayerSpec",
+    "EncoderSpec",
     "FusedDecoder",
+    "FusedEncoder",
     "LoraFactors",
     "LoraPart",
     "LoraRows",
@@ -60,6 +69,9 @@ __all__ = [
     "embedding",
     "exp_sums",
     "gather_kv",
+    "gelu",
+    "gelu_mul",
+    "gelu_tanh",
     "gelu_tanh_mul",
     "kv_cache_shapes",
     "layer_norm",
@@ -69,6 +81,7 @@ __all__ = [
     "num_threads",
     "pack_experts",
     "pack_linear",
+    "packed_attention",
     "packed_rows",
     "paged_attention",
     "prefer",
@@ -76,6 +89,7 @@ __all__ = [
     "report",
     "rms_norm",
     "rotary",
+    "rounds_attention",
     "runs_fused_moe",
     "set_num_threads",
     "silu_mul",

@@ -12,7 +12,8 @@ import torch
 
 from headrace.errors import ExecutionError
 from headrace.kernels import cpu, registry
-from headrace.kernels.packing import QUANT_SCHEMES, PackedLinear, kv_cache_shapes, kv_type
+from headrace.kernels.packed_checks import address_of, check_contiguous, native_linear
+from headrace.kernels.packing import PackedLinear, kv_cache_shapes, kv_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +128,15 @@ class FusedDecoder:
             spec.layers[0].activation == "gelu_tanh",
             kv_type(k_caches[0], rounded),
             k_caches[0].shape[0],
-            _address(spec.final_norm),
+            address_of(spec.final_norm),
         )
         for layer, k_cache, v_cache in zip(spec.layers, k_caches, v_caches, strict=True):
             q_norm, k_norm = layer.head_norms or (None, None)
             self._decoder.add_layer(
                 layer.attention_norm.data_ptr(),
-                _linear(layer.qkv),
-                _address(q_norm),
-                _address(k_norm),
+                native_linear(layer.qkv),
+                address_of(q_norm),
+                address_of(k_norm),
                 layer.cos.data_ptr(),
                 layer.sin.data_ptr(),
                 2 * layer.cos.shape[1],
@@ -145,12 +146,12 @@ class FusedDecoder:
                 layer.softcap,
                 k_cache.data_ptr(),
                 v_cache.data_ptr(),
-                _linear(layer.out),
-                _address(layer.after_attention),
+                native_linear(layer.out),
+                address_of(layer.after_attention),
                 layer.mlp_norm.data_ptr(),
-                _linear(layer.gate_up),
-                _linear(layer.down),
-                _address(layer.after_mlp),
+                native_linear(layer.gate_up),
+                native_linear(layer.down),
+                address_of(layer.after_mlp),
             )
         if group is not None:
             assert group.address is not None, "ranks without a native group run the layers one by one"
@@ -174,18 +175,18 @@ class FusedDecoder:
         size, position, slot, start or page does not fit; then no KV is written. ExecutionError when the group is broken.
         """
         tokens = hidden.shape[0]
-        _contiguous("hidden", hidden, torch.float32, (tokens, self._spec.hidden_size))
-        _contiguous("positions", positions, torch.int32, (tokens,))
-        _contiguous("out_slots", out_slots, torch.int32, (tokens,))
+        check_contiguous("decoder: hidden", hidden, torch.float32, (tokens, self._spec.hidden_size))
+        check_contiguous("decoder: positions", positions, torch.int32, (tokens,))
+        check_contiguous("decoder: out_slots", out_slots, torch.int32, (tokens,))
         num_seqs, max_pages = page_table.shape
-        _contiguous("page_table", page_table, torch.int32, (num_seqs, max_pages))
-        _contiguous("seq_lens", seq_lens, torch.int32, (num_seqs,))
-        _contiguous("q_starts", q_starts, torch.int32, (num_seqs + 1,))
+        check_contiguous("decoder: page_table", page_table, torch.int32, (num_seqs, max_pages))
+        check_contiguous("decoder: seq_lens", seq_lens, torch.int32, (num_seqs,))
+        check_contiguous("decoder: q_starts", q_starts, torch.int32, (num_seqs + 1,))
         num_read = tokens
         if read_starts is None:
             read_starts = q_starts
         else:
-            _contiguous("read_starts", read_starts, torch.int32, (num_seqs + 1,))
+            check_contiguous("decoder: read_starts", read_starts, torch.int32, (num_seqs + 1,))
             num_read = int(read_starts[-1])
         out = torch.empty(num_read, self._spec.hidden_size)
         try:
@@ -225,51 +226,27 @@ def _check(spec: DecoderSpec, k_caches: list[torch.Tensor], v_caches: list[torch
         raise ValueError(f"decoder: {len(spec.layers)} layers but {len(k_caches)} K and {len(v_caches)} V caches")
     hidden = spec.hidden_size
     if spec.final_norm is not None:
-        _contiguous("final_norm", spec.final_norm, torch.float32, (hidden,))
+        check_contiguous("decoder: final_norm", spec.final_norm, torch.float32, (hidden,))
     intermediate = spec.layers[0].down.k
     dtype, num_pages = k_caches[0].dtype, k_caches[0].shape[0]
     k_shape, v_shape = kv_cache_shapes(num_pages, spec.num_kv_heads, head_dim, dtype)
     sizes = ((q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * intermediate, hidden), (hidden, intermediate))
     for layer, k_cache, v_cache in zip(spec.layers, k_caches, v_caches, strict=True):
-        _contiguous("K cache", k_cache, dtype, k_shape)
-        _contiguous("V cache", v_cache, dtype, v_shape)
+        check_contiguous("decoder: K cache", k_cache, dtype, k_shape)
+        check_contiguous("decoder: V cache", v_cache, dtype, v_shape)
         for name, linear, size in zip(("qkv", "out", "gate_up", "down"), layer.linears, sizes, strict=True):
             if (linear.n, linear.k) != size:
                 raise ValueError(f"decoder: {name} is [{linear.n}, {linear.k}], not {list(size)}")
         for norm in (layer.attention_norm, layer.mlp_norm, layer.after_attention, layer.after_mlp):
             if norm is not None:
-                _contiguous("norm", norm, torch.float32, (hidden,))
+                check_contiguous("decoder: norm", norm, torch.float32, (hidden,))
         for norm in layer.head_norms or ():
-            _contiguous("head norm", norm, torch.float32, (head_dim,))
-        _contiguous("cos", layer.cos, torch.float32, tuple(layer.cos.shape))
-        _contiguous("sin", layer.sin, torch.float32, tuple(layer.cos.shape))
+            check_contiguous("decoder: head norm", norm, torch.float32, (head_dim,))
+        check_contiguous("decoder: cos", layer.cos, torch.float32, tuple(layer.cos.shape))
+        check_contiguous("decoder: sin", layer.sin, torch.float32, tuple(layer.cos.shape))
         if layer.activation != spec.layers[0].activation:
             raise ValueError(f"decoder: layers with {layer.activation} and with {spec.layers[0].activation}")
         if layer.cos.dim() != 2 or 2 * layer.cos.shape[1] > head_dim or layer.window < 0 or layer.softcap < 0:
             raise ValueError(
                 f"decoder: cos {tuple(layer.cos.shape)}, head_dim {head_dim}, window {layer.window}, softcap {layer.softcap}"
             )
-
-
-def _contiguous(what: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
-        raise ValueError(
-            f"decoder: {what} must be contiguous {dtype} {list(shape)} on CPU, "
-            f"got {x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
-        )
-
-
-def _linear(packed: PackedLinear) -> tuple[int, bool, int, int, int, int, int]:
-    return (
-        packed.data.data_ptr(),
-        packed.layout == "native_bf16",
-        QUANT_SCHEMES.get(packed.layout, -1),
-        _address(packed.column_scales),
-        _address(packed.bias),
-        packed.n,
-        packed.k,
-    )
-
-
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

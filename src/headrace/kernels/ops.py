@@ -4,8 +4,8 @@ Owns the definition of each op. Does not own the choice of an implementation (`r
 `torch_fallback`). On CPU activations are float32; elsewhere they keep the dtype of the input. Sizes are checked: ValueError.
 Zero rows are allowed everywhere. Called by the thread that runs the model.
 
-On CPU `linear`, `moe`, the norms and `paged_attention` are batch-invariant: the bits of a row depend on that row (for attention: its
-position and what it sees), never on the other rows, the chunking or the number of threads.
+On CPU `linear`, `moe`, the norms and attention, `paged_attention` and `packed_attention`, are batch-invariant: the bits of a row depend on that
+row (for attention: its position and what it sees), never on the other rows, the chunking or the number of threads.
 """
 
 from collections.abc import Mapping
@@ -107,6 +107,21 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, select("gelu_tanh_mul", x.device.type)(x))
 
 
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(x[:, :size]) * x[:, size:], gelu as in `gelu`, for x [rows, 2 * size] -> [rows, size]."""
+    return cast(torch.Tensor, select("gelu_mul", x.device.type)(x))
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """x Phi(x) of each element of [rows, size] -> [rows, size], Phi the distribution function of the normal distribution (the erf form)."""
+    return cast(torch.Tensor, select("gelu", x.device.type)(x))
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """gelu in its tanh form, of each element of [rows, size] -> [rows, size]."""
+    return cast(torch.Tensor, select("gelu_tanh", x.device.type)(x))
+
+
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float = 1.0) -> torch.Tensor:
     """table[ids] * scale: ids int32 or int64 [tokens], table bfloat16 or float32 [vocab_size, size] -> [tokens, size].
 
@@ -167,6 +182,26 @@ def paged_attention(
             q, k_cache, v_cache, page_table, seq_lens, q_starts, scale, window, softcap, rounded
         ),
     )
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_starts: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    rounded: bool = False,
+) -> torch.Tensor:
+    """Attention in both directions within each of the sequences that lie one after the other -> [tokens, num_q_heads, head_dim].
+
+    q: [tokens, num_q_heads, head_dim], k, v: [tokens, num_kv_heads, head_dim]; may be slices of one projection. num_q_heads is a multiple of
+    num_kv_heads, head_dim is any. row_starts: int32[num_seqs + 1] on the CPU: sequence i has tokens row_starts[i] .. row_starts[i + 1] - 1; may
+    be empty. window: token i sees j where |i - j| <= window; 0 = all. rounded: q, k, v and weights are rounded to bfloat16, and a sum of weights
+    is that of the rounded ones. ValueError when a size or a start does not fit.
+    """
+    return cast(torch.Tensor, select("packed_attention", q.device.type)(q, k, v, row_starts, scale, window, rounded))
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:

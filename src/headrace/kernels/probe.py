@@ -53,7 +53,7 @@ def machine_limits(repeat: int = 5) -> MachineLimits:
         raise ConfigError(f"measuring the machine's limits needs the native kernels: {cpu.why_not()}")
     memory = torch.ones(_READ_BYTES // 4)
     # By DotKind of csrc/cpu/ops.h: bytes, words, bfloat16. Without instructions for the last, its products are slow.
-    dot_rounds = (_FMA_ROUNDS, _FMA_ROUNDS, _FMA_ROUNDS if native.isa() in ("amx", "avx512bf16") else _FMA_ROUNDS // 64)
+    dot_rounds = (_FMA_ROUNDS, _FMA_ROUNDS, _FMA_ROUNDS if cpu.multiplies_bf16() else _FMA_ROUNDS // 64)
 
     def ops_per_s(multiply: Callable[[], float]) -> float:
         return multiply() / _best(multiply, repeat)

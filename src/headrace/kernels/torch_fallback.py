@@ -6,6 +6,7 @@ so that a row's bits do not depend on the rows beside it; on other devices they 
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +37,16 @@ __all__ = [
     "embedding",
     "exp_sums",
     "gather_kv",
+    "gelu",
+    "gelu_mul",
+    "gelu_tanh",
     "gelu_tanh_mul",
     "layer_norm",
     "linear",
     "lora_delta",
     "moe",
     "pack_linear",
+    "packed_attention",
     "paged_attention",
     "quantize_rows",
     "rms_norm",
@@ -178,6 +183,22 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu_mul`."""
+    gate, up = _halves("gelu_mul", x)
+    return F.gelu(gate) * up
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu`."""
+    return F.gelu(x)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu_tanh`."""
+    return F.gelu(x, approximate="tanh")
+
+
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
     """See `headrace.kernels.ops.embedding`. float32 on CPU, the table's dtype elsewhere."""
     if isinstance(table, PackedLinear):
@@ -305,6 +326,78 @@ def paged_attention(
     return out
 
 
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_starts: torch.Tensor,
+    scale: float,
+    window: int,
+    rounded: bool,
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.packed_attention`. On CPU as `paged_attention`, sequence by sequence."""
+    starts = check_packed(q, k, v, row_starts, window)
+    if q.device.type != "cpu":
+        return attend_padded(q, k, v, starts, scale, window)
+    if rounded:
+        q, k, v = ((q.float() * scale * LOG2_E).bfloat16().float() / LOG2_E, k.bfloat16().float(), v.bfloat16().float())
+    else:
+        q = q.float() * scale
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for begin, end in pairwise(starts):
+        if begin < end:
+            rows = slice(begin, end)
+            out[rows] = _attend(q[rows], k[rows], v[rows], 0, 0, window, 0.0, rounded, both_ways=True)
+    return out
+
+
+def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_starts: torch.Tensor, window: int) -> list[int]:
+    """row_starts as integers. ValueError unless the arguments of `packed_attention` fit one another."""
+    tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    if k.shape != v.shape or tuple(k.shape) != (tokens, num_kv_heads, head_dim):
+        raise ValueError(
+            f"packed_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}: not [tokens, heads, head_dim]"
+        )
+    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        raise ValueError(f"packed_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
+    if window < 0:
+        raise ValueError(f"packed_attention: the window must not be negative, got {window}")
+    starts: list[int] = row_starts.tolist()
+    if not starts or starts[0] != 0 or starts[-1] != tokens or any(a > b for a, b in pairwise(starts)):
+        raise ValueError(f"packed_attention: row_starts must run from 0 to {tokens} and never fall, got {starts}")
+    return starts
+
+
+def attend_padded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int], scale: float, window: int
+) -> torch.Tensor:
+    """`packed_attention` on another device: sequences of similar lengths as one padded batch each."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    groups: dict[int, list[int]] = {}
+    for index, (begin, end) in enumerate(pairwise(starts)):
+        if begin < end:
+            groups.setdefault((end - begin - 1).bit_length(), []).append(index)
+    for members in groups.values():
+        begins = torch.tensor([starts[i] for i in members], device=q.device)
+        lengths = torch.tensor([starts[i + 1] - starts[i] for i in members], device=q.device)
+        longest = max(starts[i + 1] - starts[i] for i in members)
+        place = torch.arange(longest, device=q.device)
+        is_token = place < lengths[:, None]
+        rows = begins[:, None] + torch.minimum(place, lengths[:, None] - 1)
+        seen = is_token[:, None, None]
+        if window:
+            # A row of padding sees the last token, at the least: its result is not used, but must not be of nothing.
+            near = (place[:, None] - place).abs() <= window
+            seen = (seen & near) | ~is_token[:, None, :, None]
+        queries, keys, values = (x[rows].transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out[rows[is_token]] = attended.transpose(1, 2)[is_token]
+    return out
+
+
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """See `headrace.kernels.ops.argmax`."""
     if x.dim() != 2 or x.shape[1] == 0:
@@ -338,8 +431,13 @@ def _attend(
     window: int,
     softcap: float,
     rounded: bool,
+    *,
+    both_ways: bool = False,
 ) -> torch.Tensor:
-    """q [rows, heads, head_dim], scaled; k, v [keys, kv_heads, head_dim] from position first_key -> [rows, heads, head_dim]."""
+    """q [rows, heads, head_dim], scaled; k, v [keys, kv_heads, head_dim] from position first_key -> [rows, heads, head_dim].
+
+    both_ways: as `packed_attention`, otherwise as `paged_attention`.
+    """
     rows, heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = heads // num_kv_heads
@@ -359,15 +457,17 @@ def _attend(
         top = torch.full((num_kv_heads, TILE_ROWS, 1), -torch.inf, device=q.device)
         total = torch.zeros(num_kv_heads, TILE_ROWS, 1, device=q.device)
         values = torch.zeros_like(tile)
-        for block in range(0, min(keys, int(tile_position[-1]) + 1 - first_key), KEY_BLOCK):
+        for block in range(0, keys if both_ways else min(keys, int(tile_position[-1]) + 1 - first_key), KEY_BLOCK):
             scores = torch.bmm(tile, k_blocks[:, block : block + KEY_BLOCK].transpose(1, 2))
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             key = first_key + torch.arange(block, block + KEY_BLOCK, device=q.device)
             distance = tile_position[:, None] - key
-            seen = distance >= 0
-            if window:
-                seen &= distance < window
+            if both_ways:
+                seen = key < first_key + keys
+                seen = seen & (distance.abs() <= window) if window else seen.expand_as(distance)
+            else:
+                seen = (distance >= 0) & (distance < window) if window else distance >= 0
             scores = scores.masked_fill(~seen, -torch.inf)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = new_top.masked_fill(new_top == -torch.inf, 0.0)

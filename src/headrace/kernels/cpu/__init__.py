@@ -60,6 +60,11 @@ def isa() -> str:
     return "" if native is None else str(native.isa())
 
 
+def multiplies_bf16() -> bool:
+    """Whether the instruction set of the kernels has products of bfloat16, which are twice as fast as those of floats."""
+    return isa() in ("amx", "avx512bf16")
+
+
 def isas() -> list[tuple[str, str]]:
     """(instruction set, reason why not or "") of this build, best first; empty if the extension cannot be loaded."""
     native = load()

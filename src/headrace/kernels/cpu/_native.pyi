@@ -56,6 +56,24 @@ def paged_attention(
     window: int,
     softcap: float,
 ) -> None: ...
+def packed_attention(
+    q: int,
+    q_stride: int,
+    k: int,
+    k_stride: int,
+    v: int,
+    v_stride: int,
+    out: int,
+    row_starts: int,
+    num_seqs: int,
+    tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    window: int,
+    rounded: bool,
+) -> None: ...
 def write_kv(
     k: int,
     k_stride: int,
@@ -100,6 +118,9 @@ def rotary(
 ) -> None: ...
 def silu_mul(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
 def gelu_tanh_mul(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def gelu_mul(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def gelu(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
+def gelu_tanh(x: int, x_stride: int, out: int, rows: int, size: int) -> None: ...
 def embedding(
     table: int,
     table_is_bf16: bool,
@@ -206,6 +227,42 @@ class Decoder:
         read_starts: int,
         num_seqs: int,
     ) -> None: ...
+    def phase_seconds(self) -> list[float]: ...
+
+class Encoder:
+    """See `Decoder`. activation: 0 gelu, 1 gelu_tanh, 2 silu, 3 relu."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        scale: float,
+        eps: float,
+        pre_norm: bool,
+        activation: int,
+        gated: bool,
+        rounded: bool,
+        final_norm: int,
+        final_bias: int,
+    ) -> None: ...
+    def add_layer(
+        self,
+        attention_norm: int,
+        attention_bias: int,
+        qkv: tuple[int, bool, int, int, int, int, int],
+        out: tuple[int, bool, int, int, int, int, int],
+        mlp_norm: int,
+        mlp_bias: int,
+        up: tuple[int, bool, int, int, int, int, int],
+        down: tuple[int, bool, int, int, int, int, int],
+        window: int,
+        cos: int,
+        sin: int,
+        rotary_dim: int,
+        max_positions: int,
+    ) -> None: ...
+    def forward(self, hidden: int, tokens: int, positions: int, row_starts: int, num_seqs: int) -> None: ...
     def phase_seconds(self) -> list[float]: ...
 
 class RankGroup:

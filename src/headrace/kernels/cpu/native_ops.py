@@ -226,6 +226,30 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu_mul`."""
+    rows, stride, size = _gated("gelu_mul", x)
+    out = torch.empty(rows, size)
+    _native.gelu_mul(x.data_ptr(), stride, out.data_ptr(), rows, size)
+    return out
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu`."""
+    rows, stride = _rows("gelu: x", x, x.shape[-1])
+    out = torch.empty(rows, x.shape[1])
+    _native.gelu(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
+    return out
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.ops.gelu_tanh`."""
+    rows, stride = _rows("gelu_tanh: x", x, x.shape[-1])
+    out = torch.empty(rows, x.shape[1])
+    _native.gelu_tanh(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1])
+    return out
+
+
 def embedding(ids: torch.Tensor, table: torch.Tensor | PackedLinear, scale: float) -> torch.Tensor:
     """See `headrace.kernels.ops.embedding`."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
@@ -307,6 +331,50 @@ def paged_attention(
         scale,
         window,
         softcap,
+    )
+    return out
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_starts: torch.Tensor,
+    scale: float,
+    window: int,
+    rounded: bool,
+) -> torch.Tensor:
+    """See `headrace.kernels.ops.packed_attention`."""
+    tokens, num_q_heads, head_dim, q_stride = _heads("packed_attention: q", q)
+    k_tokens, num_kv_heads, k_head_dim, k_stride = _heads("packed_attention: k", k)
+    *v_shape, v_stride = _heads("packed_attention: v", v)
+    if (k_tokens, k_head_dim) != (tokens, head_dim) or v_shape != [k_tokens, num_kv_heads, k_head_dim]:
+        raise ValueError(
+            f"packed_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}, v is {tuple(v.shape)}: not [tokens, heads, head_dim]"
+        )
+    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        raise ValueError(f"packed_attention: {num_q_heads} query heads do not share {num_kv_heads} KV heads evenly")
+    if window < 0:
+        raise ValueError(f"packed_attention: the window must not be negative, got {window}")
+    _int32("packed_attention: row_starts", row_starts, max(1, row_starts.numel()))
+    out = torch.empty(tokens, num_q_heads, head_dim)
+    _native.packed_attention(
+        q.data_ptr(),
+        q_stride,
+        k.data_ptr(),
+        k_stride,
+        v.data_ptr(),
+        v_stride,
+        out.data_ptr(),
+        row_starts.data_ptr(),
+        row_starts.numel() - 1,
+        tokens,
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        scale,
+        window,
+        rounded,
     )
     return out
 
