@@ -136,6 +136,23 @@ def test_only_what_serving_needs_comes_and_lies_where_the_library_puts_it(hub, t
     assert progress.done == progress.total == sum(map(len, NEEDED.values()))
 
 
+def test_the_modules_of_an_embedding_model_come_with_it(hub):
+    modules = {
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b'{"pooling_mode_cls_token": true}',
+        "2_Dense/config.json": b'{"in_features": 64}',
+        "2_Dense/model.safetensors": save({"linear.weight": torch.ones(8, 64)}),
+    }
+    hub.repos["org/tiny"] = (
+        NEEDED | modules | {"2_Dense/pytorch_model.bin": b"a pickle", "onnx/config.json": b"another"}
+    )
+
+    path, _ = pull("org/tiny")
+
+    assert sorted(hub.downloads()) == sorted(NEEDED | modules)
+    assert (path / "2_Dense" / "model.safetensors").read_bytes() == modules["2_Dense/model.safetensors"]
+
+
 def test_what_is_there_is_checked_and_not_downloaded_again(one_file):
     pull("org/tiny")
     one_file.seen.clear()

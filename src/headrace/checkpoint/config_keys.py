@@ -129,11 +129,18 @@ T = TypeVar("T")
 
 
 class ConfigKeys:
-    """Typed access to one config dict, falling back to the architecture's defaults."""
+    """Typed access to one config dict, falling back to the architecture's defaults.
 
-    def __init__(self, config: dict[str, Any], origin: str) -> None:
+    defaults: of an architecture that is not a decoder; None = those of the decoder that the config names.
+    """
+
+    def __init__(self, config: dict[str, Any], origin: str, defaults: dict[str, Any] | None = None) -> None:
         self.config = config
         self.origin = origin
+        self.is_foreign = False
+        if defaults is not None:
+            self.defaults = _COMMON | defaults
+            return
         model_type = config["model_type"]
         if model_type not in _DEFAULTS:
             check_family(model_type, origin, brings_code=bool(config.get("auto_map")))

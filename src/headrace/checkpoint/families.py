@@ -14,6 +14,9 @@ from headrace.errors import ModelError
 NATIVE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
 """Hugging Face model types with an implementation of our own (`models.registry.native_specs`)."""
 
+ENCODERS = frozenset({"bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"})
+"""Those of models that read and do not write (`models.registry.encoder_types`)."""
+
 _NEEDS: dict[str, str] = {
     "a state beside attention that is kept from token to token (linear attention, recurrences, convolutions)": (
         "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
@@ -53,7 +56,8 @@ def check_family(model_type: str, origin: str, brings_code: bool = False) -> Non
 
 def _refusal(model_type: str, origin: str, why: str) -> ModelError:
     return ModelError(
-        f"{origin}: model type {model_type!r:.80} is not supported: {why}. Supported are {', '.join(sorted(NATIVE))} and what docs/models.md lists"
+        f"{origin}: model type {model_type!r:.80} is not supported: {why}. Supported are {', '.join(sorted(NATIVE))} and what docs/models.md lists; "
+        f"encoders: {', '.join(sorted(ENCODERS))}"
     )
 
 

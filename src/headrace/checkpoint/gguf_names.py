@@ -3,7 +3,7 @@
 Owns the name map GGUF -> Hugging Face, undoing the changes of llama.cpp's converter to some weights, and the
 Hugging Face style config dict made from GGUF metadata. Knows nothing about the file format (`gguf.py`).
 
-Architectures: llama (also Mistral models, which convert to it), qwen2, qwen3, qwen3moe, gemma3.
+Architectures: llama (also Mistral models, which convert to it), qwen2, qwen3, qwen3moe, gemma3; bert (`gguf_encoder.py`).
 """
 
 import re
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.checkpoint.gguf import GgufFile
+from headrace.checkpoint.gguf_encoder import bert_config, hf_name, stated_pooling
 from headrace.errors import ModelError
 
 MODEL_TYPES = {
@@ -22,6 +23,7 @@ MODEL_TYPES = {
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
+    "bert": "bert",
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -82,6 +84,9 @@ class GgufSource:
 def map_tensors(file: GgufFile) -> dict[str, GgufSource]:
     """Hugging Face name -> source, in the order of the file. Raises ModelError for an unknown tensor."""
     arch = architecture(file)
+    if arch == "bert":
+        names = ((tensor, hf_name(file, tensor.name)) for tensor in file.tensors.values())
+        return {name: GgufSource(tensor.name, tensor.shape) for tensor, name in names}
     num_q_heads = int(_head_count(file, arch, "head_count"))
     num_kv_heads = int(_head_count(file, arch, "head_count_kv"))
     layer_names = _GEMMA_LAYER if arch == "gemma3" else _LAYER
@@ -143,6 +148,8 @@ def architecture(file: GgufFile) -> str:
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """The Hugging Face style config dict of a GGUF file. Raises ModelError for missing keys."""
     arch = architecture(file)
+    if arch == "bert":
+        return bert_config(file) | stated_pooling(file, arch)
     model_type = MODEL_TYPES[arch]
     num_heads = _head_count(file, arch, "head_count")
     hidden_size = file.count(f"{arch}.embedding_length")
@@ -168,6 +175,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos(file),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
+        **stated_pooling(file, arch),
     }
     scaling = _rope_scaling(file, arch, config)
     if scaling:

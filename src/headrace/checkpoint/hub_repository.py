@@ -29,9 +29,10 @@ WAIT_S = 1.0  # before the second attempt; doubles
 _OFFLINE = ("1", "ON", "YES", "TRUE")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
-# Beside the weights: configuration, tokenizers, templates. Never code, never pickles.
+# Beside the weights: configuration, tokenizers, templates, and the modules of sentence-transformers (1_Pooling, 2_Dense). Never code, never pickles.
 _COMPANIONS = re.compile(
     r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt|additional_chat_templates/[^/]+\.jinja"
+    r"|[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)"
 )
 _OTHER_WEIGHTS = re.compile(r"(pytorch_model|flax_model|tf_model|consolidated)[.-]")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -14,6 +14,7 @@ from headrace.checkpoint.base import Checkpoint
 from headrace.checkpoint.gguf import Bytes
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.model_config import load_model_config
+from headrace.checkpoint.pooling import dense_folders
 from headrace.checkpoint.quantized_formats import QuantizedFormat
 from headrace.checkpoint.quantized_matrix import QuantizedMatrix
 from headrace.checkpoint.safetensors_file import DTYPE_BYTES, SafetensorsEntry, SafetensorsFile
@@ -40,7 +41,10 @@ _TORCH_DTYPES = {
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """A folder with config.json and one or more safetensors files."""
+    """A folder with config.json and one or more safetensors files.
+
+    Dense modules of sentence-transformers have a folder each; their tensors are named `<folder>.linear.weight`, `.bias`.
+    """
 
     kind = "huggingface"
 
@@ -54,6 +58,11 @@ class HuggingFaceCheckpoint(Checkpoint):
                     raise ModelError(f"tensor {name} is in both {self._files[name].path.name} and {file.name}")
                 self._files[name] = opened
         _check_index(path, {name: opened.path.name for name, opened in self._files.items()})
+        self._names_in_file: dict[str, str] = {}
+        for folder in dense_folders(path):
+            opened = SafetensorsFile(_dense_file(path / folder))
+            for name in opened.entries:
+                self._files[f"{folder}.{name}"], self._names_in_file[f"{folder}.{name}"] = opened, name
         if not self._files:
             raise ModelError(f"{path.name} contains no tensors")
 
@@ -97,7 +106,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _entry(self, name: str) -> SafetensorsEntry:
         if name not in self._files:
             raise ModelError(f"{self.path.name} has no tensor {name}")
-        return self._files[name].entries[name]
+        return self._files[name].entries[self._names_in_file.get(name, name)]
 
 
 class QuantizedCheckpoint(HuggingFaceCheckpoint):
@@ -228,6 +237,15 @@ def _shards(path: Path) -> list[Path]:
         hint = "; its pickled weights are not read, convert them to safetensors" if other else ""
         raise ModelError(f"{path.name} contains no safetensors file{hint}")
     return found
+
+
+def _dense_file(folder: Path) -> Path:
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise ModelError(
+            f"{folder.name} contains no model.safetensors; pickled weights are not read, convert them to safetensors"
+        )
+    return file
 
 
 def _weight_map(index_file: Path) -> dict[str, str]:

@@ -16,18 +16,30 @@ _SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises ModelError naming the file when it is absent, broken or not an object."""
+    value = _read(file)
+    if not isinstance(value, dict):
+        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def read_json_list(file: Path) -> list[Any]:
+    """The JSON array in `file`. Raises ModelError naming the file when it is absent, broken or not an array."""
+    value = _read(file)
+    if not isinstance(value, list):
+        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON array")
+    return value
+
+
+def _read(file: Path) -> Any:
     try:
         with open_regular(file) as opened:
-            value = json.loads(opened.read(), object_hook=_special_float)
+            return json.loads(opened.read(), object_hook=_special_float)
     except FileNotFoundError:
         raise ModelError(f"{file.name} is missing from {file.parent.name or file.parent}") from None
     except OSError as err:
         raise ModelError(f"{file.name} cannot be read: {err.strerror}") from err
     except (ValueError, RecursionError) as err:
         raise ModelError(f"{file.name} cannot be read as JSON: {json_fault(err)}") from err
-    if not isinstance(value, dict):
-        raise ModelError(f"{file.name} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 def _special_float(fields: dict[str, Any]) -> Any:

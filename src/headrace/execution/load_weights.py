@@ -7,6 +7,7 @@ thread that builds the worker, and in those of `load_threads`.
 import math
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from headrace.errors import ModelError
 from headrace.execution.load_threads import IN_THIS_THREAD, Job, LoadThreads
 from headrace.execution.weight_cache import Progress, WeightCache
 from headrace.layers.weight import Placement, Weight
-from headrace.models.spec import CausalLM, ModelSpec
+from headrace.models.spec import FamilySpec, M
 
 _CPU = torch.device("cpu")
 _DUMMY_STD = 0.02
@@ -27,7 +28,7 @@ _NAMES_IN_A_MESSAGE = 4
 
 def load_model(
     checkpoint: Checkpoint,
-    spec: ModelSpec,
+    spec: FamilySpec[M],
     placement: Placement,
     *,
     config: ModelConfig | None = None,
@@ -35,7 +36,7 @@ def load_model(
     progress: Progress = lambda done, total: None,
     cache: WeightCache | None = None,
     threads: LoadThreads = IN_THIS_THREAD,
-) -> CausalLM:
+) -> M:
     """Build the model of `config` (default: the checkpoint's own) and fill it.
 
     A checkpoint of kind `dummy` gives random weights from `seed`. cache: weights found in it are not read from the checkpoint.
@@ -55,7 +56,7 @@ def load_model(
 def fill_from_checkpoint(
     weights: Iterable[Weight],
     checkpoint: Checkpoint,
-    spec: ModelSpec,
+    spec: FamilySpec[Any],
     progress: Progress = lambda done, total: None,
     quantization: Scheme = "none",
     restored: Collection[str] = (),
@@ -147,7 +148,7 @@ def fill_random(
         pass
 
 
-def _check(wanted: dict[str, Weight], names: dict[str, str], checkpoint: Checkpoint, spec: ModelSpec) -> None:
+def _check(wanted: dict[str, Weight], names: dict[str, str], checkpoint: Checkpoint, spec: FamilySpec[Any]) -> None:
     stored: dict[str, str] = {}
     for stored_name, name in names.items():
         if name in stored:

@@ -78,6 +78,11 @@ class LayerNorm:
         self._weight: torch.Tensor
         self._bias: torch.Tensor | None = None
 
+    @property
+    def parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias, float32[size] each."""
+        return self._weight, self._bias
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [rows, size] -> [rows, size]. residual: becomes residual + x in place, and that is normalised."""
         return kernels.layer_norm(x, self._weight, self._bias, self._eps, residual)

@@ -278,13 +278,8 @@ class DecoderLM:
             config.hidden_size, {"lm_head": config.vocab_size}, placement.head, own_outputs={"lm_head": own_ids}
         )
         tied = config.tie_word_embeddings
-        self._embedding = Embedding(
-            config.vocab_size,
-            config.hidden_size,
-            placement,
-            scale=options.embed_scale,
-            tied=head if tied else None,
-        )
+        self._options, self._placement = options, placement
+        self._embedding = self._make_embedding(head if tied else None)
         self._stage = placement.stage
         self._layers = stage_layers(config, self._stage)
         self._all_blocks = [
@@ -295,7 +290,18 @@ class DecoderLM:
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement, unit_offset=options.norm_offset)
         self._shard = placement.shard
         self._whole_attention = placement.whole_attention
-        self._head = LogitsHead(head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied, shard=placement.shard)
+        self._head: LogitsHead | None = LogitsHead(
+            head, soft_cap=config.final_logit_softcapping or 0.0, tied=tied, shard=placement.shard
+        )
+
+    def drop_head(self) -> None:
+        """Do without the output projection: the model will not be asked for logits. Before weights are loaded."""
+        self._head = None
+        self._embedding = self._make_embedding(None)
+
+    def _make_embedding(self, tied: Linear | None) -> Embedding:
+        config, scale = self._config, self._options.embed_scale
+        return Embedding(config.vocab_size, config.hidden_size, self._placement, scale=scale, tied=tied)
 
     def weights(self) -> Iterator[Weight]:
         """See `CausalLM.weights`."""
@@ -304,7 +310,8 @@ class DecoderLM:
         for index, block in enumerate(self._all_blocks):
             yield from _here(index in self._layers, block.weights(f"model.layers.{index}"))
         yield from _here(last, self._norm.weights("model.norm"))
-        yield from _here(first, self._head.weights(""))
+        if self._head is not None:
+            yield from _here(first, self._head.weights(""))
 
     def expert_counts(self) -> dict[int, ExpertCounts]:
         """See `CausalLM.expert_counts`."""
@@ -461,10 +468,12 @@ class DecoderLM:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
+        assert self._head is not None
         return self._head(hidden, out)
 
     def peaks(self, hidden: torch.Tensor) -> Peaks:
         """See `CausalLM.peaks`."""
+        assert self._head is not None
         return self._head.peaks(hidden)
 
 

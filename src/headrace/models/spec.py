@@ -1,11 +1,12 @@
 """What a model is to the runner, and what a family of models says of itself.
 
-Owns `CausalLM` (the protocol) and `ModelSpec`, which a family's file makes. Used by the thread that loads the model.
+Owns `CausalLM`, `PooledCausalLM` and `EncoderModel` (the protocols), and `FamilySpec`, which a family's file makes. Used by the thread that
+loads the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -16,17 +17,28 @@ from headrace.distributed.heads import head_share
 from headrace.distributed.stages import ALL_LAYERS, Stage
 from headrace.layers.expert_counts import ExpertCounts
 from headrace.layers.logits import Peaks
+from headrace.layers.pooler import Pooler
 from headrace.layers.weight import Placement, Weight
 
 
-class CausalLM(Protocol):
-    """A decoder-only language model over paged attention."""
+class Model(Protocol):
+    """What any model is to those who load, replace and release its weights."""
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor it wants from a checkpoint, each once."""
 
+    def fuse(self, attention: StepAttention) -> str:
+        """Run all layers as one native call from now on when the attention is this backend, whose pool is made.
+
+        Returns "" or the reason why that cannot be; `forward` gives the same bits either way. Again after weights were loaded anew.
+        """
+
     def expert_counts(self) -> Mapping[int, ExpertCounts]:
         """By layer, what its routers choose; empty when nothing is routed, or not where it can be seen."""
+
+
+class CausalLM(Model, Protocol):
+    """A decoder-only language model over paged attention."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int[num_tokens] -> what the first layer takes, [num_tokens, hidden_size], a fresh tensor."""
@@ -50,12 +62,6 @@ class CausalLM(Protocol):
         all tokens, and returns what the next stage takes.
         """
 
-    def fuse(self, attention: StepAttention) -> str:
-        """Run all layers as one native call from now on when the attention is this backend, whose pool is made.
-
-        Returns "" or the reason why that cannot be; `forward` gives the same bits either way. Again after weights were loaded anew.
-        """
-
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [rows, hidden_size], after the final norm -> float32[rows, vocab_size].
 
@@ -66,8 +72,41 @@ class CausalLM(Protocol):
         """hidden: as for `logits`, of which these are the largest. Ranks tell each other no more than they need for that."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
+class PooledCausalLM(CausalLM, Protocol):
+    """A decoder that does not write: it has a `pooler` for its hidden states, and no logits."""
+
+    pooler: Pooler
+
+
+class EncoderModel(Model, Protocol):
+    """A model whose tokens all see each other (or those within a window), so that a text is computed whole, and without a KV cache.
+
+    pooler: what makes a vector of the hidden states of a text.
+    """
+
+    pooler: Pooler
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+        row_starts: torch.Tensor,
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        """Run all layers over texts that lie one after the other, without padding. On the CPU the bits of a text do not depend on the others.
+
+        token_ids: int64[num_tokens]. positions: int32[num_tokens], from 0 in each text. token_types: int32[num_tokens], None = all 0.
+        row_starts: int32[num_texts + 1], on the CPU; text i is tokens row_starts[i] .. row_starts[i + 1] - 1, at least one. attention: any
+        backend; it needs no pool. Returns [num_tokens, hidden_size].
+        """
+
+
+M = TypeVar("M", bound=Model)
+
+
+@dataclass(frozen=True)
+class FamilySpec(Generic[M]):
     """One family: how to build it and what it does not do.
 
     model_types: Hugging Face names served. unsupported: reasons why a config of these types cannot be served; empty when it can.
@@ -79,12 +118,17 @@ class ModelSpec:
 
     name: str
     model_types: tuple[str, ...]
-    build: Callable[[ModelConfig, Placement], CausalLM]
+    build: Callable[[ModelConfig, Placement], M]
     unsupported: Callable[[ModelConfig], list[str]] = lambda config: []
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     batch_invariant: bool = True
     renaming: Callable[[ModelConfig], Callable[[str], str]] = lambda config: str
-    check: Callable[[CausalLM], None] = lambda model: None
+    check: Callable[[M], None] = lambda model: None
+
+
+ModelSpec = FamilySpec[CausalLM]
+PooledSpec = FamilySpec[PooledCausalLM]
+EncoderSpec = FamilySpec[EncoderModel]
 
 
 def kv_shape(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE, stage: Stage = ALL_LAYERS) -> KvShape:
